@@ -1,21 +1,34 @@
 """Tables of which memory holds a working set, on ranks of this machine.
 
-    python -m benchmarks.micro.tables_beyond_memory time --rows 1000000 --columns 64 --memory 0.1
-    python -m benchmarks.micro.tables_beyond_memory large --rows 40000000 --columns 256 --memory 1e9
+    python -m benchmarks.micro.tables_beyond_memory time --model lm --memory 0.1
+    python -m benchmarks.micro.tables_beyond_memory large --rows 40000000 --columns 256 --memory 2.6e8
 
-time    Step time beside the same table in memory, under Zipf's law of ids: in pairs of runs, each in processes of its
-        own, the first of a pair in turn. The ratio is the median over pairs of medians over steps.
+time    Step time of systems in turns, each in processes of its own; rounds begin with another system each. Its ratio to
+        the same table in memory is the median over rounds of medians over steps. What was read and written counts from
+        the end of the warm-up, by which working sets are full.
 large   A table on the meta device that no memory holds: step time, what a rank's process holds (RssAnon: without page
         cache), what its rows take on disk.
+
+Models: the lab's "lm" and "recommender" with `--rows` rows of a table; "plain", a table and layers under Zipf's law.
+Systems
+    memory      the tables in memory
+    tier        `table_memory`, of tables of at least a tenth of `--rows`
+    mapped      DistributedDataParallel with tables and their state in files that are mapped into memory; not of adamw
+    ddp_sparse, torchrec_column, ...    those of the lab, in memory
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from multiprocessing import get_context
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +36,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import embrace_fx
+from benchmarks.models import MODELS
+from benchmarks.models.base import Batch, Lookups, TableModel, Workload
+from benchmarks.models.language_model import LanguageModelWorkload
+from benchmarks.models.recommender import CRITEO_ROWS, RecommenderWorkload
+from benchmarks.models.text import generator
+from benchmarks.peers import SYSTEMS, System
+from benchmarks.peers.base import Task, Training
 
-WARM_UP = 16
 STATUS = Path("/proc/self/status")
+ROOT = Path(__file__).parents[2]
+OWN = ("memory", "tier", "mapped")
 
 
-class Model(nn.Module):
+class Plain(TableModel):
     """A table, and layers that compute for a while."""
 
-    def __init__(self, rows: int, columns: int, width: int, *, meta: bool) -> None:
+    def __init__(self, sizes: PlainWorkload) -> None:
         super().__init__()
-        self.table = nn.Embedding(rows, columns, device="meta" if meta else None)
-        self.layers = nn.Sequential(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        width, device = sizes.width, "meta" if sizes.meta else None
+        self.tables = nn.ModuleDict({"table": nn.Embedding(sizes.rows, sizes.columns, device=device)})
+        self.layers = nn.Sequential(nn.Linear(sizes.columns, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
         self.out = nn.Linear(width, 1)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.out(self.layers(self.table(ids))).square().mean()
-        return loss
+    def lookups(self, *batch: Tensor) -> Lookups:
+        return {"table": ("table", batch[0])}
+
+    def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
+        found: Tensor = self.out(self.layers(rows["table"])).square().mean()
+        return found
 
 
-def zipf(rows: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Ids, the k-th most frequent of them about 1 / k as often as the first, spread over the table."""
-    rank = (rows ** torch.rand(shape, generator=generator, dtype=torch.float64) - 1).long()
-    return rank * 7_368_787 % rows
+@dataclass(frozen=True)
+class PlainWorkload:
+    """Sizes; `meta`: the table begins on the meta device."""
+
+    rows: int
+    columns: int
+    width: int
+    batch_size: int
+    length: int
+    meta: bool
+
+    def make(self) -> Plain:
+        return Plain(self)
+
+    def batch(self, step: int, rank: int, seed: int) -> Batch:
+        """Ids, the k-th most frequent of them about 1 / k as often as the first, spread over the table."""
+        drawn = torch.rand(self.batch_size, self.length, generator=generator(step, rank, seed), dtype=torch.float64)
+        return ((self.rows**drawn - 1).long() * 7_368_787 % self.rows,)
 
 
-def run(rank: int, args: argparse.Namespace, memory: float | None, store: str, results: Any) -> None:
-    """Trains on one rank; puts its figures into a queue."""
+def workload(args: argparse.Namespace) -> Workload:
+    """The model and its batches."""
+    found = MODELS[args.model]["lab"] if args.model in MODELS else None
+    if isinstance(found, LanguageModelWorkload):
+        return replace(found, vocabulary=args.rows)
+    if isinstance(found, RecommenderWorkload):
+        return replace(found, rows=tuple(min(rows, args.rows) for rows in CRITEO_ROWS))
+    return PlainWorkload(args.rows, args.columns, args.width, args.batch, args.length, args.what == "large")
+
+
+def system_of(args: argparse.Namespace) -> System:
+    """The system that trains."""
+    if args.system not in OWN:
+        return SYSTEMS[args.system]
+    adamw = {"adamw": args.optimizer == "adamw"}
+    beyond = {"memory": args.memory, "rows": args.rows // 10 if args.memory < 1 else 0, "ahead": args.ahead}
+    options = {"memory": {"memory": None, **adamw}, "tier": {**beyond, **adamw}, "mapped": {}}[args.system]
+    kind = "Mapped" if args.system == "mapped" else "Tiered"
+    return System(f"tiered.{kind}", "project", "", {"directory": args.directory, **options})
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains on one rank; returns its figures."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    model = Model(args.rows, args.columns, args.width, meta=args.what == "large")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    asked: Any = {"row_updates": "replay"} if memory is None else {"table_memory": memory, "tables_in": args.directory}
-    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", **asked)
-    generator = torch.Generator().manual_seed(rank)
-    batches = [zipf(args.rows, (args.batch, args.length), generator) for _ in range(WARM_UP + args.steps)]
-    before, times, begun_s = anonymous_mib(), [], time.perf_counter()
-    for ids in compiled.lookahead(batches, args.ahead):
-        loss = compiled(ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks)
+    task = Task(workload(args), args.optimizer, args.lr)
+    batches = [task.workload.batch(step, args.rank, 0) for step in range(args.warm_up + args.steps)]
+    before = anonymous_mib()
+    training = system_of(args).peer().prepare(task)
+    times, losses, counted = [], [], {}
+    begun_s = time.perf_counter()
+    for step, loss in enumerate(training.steps(batches)):
+        losses.append(loss)
         times.append((time.perf_counter() - begun_s) * 1e3)
+        if step == args.warm_up - 1:
+            counted = counts(training)
         begun_s = time.perf_counter()
-    told = {"ms": statistics.median(times[WARM_UP:]), "loss": loss.item(), "anonymous_mib": anonymous_mib() - before}
-    told["tables"] = next((line for line in str(compiled.report()).splitlines() if "rows in memory" in line), "")
-    results.put((rank, told))
+    told: dict[str, Any] = {"ms": statistics.median(times[args.warm_up :]), "loss": float(losses[-1])}
+    told |= {f"{name} a step": (n - counted[name]) / args.steps for name, n in counts(training).items()}
+    told |= {"anonymous_mib": anonymous_mib() - before}
+    told["tables"] = [line.strip() for line in training.notes().splitlines() if "rows in memory" in line]
     dist.barrier()
     dist.destroy_process_group()
+    return told
+
+
+def counts(training: Training) -> dict[str, int]:
+    """What working sets have done."""
+    tables = {} if training.compiled is None else training.compiled._session.state.tables
+    found = [table.memory.counts for table in tables.values() if hasattr(table, "memory")]
+    return {name: sum(getattr(each, name) for each in found) for name in ("asked", "missed", "read", "written")}
 
 
 def anonymous_mib() -> float:
@@ -81,27 +149,38 @@ def anonymous_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def on_ranks(args: argparse.Namespace, memory: float | None) -> dict[int, dict[str, Any]]:
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(args: argparse.Namespace, system: str) -> list[dict[str, Any]]:
     """Figures of a run, by rank."""
-    context = get_context("spawn")
-    results = context.Queue()
+    environment = SYSTEMS[system].environment if system not in OWN else "project"
+    python = sys.executable if environment == "project" else str(ROOT / f"build/peers/{environment}/bin/python")
     with tempfile.TemporaryDirectory() as folder:
+        told = {**vars(args), "system": system, "store": f"{folder}/store"}
+        command = [python, "-m", "benchmarks.micro.tables_beyond_memory", "rank"]
         ranks = [
-            context.Process(target=run, args=(rank, args, memory, f"{folder}/store", results), daemon=True)
+            subprocess.Popen(
+                [*command, json.dumps({**told, "rank": rank})], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             for rank in range(args.ranks)
         ]
-        for each in ranks:
-            each.start()
-        found = dict(results.get(timeout=1800) for _ in ranks)
-        for each in ranks:
-            each.join()
-    return found
+        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def main() -> None:
+    if sys.argv[1] == "rank":
+        os.environ["OMP_NUM_THREADS"] = "1"
+        print(json.dumps(run(argparse.Namespace(**json.loads(sys.argv[2])))))
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("time", "large"))
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--model", choices=("lm", "recommender", "plain"), default="plain")
+    parser.add_argument("--systems", nargs="+", default=["memory", "tier"])
+    parser.add_argument("--optimizer", choices=("adamw", "adagrad", "sgd"), default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.1)
@@ -109,23 +188,26 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--ahead", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=40)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", default=tempfile.gettempdir())
     args = parser.parse_args()
     if args.what == "large":
-        for rank, told in sorted(on_ranks(args, args.memory).items()):
+        for rank, told in enumerate(on_ranks(args, "tier")):
             print(rank, told)
         return
-    ratios = []
-    for pair in range(args.pairs):
-        ms = {}
-        for memory in (None, args.memory) if pair % 2 else (args.memory, None):
-            found = on_ranks(args, memory)
-            ms[memory] = found[0]["ms"]
-            print(f"pair {pair}, memory {memory}: {found[0]}")
-        ratios.append(ms[args.memory] / ms[None])
-    print(f"ratios {[round(each, 3) for each in ratios]}, median {statistics.median(ratios):.3f}")
+    ms: dict[str, list[float]] = {system: [] for system in args.systems}
+    for number in range(args.rounds):
+        first = number % len(args.systems)
+        for system in (*args.systems[first:], *args.systems[:first]):
+            told = on_ranks(args, system)[0]
+            ms[system].append(told["ms"])
+            print(f"round {number}, {system}: {told}", flush=True)
+    for system in args.systems:
+        ratios = [round(own / base, 3) for own, base in zip(ms[system], ms[args.systems[0]], strict=True)]
+        middle = statistics.median(ms[system])
+        print(f"{system}: {middle:.1f} ms, {statistics.median(ratios):.3f} of {args.systems[0]} {ratios}")
 
 
 if __name__ == "__main__":

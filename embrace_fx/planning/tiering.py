@@ -23,7 +23,7 @@ from embrace_fx.runtime.tables.table_part import TablePart, become_part, local_p
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms
 from embrace_fx.runtime.tiers.record_file import TierError
-from embrace_fx.runtime.tiers.records import Column, Records
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import (
     REFUSAL,
     HeldInFile,
@@ -34,8 +34,6 @@ from embrace_fx.runtime.tiers.tiered_table import (
 from embrace_fx.runtime.tiers.working_set import (
     ROW_BYTES,
     ROWS_AT_ONCE,
-    TAKEN,
-    WEIGHTS,
     WorkingSet,
     least_bytes,
     slot_bytes,

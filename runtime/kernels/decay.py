@@ -138,42 +138,56 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         return
     rested = taken.index_select(0, ids).to(torch.int64)
     taken.index_fill_(0, ids, history.steps)
-    if history.moments is not None:
+    if history.moments is None:
+        left = [_Left(ids, rested, None)]
+    else:
         left = _leap(shard, averages, ids, rested, history, history.moments)
-        if left.numel() == 0:
-            return
-        ids, rested = ids.index_select(0, left), rested.index_select(0, left)
-    rested, order = rested.sort()  # those that have rested longest first
-    ids = ids.index_select(0, order)
-    rows = _rows_of_block(shard)
-    for block, begun in zip(ids.split(rows), rested.split(rows), strict=True):
-        _decay(shard, averages, block, begun, history)
+    for each in left:
+        _, order = each.rested.sort()  # those that have rested longest first
+        for some in order.split(_rows_of_block(shard)):
+            _decay(shard, averages, each.rows(some), history)
+
+
+class _Left(NamedTuple):
+    """Rows (K,) some of whose elements are to take their steps in order.
+
+    Attributes:
+        rested: (K,) steps of the history that they have taken.
+        leapt: weights (K, d) of the others, nan where an element is to; None: all are.
+    """
+
+    ids: Tensor
+    rested: Tensor
+    leapt: Tensor | None
+
+    def rows(self, some: Tensor) -> _Left:
+        """Those at places (L,)."""
+        leapt = None if self.leapt is None else self.leapt.index_select(0, some)
+        return _Left(self.ids.index_select(0, some), self.rested.index_select(0, some), leapt)
 
 
 def _rows_of_block(shard: Tensor) -> int:
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
-def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments) -> Tensor:
+def _leap(
+    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
+) -> list[_Left]:
     """Lets rows (K,), no two the same, that have taken `taken` (K,) steps take all of their missing steps at once.
 
     Returns:
-        (L,) places of the rows that it leaves as they are, whose weights would not be right to the last bit.
+        The rows that it leaves as they are, some of whose weights would not be right to the last bit.
     """
-    left, begun = [], 0
     rows = _rows_of_block(shard)
-    for block, rested in zip(ids.split(rows), taken.split(rows), strict=True):
-        remain = _leap_block(shard, averages, block, rested, history, moments)
-        if remain is not None:
-            left.append(remain + begun if begun else remain)
-        begun += block.numel()
-    return torch.cat(left) if left else ids.new_empty(0)
+    blocks = zip(ids.split(rows), taken.split(rows), strict=True)
+    left = (_leap_block(shard, averages, block, rested, history, moments) for block, rested in blocks)
+    return [each for each in left if each is not None]
 
 
 def _leap_block(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
-) -> Tensor | None:
-    """Moves a block of rows; returns the places (L,) of those that are left as they are; None: none is."""
+) -> _Left | None:
+    """Moves a block of rows; returns those that are not done. Each element is done by itself or is not."""
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
@@ -192,22 +206,28 @@ def _leap_block(
     least = torch.maximum(weight.abs(), moved.abs()).mul_(torch.finfo(dtype).eps / 4)
     fourth = y.mul_(y).mul_(y)
     left_out = share.abs_().mul_(fourth).mul_(fourth).mul_(fourth).mul_(sums[-1])
-    done = (left_out <= least).all(1)
+    done = left_out <= least
     weight.sub_(moved)
     first.mul_(whole[:, LOG_BETA1, None])
     second.mul_(whole[:, LOG_BETA2, None])
-    moved_rows: list[Tensor] = [weight, first, second]
-    left = None
+    found, left = (weight, first, second), None
     if not bool(done.all()):
-        places, left = done.nonzero().squeeze(1), done.logical_not().nonzero().squeeze(1)
-        ids, *moved_rows = (each.index_select(0, places) for each in (ids, *moved_rows))
-    for tensor, found in zip((shard, exp_avg, exp_avg_sq), moved_rows, strict=True):
-        tensor.index_copy_(0, ids, found)
+        of_rows = done.all(1)
+        places, others = of_rows.nonzero().squeeze(1), of_rows.logical_not_().nonzero().squeeze(1)
+        leapt = weight.masked_fill(done.logical_not_(), math.nan)
+        left = _Left(ids, taken, leapt).rows(others)
+        ids, found = ids.index_select(0, places), (weight[places], first[places], second[places])
+    for tensor, values in zip((shard, exp_avg, exp_avg_sq), found, strict=True):
+        tensor.index_copy_(0, ids, values)
     return left
 
 
-def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
-    """Lets rows (K,), no two the same, that have taken `taken` (K,) steps take their missing steps in order."""
+def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> None:
+    """Lets rows (K,), no two the same, take their missing steps in order.
+
+    An element's bits do not depend on others: a table's columns lie on more ranks or fewer.
+    """
+    ids, taken, leapt = rows
     coefficients, until = history.coefficients, history.steps
     exp_avg, exp_avg_sq, max_exp_avg_sq = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
@@ -217,7 +237,7 @@ def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, histor
     weight.mul_(whole[:, LOG_SHRINK, None])
     negligible = weight.abs().mul_(torch.finfo(shard.dtype).eps / 4 * (1 - history.ratio))
     largest = first.abs().mul_(history.largest)
-    moved = torch.zeros_like(weight)
+    moved, ended = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.bool)
     longest, done = until - int(taken[0]) if ids.numel() else 0, 0
     while done < longest:
         active = int((taken < until - done).sum())
@@ -236,22 +256,29 @@ def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, histor
         sizes, roots, eps, faded = (t.to(shard.dtype) for t in (sizes, roots, of_steps[..., EPS], faded))
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
         terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
-        sums = terms.view(active, blocks, STEPS_PER_BLOCK, -1).sum(2)
+        sums = _added(terms.view(active, blocks, STEPS_PER_BLOCK, -1))
         ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]  # (K, B, 2)
         rest = largest[:active, None] * ends[..., LOG_BETA1, None]
         rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
-        is_over = (rest <= negligible[:active, None]).all(2)
-        is_over |= at[:, ::STEPS_PER_BLOCK] > until  # nothing is left of the row's steps
-        over = is_over.all(0).tolist()
-        used = over.index(True) + 1 if True in over else blocks
-        for block in range(used):
-            moved[:active].add_(sums[:, block])
-        if True in over:
+        is_over = rest <= negligible[:active, None]
+        is_over |= (at[:, ::STEPS_PER_BLOCK] > until).unsqueeze(-1)  # nothing is left of the row's steps
+        for block in range(blocks):
+            moved[:active].add_(sums[:, block].masked_fill_(ended[:active], 0.0))
+            ended[:active].logical_or_(is_over[:, block])
+        if bool(ended[:active].all()):
             break
         done += blocks * STEPS_PER_BLOCK
-    shard.index_copy_(0, ids, weight.sub_(moved))
+    weight.sub_(moved)
+    shard.index_copy_(0, ids, weight if leapt is None else torch.where(leapt.isnan(), weight, leapt))
     exp_avg.index_copy_(0, ids, first.mul_(whole[:, LOG_BETA1, None]))
     exp_avg_sq.index_copy_(0, ids, second.mul_(whole[:, LOG_BETA2, None]))
+
+
+def _added(terms: Tensor) -> Tensor:
+    """Adds the terms (K, B, C, d) of each block up, halves to each other: in one order, whatever the sizes."""
+    while (half := terms.shape[2] // 2) > 0:
+        terms = terms[:, :, :half] + terms[:, :, half:]
+    return terms.squeeze(2)
 
 
 _HALF_OF_SECOND = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")

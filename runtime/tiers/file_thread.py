@@ -1,40 +1,29 @@
-"""Records of a file, read ahead and written behind by a thread of their own, in the order in which they are asked for.
+"""Records of a file, read and written by a thread of their own, in the order in which they are asked for.
 
 Contract
-    What is read sees what was written before it was asked for. Maps of rows are the caller's alone: the thread moves
-    bytes. An error comes to whoever waits for what has failed, or asks for anything after it.
+    What is read sees what was written before it was asked for. The thread writes rows that it has read into slots which
+    nobody else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Watch
+from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
-from embrace_fx.runtime.tiers.records import Records
+from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
 _WRITES = 4
 """Batches of rows that may wait to be written."""
-
-
-@dataclass(frozen=True)
-class ReadAhead:
-    """Rows (K,), ascending, on their way from the file.
-
-    Attributes:
-        due: the number of the step that reads them.
-        coming: their columns (K, ...).
-    """
-
-    rows: Tensor
-    due: int
-    coming: Future[dict[str, Tensor]]
+_ROWS = 1 << 12
+"""Rows that are read at once: of a long batch some, for they are in memory twice."""
 
 
 class FileThread:
@@ -42,39 +31,55 @@ class FileThread:
 
     Args:
         table: its name.
+        columns: the slots' values, into which rows are read.
         recorder: is told of reads, writes, and waits for them; asked for each time.
     """
 
-    def __init__(self, table: str, file: RecordFile, records: Records, recorder: Callable[[], Recorder]) -> None:
-        self._file, self._records, self._recorder = file, records, recorder
+    def __init__(
+        self,
+        table: str,
+        file: RecordFile,
+        records: Records,
+        columns: Mapping[str, Tensor],
+        recorder: Callable[[], Recorder],
+    ) -> None:
+        self._file, self._records, self._columns, self._recorder = file, records, columns, recorder
         self._reading, self._writing = storage_id("read", table), storage_id("write", table)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embrace_fx rows")
         self._writes: deque[Future[None]] = deque()
 
-    def write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Begins to write rows (K,), ascending, with their columns (K, ...)."""
-        watch = self._watch(self._writing, rows)
+    def write(self, runs: Sequence[range], rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Begins to write rows (K,) with their columns (K, ...) into runs of numbers."""
+        watch = self._watch(self._writing, rows.numel())
 
         def write() -> None:
             with watch:
-                self._file.write(rows, self._records.pack(rows, values))
+                self._write(runs, self._records.pack(rows, values))
 
         self._writes.append(self._thread.submit(write))
         self._await_writes(_WRITES)
 
-    def read(self, rows: Tensor, due: int) -> ReadAhead:
-        """Begins to read rows (K,), ascending."""
-        return ReadAhead(rows, due, self._thread.submit(self._read, rows, self._watch(self._reading, rows)))
+    def move(self, runs: Sequence[range], records: Tensor) -> None:
+        """Begins to write records (K, B) that have been read elsewhere."""
+        self._writes.append(self._thread.submit(self._write, runs, records))
 
-    def read_now(self, rows: Tensor) -> dict[str, Tensor]:
-        """Reads rows (K,), ascending, of which none is being written, while the caller waits."""
-        with self._recorder().waiting(self._reading):
-            return self._read(rows, self._watch(self._reading, rows))
+    def read(self, numbers: Tensor) -> Tensor:
+        """Reads the records (K, B) at numbers (K,), ascending, whatever their rows."""
+        return self._thread.submit(self._file.read, numbers).result()
 
-    def await_read(self, ahead: ReadAhead) -> dict[str, Tensor]:
-        """The columns of rows that have been read ahead."""
-        with self._recorder().waiting(self._reading):
-            return ahead.coming.result()
+    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues) -> Future[None]:
+        """Begins to bring rows (K,) into slots (K,).
+
+        Args:
+            numbers: (K,) of their records; -1: they begin.
+        """
+        watch = self._watch(self._reading, int((numbers >= 0).sum()))
+        return self._thread.submit(self._bring, rows, numbers, slots, initial, watch)
+
+    def await_rows(self, coming: Future[None]) -> None:
+        """Waits for rows that are being brought."""
+        with self._recorder().waiting(self._reading) if not coming.done() else nullcontext():
+            coming.result()
 
     def land(self) -> None:
         """Waits for what is being written."""
@@ -87,9 +92,26 @@ class FileThread:
                 while len(self._writes) > most:
                     self._writes.popleft().result()
 
-    def _read(self, rows: Tensor, watch: Watch) -> dict[str, Tensor]:
-        with watch:
-            return self._records.unpack(self._file.read(rows))
+    def _watch(self, launch: OperationId, rows: int) -> Watch:
+        return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
-    def _watch(self, launch: OperationId, rows: Tensor) -> Watch:
-        return Watch(launch, rows.numel() * self._records.nbytes, self._recorder(), on_host=True)
+    def _write(self, runs: Sequence[range], records: Tensor) -> None:
+        for run, some in zip(runs, records.split([len(run) for run in runs]), strict=True):
+            self._file.write(run.start, some)
+
+    def _bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues, watch: Watch) -> None:
+        numbers, order = numbers.sort()
+        rows, slots = rows.index_select(0, order), slots.index_select(0, order)
+        begin = int((numbers < 0).sum())
+        with watch if begin < len(rows) else nullcontext():
+            for first in range(begin, len(rows), _ROWS):
+                part = slice(first, first + _ROWS)
+                read = self._records.unpack(self._file.read(numbers[part], rows[part]))
+                for key, column in self._columns.items():
+                    column.index_copy_(0, slots[part], read[key])
+        if begin:
+            for key, column in self._columns.items():
+                if key == WEIGHTS:
+                    column.index_copy_(0, slots[:begin], initial(rows[:begin]))
+                else:
+                    column.index_fill_(0, slots[:begin], self._records.columns[key].fill)

@@ -21,7 +21,8 @@ from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, form_of
-from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, WorkingSet
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class _Skipped(Protocol):

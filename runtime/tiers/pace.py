@@ -26,7 +26,8 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
     rows = torch.arange(0, PROBED_ROWS * apart, apart, device="cpu")
     packed = records.pack(rows, {key: column.filled(PROBED_ROWS) for key, column in records.columns.items()})
     began = time.perf_counter()
-    file.write(rows, packed)
+    for row, record in zip(rows.tolist(), packed, strict=True):
+        file.write(row, record.unsqueeze(0))
     os.fdatasync(file.descriptor)
     written = time.perf_counter()
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,11 +1,11 @@
-"""Records of a table's rows in a file: a row's values and optimizer state together, so that a row is one read.
+"""Records in a file: a row's values and optimizer state together, so that a row is one read.
 
 Contract
     The file has no name: it goes with its process, and nothing takes it for a checkpoint. It is as long as all records,
     but takes room on disk only for those that have been written. What is read is what was written, or an error that
-    names the row: a record carries a checksum of its bytes and its number.
+    names the row: a record carries a checksum of its bytes, its row among them.
 
-Shape legend: K records of B bytes, as `records.py` packs them.
+Shape legend: K records of B bytes, as `records.py` packs them, at numbers (K,) in the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,39 +32,41 @@ class RecordFile:
     Args:
         directory: in which the file lies.
         table: its name, for errors.
-        rows: how many records it has room for.
+        count: how many records it has room for.
         records: their columns.
 
     Raises:
         TierError: no such file can be made.
     """
 
-    def __init__(self, directory: str | Path, table: str, rows: int, records: Records) -> None:
+    def __init__(self, directory: str | Path, table: str, count: int, records: Records) -> None:
         self._directory, self._table, self._records = str(directory), table, records
-        self.record_bytes = records.nbytes
         try:
             self.descriptor, path = tempfile.mkstemp(dir=directory)
             os.unlink(path)
             weakref.finalize(self, os.close, self.descriptor)
-            os.ftruncate(self.descriptor, rows * self.record_bytes)
+            os.ftruncate(self.descriptor, count * records.nbytes)
         except OSError as error:
             raise TierError(
-                f"expected a directory in which a file of {rows * self.record_bytes:,} bytes can be made, as "
+                f"expected a directory in which a file of {count * records.nbytes:,} bytes can be made, as "
                 f"tables_in, found {self._directory!r}: {error}. It takes room for rows that have moved. Make the "
                 "directory, or name another one."
             ) from error
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def write(self, rows: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 of rows (K,), ascending.
+    def write(self, first: int, records: Tensor) -> None:
+        """Writes records (K, B) uint8 from number `first` on.
 
         Raises:
             TierError: some cannot be written.
         """
-        data = records.numpy().data.cast("B")
+        data, at, done = records.numpy().data.cast("B"), first * self._records.nbytes, 0
         try:
-            for first, begin, end in self._runs(rows):
-                self._write_run(data[begin:end], first * self.record_bytes)
+            while done < len(data):
+                more = os.pwrite(self.descriptor, data[done:], at + done)
+                if more == 0:
+                    raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes written")
+                done += more
         except OSError as error:
             raise TierError(
                 f"expected room for {records.numel():,} bytes more in {self._directory}, where rows of {self._table} "
@@ -73,50 +74,40 @@ class RecordFile:
                 "or raise table_memory."
             ) from error
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Reads the records (K, B) of rows (K,), ascending, each of which has been written.
+    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Reads records (K, B) at numbers (K,), ascending, each of which has been written.
+
+        Args:
+            rows: (K,) which they are of; None: whichever.
 
         Raises:
             TierError: some cannot be read, or are not as they were written.
         """
-        records = torch.empty((rows.numel(), self.record_bytes), dtype=torch.uint8, device="cpu")
-        data = records.numpy().data.cast("B")
+        nbytes = self._records.nbytes
+        records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu")
+        data, cuts = records.numpy().data.cast("B"), (numbers.diff() != 1).nonzero().view(-1).add_(1).tolist()
         try:
-            for first, begin, end in self._runs(rows):
-                self._read_run(data[begin:end], first * self.record_bytes)
+            for start, end in zip([0, *cuts], [*cuts, numbers.numel()], strict=True):
+                if start < end:
+                    self._read_run(data[start * nbytes : end * nbytes], int(numbers[start]) * nbytes)
         except OSError as error:
             raise TierError(
                 f"expected rows of {self._table} in their file in {self._directory}, found {error}. Look after that "
                 "disk, and go on from the last checkpoint, which is whole."
             ) from error
-        wrong = self._records.wrong(rows, records)
+        expected = self._records.rows(records) if rows is None else rows
+        wrong = self._records.wrong(records).logical_or_(self._records.rows(records) != expected)
         if bool(wrong.any()):
             raise TierError(
-                f"expected row {int(rows[wrong][0])} of {self._table} as it was written to its file in "
-                f"{self._directory}, found other bytes ({int(wrong.sum())} of {rows.numel()} records that were read). "
-                "The disk, or whoever wrote there, has changed it: go on from the last checkpoint, on another disk."
+                f"expected row {int(expected[wrong][0])} of {self._table} as it was written to its file in "
+                f"{self._directory}, found other bytes ({int(wrong.sum())} of {numbers.numel()} records that were "
+                "read). The disk, or whoever wrote there, has changed it: go on from the last checkpoint, on another "
+                "disk."
             )
         return records
 
-    def _runs(self, rows: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Yields (first row, first byte, end) of records whose rows follow each other."""
-        if not rows.numel():
-            return
-        cuts = (rows.diff() != 1).nonzero().view(-1).add_(1).tolist()
-        firsts = [0, *cuts]
-        for start, end, row in zip(firsts, [*cuts, rows.numel()], rows[firsts].tolist(), strict=True):
-            yield row, start * self.record_bytes, end * self.record_bytes
-
-    def _write_run(self, data: memoryview, at: int) -> None:
-        done = os.pwrite(self.descriptor, data, at)
-        while done < len(data):
-            more = os.pwrite(self.descriptor, data[done:], at + done)
-            if more == 0:
-                raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes written")
-            done += more
-
     def _read_run(self, data: memoryview, at: int) -> None:
-        done = os.preadv(self.descriptor, [data], at)
+        done = 0
         while done < len(data):
             more = os.preadv(self.descriptor, [data[done:]], at + done)
             if more == 0:

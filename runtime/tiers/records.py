@@ -1,6 +1,6 @@
-"""Records: what there is of a row in columns, as bytes with a checksum.
+"""Records: a row's number and what there is of it in columns, as bytes with a checksum.
 
-Shape legend: K records of B bytes, B a multiple of 8. The first 8 are the checksum's.
+Shape legend: K records of B bytes, B a multiple of 8: the checksum, the row, and each column in whole words of 8 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from torch import Tensor
 
 _GOLDEN = 0x1E3779B97F4A7C15
 """An odd number whose multiples are spread over all words."""
-_CHECK_BYTES = 8
+WEIGHTS, TAKEN = "weights", "steps taken"
+"""Columns that every table has."""
+_WORD = 8
+_HEAD = 2 * _WORD
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,43 @@ class Records:
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
-        self.nbytes = -(-(_CHECK_BYTES + sum(c.nbytes for c in columns.values())) // 8) * 8
-        words = torch.arange(1, self.nbytes // 8, dtype=torch.int64, device="cpu")
+        self._at: dict[str, int] = {}
+        at = _HEAD
+        for key, column in columns.items():
+            self._at[key] = at
+            at += -(-column.nbytes // _WORD) * _WORD
+        self.nbytes = at
+        words = torch.arange(1, self.nbytes // _WORD, dtype=torch.int64, device="cpu")
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
-        count = rows.numel()
-        records = torch.zeros((count, self.nbytes), dtype=torch.uint8, device="cpu")
-        at = _CHECK_BYTES
-        for key, column in self.columns.items():
-            if column.nbytes and count:
-                value = values[key].contiguous().view(count, -1)
-                records[:, at : at + column.nbytes] = value.view(torch.uint8)
-            at += column.nbytes
+        records = torch.zeros((rows.numel(), self.nbytes), dtype=torch.uint8, device="cpu")
         words = records.view(torch.int64)
-        words[:, 0] = self._sums(rows, words)
+        words[:, 1] = rows
+        for key, of_column in self.unpack(records).items():
+            of_column.copy_(values[key])
+        words[:, 0] = self._sums(words)
         return records
 
     def unpack(self, records: Tensor) -> dict[str, Tensor]:
-        """The columns (K, ...) of records."""
-        found, at = {}, _CHECK_BYTES
+        """Views (K, ...) of the columns of records."""
+        found = {}
         for key, column in self.columns.items():
-            of_column = records[:, at : at + column.nbytes].clone(memory_format=torch.contiguous_format)
+            of_column = records[:, self._at[key] : self._at[key] + column.nbytes]
             found[key] = of_column.view(column.dtype).view(records.shape[0], *column.size)
-            at += column.nbytes
         return found
 
-    def wrong(self, rows: Tensor, records: Tensor) -> Tensor:
-        """Tells of each record (K,) whether it is another one than was packed for its row."""
-        words = records.view(torch.int64)
-        return words[:, 0] != self._sums(rows, words)
+    def rows(self, records: Tensor) -> Tensor:
+        """The rows (K,) of records."""
+        return records.view(torch.int64)[:, 1]
 
-    def _sums(self, rows: Tensor, words: Tensor) -> Tensor:
+    def wrong(self, records: Tensor) -> Tensor:
+        """Tells of each record (K,) whether it is another one than was packed."""
+        words = records.view(torch.int64)
+        return words[:, 0] != self._sums(words)
+
+    def _sums(self, words: Tensor) -> Tensor:
         """Checksums (K,): each word has a factor of its own, so that no single word can change unseen; never 0."""
-        sums: Tensor = (words[:, 1:] * self._factors).sum(1).add_((rows + 1) * _GOLDEN).bitwise_or_(1)
+        sums: Tensor = (words[:, 1:] * self._factors).sum(1).bitwise_or_(1)
         return sums

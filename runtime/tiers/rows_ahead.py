@@ -66,8 +66,8 @@ class RowsAhead:
 
     def _tell(self, tables: Sequence[TieredTable], rows: Sequence[Tensor], due: int) -> None:
         for table, ids in zip(tables, rows, strict=True):
-            if ids.numel() and not table.failure:
-                table.memory.read_ahead(ids, due)
+            if ids.numel():
+                table.read_ahead(ids, due)
 
 
 def _gather(jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:

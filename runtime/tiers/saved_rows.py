@@ -22,15 +22,13 @@ from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 
-_NUMBER = {"row": Column((), torch.int64)}
-
 
 def save_rows(table: TieredTable, path: Path) -> int:
     """Writes this rank's rows to a file; returns how many there are. No update is pending."""
-    count, records = 0, Records(_NUMBER | table.memory.records.columns)
+    count, records = 0, table.memory.records
     with path.open("wb") as file:
         for rows, values in table.memory.moved():
-            file.write(records.pack(rows, {"row": rows, **values}).numpy().data)
+            file.write(records.pack(rows, values).numpy().data)
             count += rows.numel()
         file.flush()
         os.fsync(file.fileno())
@@ -54,9 +52,9 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
     memory.forget()
     with ExitStack() as stack:
         chunks = [_chunks(memory.records.columns, paths[k], len(cuts[k]), stack) for k in needed]
-        for parts in zip(*chunks, strict=True):
-            rows = parts[0]["row"]
-            if not all(torch.equal(part["row"], rows) for part in parts):
+        for chunk in zip(*chunks, strict=True):
+            (rows, *others), parts = zip(*chunk, strict=True)
+            if not all(torch.equal(each, rows) for each in others):
                 raise TierError(_BROKEN.format(paths[0].parent, "files of different rows"))
             values = {key: parts[0][key] for key in memory.records.columns}
             for key in [key for key, column in memory.records.columns.items() if column.size]:
@@ -70,18 +68,19 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
     return count
 
 
-def _chunks(columns: Mapping[str, Column], path: Path, width: int, stack: ExitStack) -> Iterator[dict[str, Tensor]]:
-    """Yields columns of a file's records, some rows at a time."""
+def _chunks(
+    columns: Mapping[str, Column], path: Path, width: int, stack: ExitStack
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yields rows (K,) of a file and their columns (K, ...), some at a time."""
     file = stack.enter_context(path.open("rb"))
-    records = Records(_NUMBER | {k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
+    records = Records({k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
     while data := file.read(records.nbytes * ROWS_AT_ONCE):
         if len(data) % records.nbytes:
             raise TierError(_BROKEN.format(path, "a record cut short"))
         read = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, records.nbytes)
-        found = records.unpack(read)
-        if bool((wrong := records.wrong(found["row"], read)).any()):
+        if bool((wrong := records.wrong(read)).any()):
             raise TierError(_BROKEN.format(path, f"other bytes in {int(wrong.sum())} records"))
-        yield found
+        yield records.rows(read), records.unpack(read)
 
 
 _BROKEN = "expected rows of a table as a checkpoint has them, in {}, found {}. Load an earlier checkpoint."

@@ -27,8 +27,8 @@ from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.update_rule import Moving, Options, Replay, RowsAlone
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
-from embrace_fx.runtime.tiers.records import Column
-from embrace_fx.runtime.tiers.working_set import WEIGHTS, WorkingSet
+from embrace_fx.runtime.tiers.records import WEIGHTS, Column
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
@@ -104,6 +104,10 @@ class TieredTable(RowTable):
             raise
         self._resting.catch_up(self.local, self.state, slots)
         return lookup_as(self.local, slots, dtype or self.local.dtype)
+
+    def read_ahead(self, ids: Tensor, due: int) -> None:
+        """Begins to read rows (K,) that the step of number `due` will ask for."""
+        self._guarded(self.memory.read_ahead)(ids, due)
 
     def as_they_are(self, ids: Tensor) -> Tensor:
         none = self.local.new_zeros((ids.numel(), self.local.shape[1]))

@@ -3,7 +3,8 @@
 Contract
     Rows have *slots*. A slot holds what the table and its optimizer have of a row, in one tensor for each of them.
     A row that has never been written takes no room anywhere: its values are computed again.
-    `places` returns slots that hold good until the next call of it: nothing else moves a row.
+    `places` returns slots that hold good until the next call of it, or of `read_ahead`: nothing else moves a row.
+    A thread reads and writes. Maps of rows are the caller's alone: a row has its slot as soon as it begins to come.
 
 Shape legend: V' rows; S slots; K ids, in any order, some the same.
 """
@@ -11,8 +12,11 @@ Shape legend: V' rows; S slots; K ids, in any order, some the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -20,28 +24,33 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.tiers.file_thread import FileThread, ReadAhead
+from embrace_fx.runtime.tiers.file_thread import FileThread
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.record_log import RecordLog
 from embrace_fx.runtime.tiers.records import Column, Records
 
-WEIGHTS, TAKEN = "weights", "steps taken"
-"""Columns that every table has."""
-_STORED, _WRITTEN, _READ = -1, -2, -3
-"""Of a row that has no slot: it is in the file, on its way there, or on its way from there."""
 _FREE = torch.iinfo(torch.int64).max
 _SOON = _FREE // 2
 """Less the number of the step that asks for a row next: the farthest goes first, after all that none is known to."""
-_AHEAD = 8
-"""Of all slots, so many parts: as many rows as one of them has may be on their way."""
+_KNOWN = _SOON // 2
+"""Above: slots whose next step is known."""
+_AHEAD = 4
+"""Of all slots, so many parts: as many rows as one of them has are read ahead at once."""
 _SHARE = 64
 """Of all slots, so many parts: one of them is emptied at a time, those used least lately."""
+_BLOCK_BYTES, _BLOCKS = 1 << 18, 16
+"""Of the file's blocks: bytes at most, and how many of them have at least as many records as there are slots."""
+_FEWEST = 8
+"""Records of a block."""
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they are written one after the other."""
 ROW_BYTES = 4
 """Of a row in memory that has no slot: where it is."""
-SLOT_BYTES = 4 * 8 + 2
+SLOT_BYTES = 3 * 8 + 4 + 1
 """Of a slot, besides its columns."""
+
+
 ON_THEIR_WAY = 1.25
 """Times the memory of slots: that of slots and of rows on their way."""
 
@@ -76,7 +85,7 @@ class WorkingSet:
         table: its name.
         rows: of the part.
         slots: of rows in memory.
-        columns: what there is of a row; `WEIGHTS` begin as `initial` says.
+        columns: what there is of a row; weights begin as `initial` says.
         initial: ids (K,) -> their first values (K, d).
         directory: where the file is made.
         recorder: as of `FileThread`.
@@ -99,22 +108,25 @@ class WorkingSet:
     ) -> None:
         self._table, self.slots, self.initial = table, slots, initial
         self.records = Records(columns)
-        self.file = RecordFile(directory, table, rows, self.records)
+        block = max(_FEWEST, min(_BLOCK_BYTES // self.records.nbytes, slots // _BLOCKS))
+        self._make_log = partial(RecordLog, rows, max(slots, ROWS_AT_ONCE), block)
+        self._log = self._make_log()
+        self.file = RecordFile(directory, table, self._log.size, self.records)
         self.columns = {key: column.filled(slots) for key, column in columns.items()}
         self.counts = Counts()
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
-        # Of a row, 0: as it began; s + 1: in slot s; or one of those below.
+        # Of a row, 0: as it began; s + 1: in slot s; -n - 1: at number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
-        # When a slot was last asked for, or will be next.
+        # The call that asked for a slot last, or, from _KNOWN on, _SOON less the step that will next.
         self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
-        self._due = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last step known to read what is there
-        self._asked = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last call that has asked for it
-        self._thread = FileThread(table, self.file, self.records, recorder)
-        self._ahead: deque[ReadAhead] = deque()
-        self._step = 0
+        self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self._stored = torch.zeros(slots, dtype=torch.bool, device="cpu")  # the file has a record of the row
+        self._job = torch.zeros(slots, dtype=torch.int64, device="cpu")  # which brings what is in a slot
         self._free = torch.arange(slots, device="cpu")
+        self._thread = FileThread(table, self.file, self.records, self.columns, recorder)
+        self._coming: deque[Future[None]] = deque()
+        self._jobs = 0  # so many have begun; those that have ended are not among the coming ones
+        self._step = 0
         self._clock = 0
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
@@ -127,27 +139,13 @@ class WorkingSet:
         self._clock += 1
         missing = where <= 0
         if bool(missing.any()):
-            self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
-            if bool((where == _READ).any()):
-                self._land(ids)
-                where = self._where.index_select(0, ids)
-                missing = where <= 0
-                self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
-        if bool(missing.any()):
-            new = ids[missing].unique()
-            self.counts.missed += int(missing.sum())
-            self.counts.most = max(self.counts.most, new.numel())
-            room = self._room(new.numel(), ids)
-            try:
-                self._load(new, room)
-            except TierError:
-                self._free = torch.cat([self._free, room])
-                raise
+            self._bring_missing(ids, where, missing)
             where = self._where.index_select(0, ids)
         slots = where.to(torch.int64).sub_(1)
-        self._asked.index_fill_(0, slots, self._clock)
-        due = self._due.index_select(0, slots)
-        self._used.index_copy_(0, slots, torch.where(due > self._step, _SOON - due, self._clock))
+        self._await(slots)
+        used = self._used.index_select(0, slots)
+        known = (used > _KNOWN) & (used < _SOON - self._step)
+        self._used.index_copy_(0, slots, torch.where(known, used, self._clock))
         if to_write:
             self._dirty.index_fill_(0, slots, True)
         return slots
@@ -155,49 +153,33 @@ class WorkingSet:
     def read_ahead(self, ids: Tensor, due: int) -> None:
         """Begins to read rows (K,) that the step of number `due` will ask for, and keeps those that are in memory."""
         where = self._where.index_select(0, ids)
-        slots = where[where > 0].to(torch.int64).sub_(1)
-        self._due.index_fill_(0, slots, due)
-        self._used.index_fill_(0, slots, _SOON - due)
-        rows = ids[(where == _STORED) | (where == _WRITTEN)].unique()
-        waiting = sum(each.rows.numel() for each in self._ahead)
-        if rows.numel() and waiting + rows.numel() <= self.slots // _AHEAD:
-            self._where.index_fill_(0, rows, _READ)
-            self._ahead.append(self._thread.read(rows, due))
+        missing = where <= 0
+        self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
+        rows = ids[missing].unique()[: self.slots // _AHEAD]
+        if rows.numel():
+            self._make_room(rows.numel(), _SOON - due)
+            rows = rows[: self._free.numel()]
+            self._begin(rows, self._take(rows.numel()), _SOON - due)
 
     def begin_step(self, number: int) -> None:
-        """Begins a step; what has been read for earlier ones, and not been asked for, is forgotten."""
+        """Begins a step: what has been read for earlier ones may go."""
         self._step = number
-        while self._ahead and self._ahead[0].due < number:
-            self._where.index_fill_(0, self._ahead.popleft().rows, _STORED)
-
-    def _land(self, ids: Tensor) -> None:
-        """Puts rows that have been read ahead into slots, until none of `ids` (K,) is among those under way."""
-        while self._ahead and bool((self._where.index_select(0, ids) == _READ).any()):
-            ahead = self._ahead.popleft()
-            self._where.index_fill_(0, ahead.rows, _STORED)
-            values = self._thread.await_read(ahead)
-            may_go = (self._asked < self._clock) & (self.row_of >= 0)
-            if ahead.rows.numel() <= self._free.numel() + int(may_go.sum()):
-                slots = self._room(ahead.rows.numel(), ahead.rows)
-                self._load(ahead.rows, slots, values)
-                self._due.index_fill_(0, slots, ahead.due)
-                self._used.index_fill_(0, slots, _SOON - ahead.due)
 
     def wrote(self, slots: Tensor) -> None:
         """Notes that what is in slots differs from what the file has of it."""
         self._dirty.index_fill_(0, slots, True)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Writes rows (K,), ascending, that have no slot into the file: columns (K, ...), or what they begin with."""
+        """Writes rows (K,) that have no slot into the file: columns (K, ...), or what they begin with."""
         of = self.records.columns
         filled = {key: values[key] if key in values else of[key].filled(rows.numel()) for key in of}
-        self.file.write(rows, self.records.pack(rows, filled))
-        self._where.index_fill_(0, rows, -1)
+        self._write(rows, filled)
+        self._thread.land()
 
     def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields rows (K,), ascending, that differ from their first values, with their columns (K, ...)."""
-        self._land_writes()
-        kept = self._dirty | self._stored
+        self._land()
+        kept = self._dirty | (self._number >= 0)
         for begin in range(0, self._where.numel(), ROWS_AT_ONCE):
             where = self._where[begin : begin + ROWS_AT_ONCE].to(torch.int64)
             stored = where < 0
@@ -205,28 +187,31 @@ class WorkingSet:
             found = (stored | in_slots).nonzero().view(-1)
             if not found.numel():
                 continue
-            slots, from_file = (where.index_select(0, found) - 1).clamp_(min=0), stored.index_select(0, found)
+            where, stored = where.index_select(0, found), stored.index_select(0, found)
+            slots = (where - 1).clamp_(min=0)
             values = {key: column.index_select(0, slots) for key, column in self.columns.items()}
-            if bool(from_file.any()):
-                read = self.records.unpack(self.file.read(found[from_file] + begin))
+            numbers, order = (-where[stored] - 1).sort()
+            if numbers.numel():
+                at = stored.nonzero().view(-1).index_select(0, order)
+                read = self.records.unpack(self.file.read(numbers, found.index_select(0, at) + begin))
                 for key, value in read.items():
-                    values[key][from_file] = value
+                    values[key].index_copy_(0, at, value)
             yield found + begin, values
 
     def forget(self) -> None:
         """Makes all rows what they began as."""
-        self._land_writes()
-        self._ahead.clear()
+        with suppress(TierError):  # of rows that are forgotten
+            self._land()
         self.row_of.fill_(-1)
         self._where.zero_()
-        self._due.zero_()
         self._used.fill_(_FREE)
+        self._log = self._make_log()
         self._free = torch.arange(self.slots, device="cpu")
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
-        own = (self.row_of, self._where, self._used, self._due, self._asked, self._dirty, self._stored)
+        own = (self.row_of, self._where, self._used, self._job, self._number, self._dirty)
         return sum(each.nbytes for each in (*own, *self.columns.values()))
 
     @property
@@ -243,74 +228,109 @@ class WorkingSet:
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
-    def _room(self, count: int, ids: Tensor) -> Tensor:
-        """Takes (count,) free slots."""
+    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
+        """Begins to bring rows (K,) that are missing, where others stay that are in slots."""
+        new = ids[missing].unique()
+        self.counts.missed += int(missing.sum())
+        self.counts.most = max(self.counts.most, new.numel())
+        stays = where[~missing].to(torch.int64).sub_(1)
+        used = self._used.index_select(0, stays)
+        self._used.index_fill_(0, stays, _FREE)
+        self._make_room(new.numel(), _FREE)
+        self._used.index_copy_(0, stays, used)
+        if self._free.numel() < new.numel():
+            needed = ids.unique().numel()
+            nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
+            raise TierError(
+                f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
+                f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
+                "table_memory, or make batches smaller."
+            )
+        self._begin(new, self._take(new.numel()), self._clock)
+
+    def _make_room(self, count: int, before: int) -> None:
+        """Empties slots until so many are free, or none is left of those that are used `before`."""
         short = count - self._free.numel()
-        if short > 0:
-            wanted = min(self.slots, max(short, self.slots // _SHARE))
-            may_go = torch.where(self._asked < self._clock, self._used, _FREE)
-            last, oldest = may_go.topk(wanted, largest=False)
-            oldest = oldest[last < _FREE]
-            if oldest.numel() < short:
-                needed = ids.unique().numel()
-                nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
-                raise TierError(
-                    f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
-                    f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
-                    "table_memory, or make batches smaller."
-                )
-            self._evict(oldest)
+        if short <= 0:
+            return
+        used = torch.where((self._used > _SOON - self._step) & (self._used < _FREE), 0, self._used)  # asked for no more
+        last, oldest = used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
+        self._evict(oldest[last < before])
+
+    def _take(self, count: int) -> Tensor:
+        """Takes (count,) free slots."""
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
     def _evict(self, slots: Tensor) -> None:
         """Empties slots; rows that have been written go to the file first."""
-        rows, order = self.row_of.index_select(0, slots).sort()
-        slots = slots.index_select(0, order)
+        self._await(slots)
+        rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
+        self._where.index_copy_(0, rows, -number - 1)  # 0: as it began
         if bool(dirty.any()):
-            written = slots[dirty]
-            values = {key: column.index_select(0, written) for key, column in self.columns.items()}
-            self._thread.write(rows[dirty], values)
+            written, before = slots[dirty], number[dirty]
+            self._log.give_back(before[before >= 0])
+            self._where.index_fill_(0, rows[dirty], 0)
+            self._write(rows[dirty], {key: column.index_select(0, written) for key, column in self.columns.items()})
             self.counts.written += written.numel()
-            self._stored.index_fill_(0, written, True)
-        stored = self._stored.index_select(0, slots)
-        self._where.index_copy_(0, rows, torch.where(dirty, _WRITTEN, torch.where(stored, _STORED, 0)).to(torch.int32))
-        self._due.index_fill_(0, slots, 0)
         self.row_of.index_fill_(0, slots, -1)
         self._used.index_fill_(0, slots, _FREE)
         self._free = torch.cat([self._free, slots])
 
-    def _land_writes(self) -> None:
-        self._thread.land()
-        self._where[self._where == _WRITTEN] = _STORED
+    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Begins to write rows (K,), whose records, if they had any, have been given back."""
+        while self._log.lacks(rows.numel()):
+            self._empty_block()
+        runs = self._log.take(rows.numel())
+        self._where.index_copy_(0, rows, -_numbers(runs) - 1)
+        self._thread.write(runs, rows, values)
 
-    def _load(self, rows: Tensor, slots: Tensor, read: Mapping[str, Tensor] | None = None) -> None:
-        """Brings rows, ascending, into free slots.
-
-        Args:
-            read: their columns (K, ...), where the file has been read.
-        """
+    def _empty_block(self) -> None:
+        """Moves the records of a block elsewhere, where they are the only ones of their rows."""
+        numbers = _numbers([self._log.sparsest()])
+        records = self._thread.read(numbers.to(torch.int64))
+        rows = self.records.rows(records)
         where = self._where.index_select(0, rows)
+        only = where == -numbers - 1
+        slots = where.to(torch.int64).sub_(1).clamp_(min=0)
+        copied = (where > 0) & (self._number.index_select(0, slots) == numbers)
+        self._log.give_back(numbers[only | copied])
+        self._number.index_fill_(0, slots[copied], -1)
+        self._dirty.index_fill_(0, slots[copied], True)
+        runs = self._log.take(int(only.sum()))
+        self._where.index_copy_(0, rows[only], -_numbers(runs) - 1)
+        self._thread.move(runs, records[only])
+
+    def _begin(self, rows: Tensor, slots: Tensor, used: int) -> None:
+        """Begins to bring rows (K,) into free slots."""
+        number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
-        stored = where < 0
-        if bool(stored.any()):
-            if read is None:
-                if bool((where == _WRITTEN).any()):
-                    self._thread.land()
-                read = self._thread.read_now(rows[stored])
-            for key, value in read.items():
-                self.columns[key].index_copy_(0, slots[stored], value)
-            self.counts.read += int(stored.sum())
-        fresh = slots[~stored]
-        if fresh.numel():
-            for key, column in self.columns.items():
-                if key == WEIGHTS:
-                    column.index_copy_(0, fresh, self.initial(rows[~stored]))
-                else:
-                    column.index_fill_(0, fresh, self.records.columns[key].fill)
+        self.counts.read += int((number >= 0).sum())
+        self._jobs += 1
+        self._coming.append(self._thread.bring(rows, number, slots, self.initial))
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self.row_of.index_copy_(0, slots, rows)
-        self._used.index_fill_(0, slots, self._clock)
+        self._used.index_fill_(0, slots, used)
         self._dirty.index_fill_(0, slots, False)
-        self._stored.index_copy_(0, slots, stored)
+        self._number.index_copy_(0, slots, number)
+        self._job.index_fill_(0, slots, self._jobs)
+
+    def _await(self, slots: Tensor) -> None:
+        """Waits for what is coming into slots (K,)."""
+        if self._coming and slots.numel():
+            self._await_jobs(int(self._job.index_select(0, slots).max()))
+
+    def _await_jobs(self, last: int) -> None:
+        while self._coming and self._jobs - len(self._coming) < last:
+            self._thread.await_rows(self._coming.popleft())
+
+    def _land(self) -> None:
+        """Waits for all that is on its way."""
+        self._await_jobs(self._jobs)
+        self._thread.land()
+
+
+def _numbers(runs: Sequence[range]) -> Tensor:
+    """The numbers (K,) of runs, as the maps of rows have them."""
+    return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

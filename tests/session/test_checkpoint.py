@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.ranks import run_ranks
+from embrace_fx.session.checkpoint import REST
+from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.tiers import Run, train
 
 MORE = ("sgd", "nesterov", "rmsprop, centered", "row-wise adagrad")
@@ -27,3 +34,32 @@ def test_other_ranks_load_what_was_saved(tmp_path: Path) -> None:
     run_ranks(2, train, saved)
     first, second = (run_ranks(ranks, train, replace(saved, steps=0))[0] for ranks in (3, 1))
     assert first == second
+
+
+def killed(rank: int, world_size: int, run: Run, delay_s: float) -> None:
+    """Ends rank 1 at any moment while it trains, and saves again and again."""
+    if rank == 1:
+        threading.Thread(target=_kill, args=(Path(run.folder) / REST, delay_s)).start()
+    train(rank, world_size, run)
+
+
+def _kill(first: Path, delay_s: float) -> None:
+    while not first.exists():
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_checkpoint_survives_whatever_ends_a_process(seed: int, tmp_path: Path) -> None:
+    """The last one that was put in place loads, whatever was being written beside it."""
+    run = Run(memory=0.2, ahead=2, steps=4000, every=2, folder=str(tmp_path / "saved"))
+    outcomes = fresh_ranks(2, killed, run, random.Random(seed).uniform(0, 1))
+    assert all(outcome.exception is not None for outcome in outcomes), outcomes
+    (tmp_path / "saved" / "7.rows").write_bytes(b"of a process that is no more")
+    saved = torch.load(tmp_path / "saved" / REST, weights_only=True)["tables"]["table.weight"]
+    steps = round(float(saved["counters"].get("step", 0.0)))
+    expected = run_ranks(2, train, Run(ahead=2, steps=steps, every=2, folder=str(tmp_path / "in memory")))
+    for ranks in (2, 1):
+        assert run_ranks(ranks, train, replace(run, steps=0))[0] == expected[0][steps:]

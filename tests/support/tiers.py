@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import signal
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +24,10 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.table_part import TablePart, become_part
 from embrace_fx.runtime.tiers.initial import FirstValues
-from embrace_fx.runtime.tiers.records import Column
+from embrace_fx.runtime.tiers.record_file import RecordFile
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
-from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, WorkingSet
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 from tests.support.ranks import run_ranks
 
 Make = Callable[[Any], Optimizer]
@@ -91,6 +97,48 @@ def batches(rank: int, steps: int, *, zipf: bool = True) -> list[tuple[Tensor]]:
     return [(each,) for each in ids]
 
 
+def _full_disk(file: RecordFile) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _cut_short(file: RecordFile) -> None:
+    os.ftruncate(file.descriptor, 100)
+
+
+def _changed(file: RecordFile) -> None:
+    for at in range(0, os.fstat(file.descriptor).st_size, 50):
+        os.pwrite(file.descriptor, b"?", at)
+
+
+def _gone(file: RecordFile) -> None:
+    """As a device that answers no more."""
+    os.dup2(os.open(tempfile.gettempdir(), os.O_RDONLY), file.descriptor)
+
+
+def _slow(file: RecordFile) -> None:
+    for name in ("read", "write"):
+        setattr(file, name, _after_a_while(getattr(file, name)))
+
+
+def _after_a_while(call: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return call(*args)
+
+    return slow
+
+
+FAULTS: Mapping[str, Callable[[RecordFile], None]] = {
+    "full disk": _full_disk,
+    "file cut short": _cut_short,
+    "changed records": _changed,
+    "device gone": _gone,
+    "slow disk": _slow,
+}
+"""What happens to the file of a table."""
+
+
 @dataclass(frozen=True)
 class Run:
     """How a model is trained.
@@ -100,6 +148,9 @@ class Run:
         ahead: batches that the loader runs ahead.
         meta: whether the table begins on the meta device.
         folder: of a checkpoint, which is loaded at first if it is there, else saved after half of the steps.
+        every: how many steps there are between checkpoints, in the place of one.
+        fault: of `FAULTS`: what happens to rank 1 after two thirds of the steps.
+        directory: in which rows lie.
     """
 
     optimizer: str = "adamw"
@@ -109,6 +160,9 @@ class Run:
     folder: str = ""
     meta: bool = False
     ahead: int = 1
+    every: int = 0
+    fault: str = ""
+    directory: str = tempfile.gettempdir()
 
 
 def train(rank: int, world_size: int, run: Run) -> list[float]:
@@ -116,7 +170,7 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
     torch.manual_seed(0)
     model = OneTable("meta" if run.meta else None)
     stepping = OPTIMIZERS[run.optimizer](model.parameters())
-    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": tempfile.gettempdir()}
+    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": run.directory}
     asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": run.schedule, "table_memory": run.memory}
     compiled = embrace_fx.compile(model, **asked)
     losses, half = [], run.steps // 2
@@ -128,8 +182,11 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
             compiled(*batches(rank, 1)[0])
     looks_ahead = run.schedule != "none" or run.ahead > 1
     for step, batch in enumerate(compiled.lookahead(own, run.ahead) if looks_ahead else own):
-        if run.folder and not loads and step == half:
+        if run.folder and not loads and (step % run.every == 1 if run.every else step == half):
             compiled.save_checkpoint(run.folder)
+        if run.fault and not loads and rank == 1 and step == run.steps * 2 // 3:
+            table: Any = compiled._session.state.tables["table.weight"]
+            FAULTS[run.fault](table.memory.file)
         loss = compiled(*batch)
         loss.backward()
         stepping.step()
@@ -146,3 +203,112 @@ def assert_same_losses(world_size: int, run: Run) -> None:
     """Fails unless a table beyond memory trains as it does in memory, to the bit."""
     expected = run_ranks(world_size, train, replace(run, memory=None))
     assert run_ranks(world_size, train, run) == expected
+
+
+# -- loops that do more than train -------------------------------------------------------------------------------------
+
+
+class TwoTables(nn.Module):
+    """A table that two lookups read, and one of bags, of another width: else memory has them rest as one."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(rows, COLUMNS), nn.EmbeddingBag(rows, COLUMNS - 1, mode="sum")
+        self.linear, self.dropout = nn.Linear(2 * COLUMNS - 1, 1), nn.Dropout(0.2)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        words = torch.tanh(self.words(first)).sum(1) + torch.tanh(self.words(second)).sum(1)
+        loss: Tensor = (
+            self.linear(self.dropout(torch.cat([words, self.bags(first)], 1))).square().sum() / 12
+        )  # of an empty batch, too
+        return loss
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over `TwoTables`.
+
+    Attributes:
+        memory: as of `Run`, or by table.
+        deeds: of each step: "update", or what is done besides or in its place.
+        epoch: steps after which the loop begins anew, as if the loader had ended.
+        folder: of checkpoints, for "save" and "load".
+    """
+
+    memory: Any
+    deeds: Sequence[str]
+    optimizer: str = "adamw"
+    schedule: str = "2d"
+    ahead: int = 3
+    epoch: int = 1000
+    seed: int = 0
+    rows: int = ROWS
+    folder: str = ""
+
+
+DEEDS = ("update", "clip", "accumulate", "skip", "ask", "evaluate", "rate", "empty", "save", "load")
+
+
+def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
+    """Losses, and what else a loop has seen; at the end of an evaluation that reads every row."""
+    torch.manual_seed(loop.seed)
+    model = TwoTables(loop.rows)
+    optimizer = OPTIMIZERS[loop.optimizer](model.parameters())
+    asked: Any = {"table_memory": loop.memory, "tables_in": tempfile.gettempdir()} if loop.memory else {}
+    asked |= {"optimizer": optimizer, "strategy": "alltoall", "row_updates": "replay", "schedule": loop.schedule}
+    compiled = embrace_fx.compile(model, **asked)
+    generator, seen = torch.Generator().manual_seed(1000 * loop.seed + rank), list[float]()
+
+    def drawn(deed: str) -> Any:
+        drawn = torch.rand(2, 0 if deed == "empty" and rank == 0 else 4, 3, generator=generator)
+        return (loop.rows**drawn - 1).long().unbind()
+
+    batches = [drawn(deed) for deed in loop.deeds]
+    for first in range(0, len(batches), loop.epoch):
+        epoch = slice(first, first + loop.epoch)
+        of_epoch = zip(compiled.lookahead(batches[epoch], loop.ahead), loop.deeds[epoch], strict=True)
+        for step, (batch, deed) in enumerate(of_epoch, first):
+            _do(deed, step, batch, compiled, optimizer, seen, loop.folder)
+    seen += _evaluated(compiled, [(ids[None], ids[None].flip(1)) for ids in torch.arange(loop.rows).split(10)])
+    compiled.close()
+    return seen
+
+
+def _do(deed: str, step: int, batch: Any, compiled: Any, optimizer: Optimizer, seen: list[float], folder: str) -> None:
+    with compiled.no_sync() if deed == "accumulate" else contextlib.nullcontext():
+        loss = compiled(*batch)
+        loss.backward()
+    seen.append(loss.item())
+    if deed == "accumulate":
+        return
+    if deed == "clip":
+        seen.append(float(nn.utils.clip_grad_norm_(compiled.parameters(), 0.05)))
+    if deed != "skip":
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if deed == "ask":
+        compiled.synchronize()
+    if deed == "evaluate":
+        seen += _evaluated(compiled, [batch])
+    if deed == "rate":
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.7
+    if deed == "save":
+        compiled.save_checkpoint(folder)
+    if deed == "load" and Path(folder).exists():
+        compiled.load_checkpoint(folder)
+
+
+def _evaluated(compiled: nn.Module, batches: Any) -> list[float]:
+    compiled.eval()
+    with torch.no_grad():
+        found = [compiled(*batch).item() for batch in batches]
+    compiled.train()
+    return found
+
+
+def assert_same_loop(world_size: int, loop: Loop) -> None:
+    """Fails unless a loop over tables beyond memory sees what it sees with them in memory, to the bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_ranks(world_size, run_loop, replace(loop, memory=None, folder=f"{folder}/in memory"))
+        assert run_ranks(world_size, run_loop, replace(loop, folder=f"{folder}/beyond")) == expected, loop

@@ -120,9 +120,9 @@ def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, mo
     one_by_one: list[int] = []
     walk = decay._decay
 
-    def watched(shard: Tensor, averages: decay.Averages, ids: Tensor, *rest: Any) -> None:
-        one_by_one.append(ids.numel())
-        walk(shard, averages, ids, *rest)
+    def watched(shard: Tensor, averages: decay.Averages, rows: decay._Left, *rest: Any) -> None:
+        one_by_one.append(rows.ids.numel())
+        walk(shard, averages, rows, *rest)
 
     monkeypatch.setattr(decay, "_decay", watched)
     table = _Table(SKIPPED[name], torch.float32)

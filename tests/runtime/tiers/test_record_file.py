@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tiers.initial import normal_rows
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.record_log import RecordLog
 from embrace_fx.runtime.tiers.records import Column, Records
 
 RECORDS = Records({"weights": Column((10,), torch.float32)})
@@ -33,49 +35,80 @@ def records() -> Tensor:
     return RECORDS.pack(ROWS, {"weights": torch.arange(40.0).view(4, 10)})
 
 
+def put(file: RecordFile) -> None:
+    """Writes each record at the number of its row."""
+    for row, record in zip(ROWS.tolist(), records(), strict=True):
+        file.write(row, record.unsqueeze(0))
+
+
 def test_records_come_back(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    file.write(ROWS, records())
-    assert torch.equal(file.read(ROWS), records())
-    assert torch.equal(file.read(ROWS[1:2]), records()[1:2])
+    put(file)
+    assert torch.equal(file.read(ROWS, ROWS), records())
+    assert torch.equal(file.read(ROWS[1:2], ROWS[1:2]), records()[1:2])
     assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 4, b"\xff" * 4], ids=["zeros", "ones"])
 def test_changed_byte_is_an_error_that_names_the_row(damage: bytes, tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    file.write(ROWS, records())
-    os.pwrite(file.descriptor, damage, 3 * 48 + 20)
-    assert torch.equal(file.read(ROWS[:1]), records()[:1])
+    put(file)
+    os.pwrite(file.descriptor, damage, 3 * 56 + 28)
+    assert torch.equal(file.read(ROWS[:1], ROWS[:1]), records()[:1])
     with pytest.raises(TierError, match="expected row 3 of t as it was written"):
-        file.read(ROWS)
+        file.read(ROWS, ROWS)
 
 
 def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    file.write(ROWS, records())
-    os.pwrite(file.descriptor, os.pread(file.descriptor, 48, 2 * 48), 3 * 48)
+    put(file)
+    os.pwrite(file.descriptor, os.pread(file.descriptor, 56, 2 * 56), 3 * 56)
     with pytest.raises(TierError, match="expected row 3 of t"):
-        file.read(ROWS)
+        file.read(ROWS, ROWS)
+
+
+def test_numbers_are_taken_in_runs_and_blocks_are_taken_again() -> None:
+    log = RecordLog(records=100, at_once=8, block=4)
+    assert log.take(6) == [range(4), range(4, 6)]
+    assert log.take(7) == [range(6, 8), range(8, 12), range(12, 13)]
+    log.give_back(torch.tensor([4, 5, 6, 7, 8]))
+    assert log.sparsest() == range(8, 12)
+    assert log.take(5) == [range(13, 16), range(4, 6)]
+
+
+def test_blocks_are_emptied_before_the_file_is_full() -> None:
+    """Every number in use is one row's, whatever is written in which order; the file never has to grow."""
+    generator, log, where = torch.Generator().manual_seed(0), RecordLog(100, 30, 4), dict[int, int]()
+    for step in range(400):
+        rows = torch.randperm(100 if step < 300 else 9, generator=generator)[: step % 30].tolist()
+        log.give_back(torch.tensor([where.pop(row) for row in rows if row in where], dtype=torch.int32))
+        while log.lacks(len(rows)):
+            sparse = log.sparsest()
+            moved = [row for row, number in where.items() if number in sparse]
+            log.give_back(torch.tensor([where[row] for row in moved], dtype=torch.int32))
+            where |= zip(moved, chain(*log.take(len(moved))), strict=True)
+        where |= zip(rows, chain(*log.take(len(rows))), strict=True)
+        assert len(set(where.values())) == len(where)
+        assert max(where.values(), default=0) < log.size
 
 
 def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    file.write(ROWS, records())
-    os.ftruncate(file.descriptor, 900 * 48 + 7)
-    with pytest.raises(TierError, match="cut off before byte 43,248"):
-        file.read(ROWS)
+    put(file)
+    os.ftruncate(file.descriptor, 900 * 56 + 7)
+    with pytest.raises(TierError, match="cut off before byte 50,456"):
+        file.read(ROWS, ROWS)
 
 
 def test_full_disk_is_an_error_that_tells_what_to_do(tmp_path: Path, limited: None) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with pytest.raises(TierError, match=r"expected room for 192 bytes more .* The last checkpoint is whole"):
-        file.write(ROWS, records())
+    with pytest.raises(TierError, match=r"expected room for 56 bytes more .* The last checkpoint is whole"):
+        put(file)
 
 
 def test_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="expected a directory in which a file of 48,000 bytes can be made"):
+    with pytest.raises(TierError, match="expected a directory in which a file of 56,000 bytes can be made"):
         RecordFile(tmp_path / "gone", "t", 1000, RECORDS)
 
 

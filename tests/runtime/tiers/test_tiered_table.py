@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
 from collections import deque
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.record_file import TierError
 from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_errors
 from tests.support.tiers import OPTIMIZERS, Run, assert_same_losses, beyond_memory, in_memory, train
 
@@ -91,7 +92,8 @@ def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
 
 def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
     table = beyond_memory(torch.randn(V, D), OPTIMIZERS["adamw"], 30, tmp_path)
-    parameter, first = table.parameter, torch.tensor([3])
+    parameter: Any = table.parameter
+    first = torch.tensor([3])
     reads = (lambda: parameter + 1, parameter.norm, parameter.data.to_local, lambda: parameter.data[3])
     writes = (
         parameter.data.zero_,
@@ -118,23 +120,38 @@ def test_full_disk_of_one_rank_is_an_error_on_every_rank() -> None:
     assert all("as tables_in" in str(outcome.exception) for outcome in outcomes), outcomes
 
 
-def failing_disk(rank: int, world_size: int) -> list[float]:
-    """Trains where rank 1 cannot write any more after a few steps."""
-    if rank == 1:
-        write, calls = RecordFile.write, count()
-
-        def failing(*args: Any) -> None:
-            if next(calls) > 4:
-                raise TierError("expected room, found a full disk")
-            write(*args)
-
-        RecordFile.write = failing  # type: ignore[assignment, method-assign]
-    return train(rank, world_size, Run(memory=0.2, meta=True))
+FAULTS = {
+    "full disk": "expected room for .* File too large",
+    "file cut short": "cut off before byte",
+    "changed records": r"expected row \d+ of table.weight as it was written",
+    "device gone": "expected r.* found",
+}
 
 
-def test_failing_disk_of_one_rank_is_an_error_on_every_rank() -> None:
-    outcomes = fresh_ranks(2, failing_disk)
-    assert all("found a full disk" in str(outcome.exception) for outcome in outcomes), outcomes
+@pytest.mark.parametrize("fault", [*FAULTS, pytest.param("slow disk", marks=pytest.mark.long)])
+def test_fault_of_one_rank_is_an_error_on_every_rank_and_leaves_the_checkpoint(fault: str, tmp_path: Path) -> None:
+    run = Run(memory=0.2, ahead=2, folder=str(tmp_path / "saved"), fault=fault)
+    outcomes = fresh_ranks(2, train, run)
+    goes_on = run_ranks(2, train, run)
+    expected = run_ranks(2, train, replace(run, memory=None, folder=str(tmp_path / "in memory"), fault=""))
+    if fault in FAULTS:
+        for outcome in outcomes:
+            assert re.search(FAULTS[fault], str(outcome.exception)), outcome
+    else:
+        assert [outcome.result for outcome in outcomes] == expected
+    assert goes_on == [losses[run.steps // 2 :] for losses in expected]
+
+
+def in_another_folder(rank: int, world_size: int, folder: str) -> None:
+    os.chdir(Path(folder) / str(rank))
+    train(rank, world_size, Run(memory=0.2, directory="rows"))
+
+
+def test_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "0" / "rows").mkdir(parents=True)
+    (tmp_path / "1").mkdir()
+    for outcome in fresh_ranks(2, in_another_folder, str(tmp_path)):
+        assert "on rank 1: expected a directory in which a file" in str(outcome.exception)
 
 
 def test_rows_read_ahead_leave_room_for_others(tmp_path: Path) -> None:
