@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.cost.storage import RowMemory
+from embrace_fx.cost.storage import RowMemory, Storage
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.row_table import RowTable
 
@@ -64,12 +64,18 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
     """
     if not memory.draws.ids:
         return ""
-    places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}" for place, rows in memory.moved)
+    places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {_place(memory, each)}" for each, rows in memory.moved)
     moved = f"{memory.found:.1%} there, MiB read and as many written a step: {', '.join(places)}"
     told = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
         return told
     return f"{told}, at speed, behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
+
+
+def _place(memory: RowMemory, place: Storage) -> str:
+    if place.holds_bytes is None:
+        return place.name
+    return f"{place.name}, which holds {min(place.holds_bytes / memory.record_bytes / memory.num_rows, 1):.2%}"
 
 
 def _of_rows(memory: RowMemory) -> str:
