@@ -284,8 +284,8 @@ def on_paper(memory: float, host_bytes: float = 200e9) -> Forecast:
 def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     little, much = on_paper(20e9), on_paper(60e9)
     of, more = little.memory["table.weight"], much.memory["table.weight"]
-    # 16 of 128 columns of weights and two moments on each device, and what a row has taken
-    assert of.record_bytes == 8 + 3 * 16 * 4 + 8
+    # 16 of 128 columns of weights and two moments on each device; besides checksum, row and the steps it has taken
+    assert of.record_bytes == 3 * 16 * 4 + 3 * 8
     assert 0.98 * 20e9 < of.nbytes <= 20e9 < more.nbytes <= 60e9
     (host, from_host), (drive, from_drive) = of.moved
     assert (host.name, drive.name) == ("pinned host memory", "NVMe drive")
