@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +22,8 @@ from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.cost.storage import Storage
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.background import background_of
-from embrace_fx.planning.findings import facts_of
+from embrace_fx.planning.findings import Findings, facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.planning.tiering import fit_plan
@@ -183,22 +182,15 @@ def plan(  # noqa: PLR0913
     used = set().union(*(used_parameters(each.graph) for each in measured))
     read = {table.parameter: _read_of(table, measured, ranks) for table in graph.tables}
     known = {name: of_table for name, of_table in read.items() if of_table is not None}
-    planned = decide(
-        graph,
-        facts_of(model, stepping.holders, row_updates, used, {}),
-        {name: of_table.rows for name, of_table in known.items()},
-        world_size=ranks,
-        strategy=strategy,
-        cluster=cluster,
-        sparsity={name: of_table.sparsity for name, of_table in known.items()},
-        rows_at_home={name: of_table.at_home for name, of_table in known.items() if of_table.at_home is not None},
-        schedule=schedule,
-        rows_as=rows,
-        buckets_as=buckets,
-    )
-    planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
-    setting = Setting(model, stepping, state, Announcements(communicator), options)
     lies = {name: of_table.sparsity for name, of_table in known.items()}
+    at_home = {name: of_table.at_home for name, of_table in known.items() if of_table.at_home is not None}
+    facts, own_rows = (
+        facts_of(model, stepping.holders, row_updates, used, {}),
+        {n: each.rows for n, each in known.items()},
+    )
+    findings = Findings(graph, facts, own_rows, lies, ranks, strategy, schedule, at_home, rows, buckets)
+    planned = findings.plan(cluster, "assumed" if cluster == Cluster() else "given", None)
+    setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)
 
 
