@@ -11,40 +11,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import define, register_fake
+
+from embrace_fx.vocabulary.fake_results import op
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 
-define("embrace::random_state", "(Device device) -> Tensor", tags=_RANDOM)
 
-
-@register_fake("embrace::random_state")
+@op("random_state", "(Device device) -> Tensor", tags=_RANDOM)
 def _(device: torch.device) -> Tensor:
     """The state of a device's default generator: uint8 on the host, 5,056 bytes of a CPU's, 16 of a GPU's."""
     return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 
-define("embrace::begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
-
-
-@register_fake("embrace::begin_replay")
+@op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
 def _(state: Tensor, device: torch.device) -> Tensor:
     """Sets a device's generator to `state`; returns the one it was in, for `end_replay`."""
     return torch.empty_like(state)
 
 
-define("embrace::end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
-
-
-@register_fake("embrace::end_replay")
+@op("end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
 def _(state: Tensor, device: torch.device) -> None:
     """Sets a device's generator back to the state that it was in before `begin_replay`."""
 
 
-define("embrace::copy_unwritten", "(Tensor state) -> Tensor")
-
-
-@register_fake("embrace::copy_unwritten")
+@op("copy_unwritten", "(Tensor state) -> Tensor")
 def _(state: Tensor) -> Tensor:
     """A copy of what the forward reads and writes at its end (a buffer, a tensor of the batch), for the backward."""
     return torch.empty_like(state)

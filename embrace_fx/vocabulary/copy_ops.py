@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch.library import define, register_fake
 
+from embrace_fx.vocabulary.fake_results import op
 from embrace_fx.vocabulary.operation_id import Kind, OperationId
 from embrace_fx.vocabulary.ops import launch_of, op_name
 
@@ -23,37 +23,26 @@ RELOAD, AWAIT_RELOAD = "embrace::reload", "embrace::await_reload"
 
 COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELOAD})
 
-define("embrace::offload", "(Tensor value, str launch) -> Tensor")
 
-
-@register_fake("embrace::offload")
+@op("offload", "(Tensor value, str launch) -> Tensor")
 def _(value: Tensor, launch: str) -> Tensor:
     """Begins to copy a value out of memory; its memory is held until the copy has ended."""
     return torch.empty_like(value)
 
 
-define("embrace::await_offload", "(Tensor leaving, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_offload")
+@op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def _(leaving: Tensor, launch: str) -> Tensor:
     """Stands still until a value has left: what stands for it takes no memory."""
     return torch.empty_like(leaving)
 
 
-define("embrace::reload", "(Tensor stored, str launch) -> Tensor")
-
-
-@register_fake("embrace::reload")
+@op("reload", "(Tensor stored, str launch) -> Tensor")
 def _(stored: Tensor, launch: str) -> Tensor:
     """Takes memory, and begins to copy a value back into it."""
     return torch.empty_like(stored)
 
 
-define("embrace::await_reload", "(Tensor coming, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_reload")
+@op("await_reload", "(Tensor coming, str launch) -> Tensor")
 def _(coming: Tensor, launch: str) -> Tensor:
     """The value, once it is back."""
     return torch.empty_like(coming)

@@ -1,11 +1,22 @@
-"""Results of fake kernels: tensors without data, of sizes that may depend on data."""
+"""Declares ops with their fake kernels, whose results are tensors without data, of sizes that may depend on data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import define, register_fake
+
+Fake = Callable[..., Any]
+
+
+def op(name: str, schema: str, *, tags: Sequence[torch.Tag] = ()) -> Callable[[Fake], Fake]:
+    """Declares `embrace::name`; decorates its fake kernel, whose docstring tells what the op does."""
+    define(f"embrace::{name}", schema, tags=tags)
+    declare: Callable[[Fake], Fake] = register_fake(f"embrace::{name}")
+    return declare
 
 
 def unknown_size() -> torch.SymInt:

@@ -12,23 +12,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import define, register_fake
 
-from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
-
-define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
+from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 
-@register_fake("embrace::submit_ids")
+@op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
     return empty_as(ids[0], (0,))
 
 
-define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_ids")
+@op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     """The next batch's ids have arrived: this batch's rows are cut into prior and delayed ones, the next one's into
     early and late ones.
@@ -40,13 +34,7 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     return empty_as(ids[0], (0,))
 
 
-define(
-    "embrace::submit_rows",
-    "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor",
-)
-
-
-@register_fake("embrace::submit_rows")
+@op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
     """Looks own columns of a part of a batch's rows up and submits their AlltoAll, in `dtype`.
 
@@ -56,31 +44,22 @@ def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype
     return empty_as(shard, (0,))
 
 
-define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_rows")
+@op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
     """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
-define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
-
-
-@register_fake("embrace::join_rows")
+@op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
     """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
     return empty_as(parts[0], (unknown_size(),))
 
 
-define(
-    "embrace::submit_gradients",
+@op(
+    "submit_gradients",
     "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
 )
-
-
-@register_fake("embrace::submit_gradients")
 def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
     """Submits a part of the gradients (U, D) of the rows this rank reads, on their way to the columns' owners.
 
@@ -90,39 +69,27 @@ def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, s
     return empty_as(rows, (0,))
 
 
-define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
-
-
-@register_fake("embrace::update_rows")
+@op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 def _(shard: Tensor, table: str, launch: str) -> Tensor:
     """The same shard, once a part of its row gradients has arrived and the last step's update of them is applied."""
     return shard.view(shard.shape)
 
 
-define("embrace::submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
-
-
-@register_fake("embrace::submit_chunk")
+@op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
     """Submits the AllReduce of elements `start` to `start + length` of a packed bucket, in place, or the sparse
     exchange of a whole one, as the plan says. The result is the same memory, in flight."""
     return flat
 
 
-define("embrace::await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
-
-
-@register_fake("embrace::await_chunk")
+@op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def _(value: Tensor, launch: str) -> Tensor:
     """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
 
 
-define("embrace::hand_over", "(Tensor flat, int bucket) -> Tensor")
-
-
-@register_fake("embrace::hand_over")
+@op("hand_over", "(Tensor flat, int bucket) -> Tensor")
 def _(flat: Tensor, bucket: int) -> Tensor:
     """Leaves a bucket in flight to the optimizer, and to the next forward; nothing reads `flat` afterwards.
 
@@ -131,10 +98,7 @@ def _(flat: Tensor, bucket: int) -> Tensor:
     return empty_as(flat, (0,))
 
 
-define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
-
-
-@register_fake("embrace::update_bucket")
+@op("update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
 def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
     """The same parameters, once the last step's update of their bucket has been applied, in place."""
     return [torch.ops.aten.alias.default(p) for p in parameters]

@@ -25,10 +25,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.library import define, register_fake
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
-from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
+from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
@@ -108,10 +107,7 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
     return min(rank * width, embedding_dim), min((rank + 1) * width, embedding_dim)
 
 
-define("embrace::unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
-
-
-@register_fake("embrace::unique_ids")
+@op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     """The rows this rank reads, once each, and where each id finds its row.
 
@@ -126,10 +122,7 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
 
 
-define("embrace::all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
-
-
-@register_fake("embrace::all_gather_ids")
+@op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
 def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
     """Launch: every rank learns which rows of which table every rank reads.
 
@@ -140,10 +133,7 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
     return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
 
 
-define("embrace::unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
-
-
-@register_fake("embrace::unpack_ids")
+@op("unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
 def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     """[ids of table 0 (R,), counts of table 0 (N,) on the host, ids of table 1, counts of table 1, ...], int64.
 
@@ -158,10 +148,7 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     return out
 
 
-define("embrace::stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) -> Tensor[]")
-
-
-@register_fake("embrace::stack_ids")
+@op("stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) -> Tensor[]")
 def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
     """Joins what all ranks read of several tables, as of one that has them below each other (`embrace_fx.plan.Stack`).
 
@@ -174,10 +161,7 @@ def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]
     return [empty_as(ids[0], (unknown_size(),)), torch.empty_like(counts[0])]
 
 
-define("embrace::unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
-
-
-@register_fake("embrace::unstack_rows")
+@op("unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
 def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
     """The rows of each table of a stack, flat, of those that this rank reads, flat (U * D,).
 
@@ -186,10 +170,7 @@ def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
     return [empty_as(flat, (unknown_size(),)) for _ in counts]
 
 
-define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
-
-
-@register_fake("embrace::route_grid")
+@op("route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
 def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
     """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`): rows to look up here, rows that are read
     here.
@@ -206,22 +187,16 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
     return [unknown[0], empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
 
 
-define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
-
-
-@register_fake("embrace::lookup")
+@op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
-define(
-    "embrace::all_to_all_rows",
+@op(
+    "all_to_all_rows",
     "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
-
-
-@register_fake("embrace::all_to_all_rows")
 def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
     """Launch: own columns of everybody's rows (R, d) -> all columns of the own rows, flat (U * D,).
 
@@ -237,10 +212,7 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
     return empty_as(columns, (unknown_size(),))
 
 
-define("embrace::join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
-
-
-@register_fake("embrace::join_columns")
+@op("join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
 def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     """Flat (U * D,), blocks by the rank they came from -> rows (U, D).
 
@@ -249,19 +221,13 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
-define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
-
-
-@register_fake("embrace::split_columns")
+@op("split_columns", "(Tensor rows, int group_size) -> Tensor")
 def _(rows: Tensor, group_size: int) -> Tensor:
     """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
-define("embrace::join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
-
-
-@register_fake("embrace::join_grid")
+@op("join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
 def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
     """`join_columns` on a grid: flat (U * D,), blocks by rank -> rows (U, D), in the order of the ids.
 
@@ -271,19 +237,13 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
     return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
-define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
-
-
-@register_fake("embrace::split_grid")
+@op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
-define("embrace::round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
-
-
-@register_fake("embrace::round_rows")
+@op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
 def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
     """Gradients (U, D) of the rows `ids` (U,) as they are to arrive, rounded to `form` for each rank's columns; with
     what the last rounding has left out of the same rows.
@@ -294,13 +254,10 @@ def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Te
     return torch.empty_like(rows)
 
 
-define(
-    "embrace::all_to_all_gradients",
+@op(
+    "all_to_all_gradients",
     "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
-
-
-@register_fake("embrace::all_to_all_gradients")
 def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
     """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of all rows, (R * d,).
 
@@ -310,10 +267,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     return empty_as(flat, (unknown_size(),))
 
 
-define("embrace::coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
-
-
-@register_fake("embrace::coalesce")
+@op("coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
 def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
     """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
 
@@ -325,19 +279,13 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
     return [empty_as(ids, (k,)), empty_as(flat, (k, columns))]
 
 
-define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
-
-
-@register_fake("embrace::pack_bucket")
+@op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Gradients, each times `scale`, one behind the other in one flat tensor."""
     return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
-define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
-
-
-@register_fake("embrace::unpack_bucket")
+@op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into the flat tensor with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
@@ -351,13 +299,10 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return list(behind)[: len(shape)][::-1]
 
 
-define(
-    "embrace::exchange_gradient_",
+@op(
+    "exchange_gradient_",
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
-
-
-@register_fake("embrace::exchange_gradient_")
 def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
     """Launch: the mean over ranks of one parameter's packed gradient (rows * width,), without shipping its zeros.
 

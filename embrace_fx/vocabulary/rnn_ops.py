@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import define, register_autograd, register_fake
+from torch.library import register_autograd
 
-from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
+from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """The cells, and how many gates each has."""
@@ -51,14 +51,11 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     return torch.promote_types(input.dtype, torch.float32)
 
 
-define(
-    "embrace::rnn_layer",
+@op(
+    "rnn_layer",
     "(Tensor input, Tensor h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, str cell, bool reverse, str kernel,"
     " bool save) -> Tensor[]",
 )
-
-
-@register_fake("embrace::rnn_layer")
 def _(
     input: Tensor,
     h0: Tensor,
@@ -111,14 +108,11 @@ def _(
     return [*results, *(empty_as(input, (rows, width), dtype=compute_dtype(input)) for width in widths)]
 
 
-define(
-    "embrace::rnn_layer_backward",
+@op(
+    "rnn_layer_backward",
     "(Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor input, Tensor h0, Tensor? c0, Tensor[] weights,"
     " Tensor? batch_sizes, Tensor[] results, str cell, bool reverse, str kernel, bool input_grad) -> Tensor[]",
 )
-
-
-@register_fake("embrace::rnn_layer_backward")
 def _(
     grad_output: Tensor | None,
     grad_h: Tensor | None,
