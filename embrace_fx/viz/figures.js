@@ -51,16 +51,10 @@ function fillBars() {
 }
 
 function fillLegend() {
-  const used = new Set(data.panels.flatMap((p) => p.operations.map((o) => o.paint)));
-  const entries = Object.entries(data.paints).filter(([paint]) => used.has(paint));
-  byId("legend").append(...entries.map(([paint, name]) => element("li", {}, swatch(paint), name)));
-  const waited = data.lanes.find((lane) => data.panels.some((p) => p.waits.some((w) => w.lane === lane)));
-  if (waited) byId("legend").append(element("li", {}, swatch(waited, true), "wait, in the colour of what is waited for"));
-  if (data.bars.some((bar) => bar.parts.some((f) => f.label === "between operations" && f.value > 0))) {
-    byId("legend").append(element("li", {}, element("span", { className: "swatch between" }), "between operations"));
-  }
-  if (data.panels.some((p) => p.critical.length)) {
-    byId("legend").append(element("li", {}, element("span", { className: "swatch critical" }), "critical path"));
+  for (const [kind, paint, meaning] of data.legend) {
+    const mark = kind === "gap" ? "between" : kind === "path" ? "critical" : null;
+    const shown = mark ? element("span", { className: `swatch ${mark}` }) : swatch(paint, kind === "wait");
+    byId("legend").append(element("li", {}, shown, meaning));
   }
 }
 
@@ -68,25 +62,15 @@ function fillLegend() {
 function fillOperations() {
   const heads = ["operation", "lane", "serves", "sends", "alone", ...data.panels.map((p) => p.status)];
   const body = element("tbody");
-  const names = [...new Set(data.panels.flatMap((p) => p.spans.toSorted((a, b) => a.start - b.start).map((s) => p.operations[s.op].name)))];
-  for (const name of names) {
-    const panel = data.panels.find((p) => p.operations.some((o) => o.name === name));
-    const operation = panel.operations.find((o) => o.name === name);
-    const button = element("button", { type: "button" }, name);
+  for (const operation of data.operations) {
+    const button = element("button", { type: "button" }, operation.name);
+    const isIt = (item) => item.name === operation.name;
     button.addEventListener("click", () => {
-      const from = visiblePanels().find((p) => p.items.some((i) => i.operation?.name === name));
-      if (from) step(from, from.items.find((i) => i.operation?.name === name && i.item.window === from.first) ?? from.items.find((i) => i.operation?.name === name));
+      const from = visiblePanels().find((p) => visibleItems(p).some(isIt));
+      if (from) step(visibleItems(from).find((i) => isIt(i) && i.window === from.first) ?? visibleItems(from).find(isIt));
     });
-    const times = data.panels.map((p) => {
-      const runs = new Map();
-      for (const span of p.spans.filter((s) => p.operations[s.op].name === name)) {
-        const run = `${span.window} ${span.rank}`;
-        runs.set(run, [...(runs.get(run) ?? []), span]);
-      }
-      return runs.size ? ms(median([...runs.values()].map(lasts))) : "";
-    });
-    const texts = [operation.lane, operation.serves.join(", "), operation.lane === "compute" ? "" : bytes(operation.sent_bytes)];
-    const numbers = [ms(operation.duration_ms), ...times].map((t) => element("td", { className: "number" }, t));
+    const texts = [operation.lane, operation.serves.join(", "), operation.sends];
+    const numbers = [operation.duration_ms, ...operation.times].map((time) => element("td", { className: "number" }, time === null ? "" : ms(time)));
     body.append(element("tr", {}, element("td", {}, button), ...texts.map((t) => element("td", {}, t)), ...numbers));
   }
   const head = element("tr", {}, ...heads.map((h, k) => element("th", { scope: "col", className: k > 3 ? "number" : "" }, h)));
@@ -119,23 +103,18 @@ function fillControls() {
   byId("window").append(...firsts.map((w) => element("option", { value: w, selected: w === measured.first }, `${w} and ${w + 1}`)));
   byId("window").addEventListener("change", (event) => {
     measured.first = Number(event.target.value);
-    keep(null, null);
+    keep(null);
     fit();
   });
-  byId("critical-choice").hidden = !data.panels.some((p) => p.critical.length);
-  byId("critical").addEventListener("change", (event) => {
-    state.critical = event.target.checked;
-    drawAll();
-  });
+  byId("critical-choice").hidden = !data.panels.some((p) => p.hasPath);
+  byId("critical").addEventListener("change", (event) => byId("panels").classList.toggle("without-path", !event.target.checked));
   byId("zoom-in").addEventListener("click", () => zoom(0.7));
   byId("zoom-out").addEventListener("click", () => zoom(1 / 0.7));
   byId("zoom-fit").addEventListener("click", fit);
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
   const retheme = () => {
-    cachedTheme = null;
     byId("theme").textContent = isDark() ? "Light" : "Dark";
-    drawAll();
   };
   byId("theme").addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";

@@ -1,19 +1,18 @@
 "use strict";
-// Draws the panels of a picture on one canvas each, over a common time axis. Times are milliseconds; a panel's origin
-// is the start of the first of its windows that are compared, so that a prediction and a measurement stand in line.
+// The strips of a picture are drawn; here they are placed in time. Times are milliseconds; a panel's origin is the
+// start of the first of its windows that are compared, so that a prediction and a measurement stand in line.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const ROW = 18, GAP = 3, RANK_GAP = 12, HEAD = 22, AXIS = 24, MANY_RANKS = 8;
+const MANY_RANKS = 8;
 const root = document.documentElement;
 const byId = (id) => document.getElementById(id);
 
 const state = {
   shown: data.panels.length > 1 ? "both" : data.panels[0].status,
   rank: data.panels.some((p) => p.ranks.length > MANY_RANKS) ? String(data.panels.at(-1).ranks[0]) : "all",
-  critical: true,
   start: 0,
   end: 1,
-  kept: null, // {panel, item}: an operation or a wait that was clicked
+  kept: null, // an item that was clicked
   hovered: null,
 };
 
@@ -30,18 +29,15 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+function drawn(tag, attributes, text = "") {
+  const made = document.createElementNS(byId("definitions").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return made;
+}
+
 const ms = (time) => `${time.toFixed(Math.abs(time) < 10 ? 3 : 2)} ms`;
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-const isWait = (item) => "launch" in item;
-const isGap = (item) => item.launch === "";
-const keyOf = (panel, item) => (isGap(item) ? `gap ${item.start}` : isWait(item) ? `wait ${item.launch}` : panel.operations[item.op].name);
-
-function bytes(count) {
-  if (count === 0) return "0 B";
-  const unit = Math.min(Math.floor(Math.log2(count) / 10), 3);
-  return `${(count / 2 ** (10 * unit)).toFixed(unit ? 2 : 0)} ${["B", "KiB", "MiB", "GiB"][unit]}`;
-}
 
 const hatched = (lane) =>
   `repeating-linear-gradient(135deg, var(--fill-${lane}) 0 2.5px, transparent 2.5px 6px) var(--page)`;
@@ -54,127 +50,100 @@ function swatch(paint, wait = false) {
   return element("span", { className: "swatch", style, ariaHidden: "true" });
 }
 
-// Compute may be cut into pieces, by waits: an operation lasts as long as all of them.
-const lasts = (pieces) => pieces.reduce((sum, s) => sum + s.end - s.start, 0);
-
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-}
-
 // --------------------------------------------------------------------------------------------- panels
 
+// What carries times, as {node, start, end, ...}: items, which are pointed at, and lines and words beside them.
+function timed(panel, strip, node) {
+  const { s, e, of, w, l, y } = node.dataset;
+  return {
+    panel, strip, node, start: Number(s), end: Number(e), name: of, window: Number(w), names: l?.split("\n"),
+    about: node.querySelector("title")?.textContent, rects: node.querySelectorAll("rect"),
+    text: node.tagName === "text" ? node : node.querySelector("text"), isLine: node.tagName === "line", isOut: false, y: Number(y),
+  };
+}
+
+const itemOf = new WeakMap();
 for (const panel of data.panels) {
   panel.first = panel.windows.at(-2)?.number ?? panel.windows[0].number;
-  panel.onCritical = new Set(panel.critical);
-  panel.canvas = element("canvas", { tabIndex: 0 });
-  panel.canvas.setAttribute("role", "application");
-  panel.canvas.setAttribute("aria-roledescription", "timeline");
-  panel.canvas.setAttribute("aria-label", `${panel.status} timeline`);
-  panel.canvas.setAttribute("aria-describedby", "hint");
-  panel.labels = element("div", { className: "labels" });
-  const title = panel.status[0].toUpperCase() + panel.status.slice(1);
-  panel.section = element(
-    "section",
-    { className: "panel", id: panel.status },
-    element("h2", {}, title),
-    element("div", { className: "chart" }, panel.labels, panel.canvas),
-  );
-  byId("panels").append(panel.section);
+  panel.section = byId(panel.status);
+  panel.strips = [...panel.section.querySelectorAll(".strip-of")];
+  panel.timed = panel.strips.flatMap((strip) => [...strip.querySelectorAll("[data-s]")].map((node) => timed(panel, strip, node)));
+  panel.items = panel.timed.filter(({ node }) => node.classList.contains("item"));
+  for (const item of panel.items) {
+    itemOf.set(item.node, item);
+    item.node.querySelector("title").remove(); // told in the page's own tip
+  }
 }
 
 const visiblePanels = () => data.panels.filter((p) => state.shown === "both" || p.status === state.shown);
+const visibleItems = (panel) => panel.items.filter((item) => item.strip.style.display !== "none");
 const origin = (panel) => panel.windows.find((w) => w.number === panel.first).start;
+const room = (panel) => Math.max(panel.section.clientWidth - data.left - data.right, 40);
 
 // Every panel shows its ranks, or the one that was chosen where it has it.
-function shownRanks(panel) {
-  const chosen = panel.ranks.filter((rank) => state.rank === "all" || String(rank) === state.rank);
-  return chosen.length ? chosen : panel.ranks.slice(0, 1);
+function rearrange() {
+  for (const panel of data.panels) {
+    panel.section.hidden = !visiblePanels().includes(panel);
+    const chosen = panel.ranks.some((rank) => String(rank) === state.rank) ? state.rank : String(panel.ranks[0]);
+    for (const strip of panel.strips) strip.style.display = state.rank === "all" || strip.dataset.rank === chosen ? "" : "none";
+  }
 }
 
-// Where each rank's lanes stand: a list of {rank, lane, top, count}, and the height of all.
-function arrange(panel) {
-  let top = HEAD;
-  panel.strips = [];
-  panel.places = new Map();
-  for (const rank of shownRanks(panel)) {
-    const strip = { rank, top };
-    for (const row of panel.rows.filter((r) => r.rank === rank)) {
-      panel.places.set(`${rank} ${row.lane}`, { ...row, top });
-      top += row.count * (ROW + GAP);
+function place(panel) {
+  const wide = room(panel), scale = wide / (state.end - state.start), zero = origin(panel), last = data.left + wide;
+  const x = (time) => clamp(data.left + (time - zero - state.start) * scale, data.left, last);
+  for (const ground of panel.section.querySelectorAll("rect.strip")) ground.setAttribute("width", wide);
+  for (const line of panel.section.querySelectorAll("[data-t]")) {
+    const heights = line.getAttribute("points").split(" ").map((point) => point.split(",")[1]);
+    line.setAttribute("points", line.dataset.t.split(" ").map((time, k) => `${x(time).toFixed(1)},${heights[k]}`).join(" "));
+  }
+  for (const each of panel.timed) {
+    if (each.strip.style.display === "none") continue;
+    const left = x(each.start), right = x(each.end), isOut = each.end < state.start + zero || each.start > state.end + zero;
+    if (isOut !== each.isOut) each.node.style.display = isOut ? "none" : "";
+    each.isOut = isOut;
+    if (isOut) continue;
+    if (each.isLine) {
+      each.node.setAttribute("x1", left);
+      each.node.setAttribute("x2", right);
     }
-    strip.bottom = top - GAP;
-    panel.strips.push(strip);
-    top += RANK_GAP;
+    for (const rect of each.rects) {
+      rect.setAttribute("x", left);
+      rect.setAttribute("width", Math.max(right - left - 0.5, 0.5));
+    }
+    if (each.text) {
+      each.text.setAttribute("x", left + 3);
+      each.text.textContent = each.names.find((name) => name.length * data.character <= right - left - 4) ?? "";
+    }
   }
-  panel.height = top - RANK_GAP + AXIS;
-  const labels = [];
-  for (const strip of panel.strips) {
-    labels.push(element("div", { className: "rank", style: { top: `${strip.top}px`, height: `${ROW}px` } }, `rank ${strip.rank}`));
-  }
-  for (const place of panel.places.values()) {
-    const paint = place.lane === "compute" ? "backward" : place.lane;
-    const box = { top: `${place.top}px`, height: `${ROW}px` };
-    labels.push(element("div", { className: "lane", style: box }, place.lane, swatch(paint)));
-  }
-  panel.labels.replaceChildren(...labels);
-  panel.items = [];
-  const ranks = new Set(shownRanks(panel));
-  for (const [index, span] of panel.spans.entries()) {
-    if (!ranks.has(span.rank)) continue;
-    const operation = panel.operations[span.op];
-    const place = panel.places.get(`${span.rank} ${operation.lane}`);
-    panel.items.push({ item: span, index, operation, y: place.top + span.row * (ROW + GAP) });
-  }
-  for (const wait of panel.waits) {
-    if (!ranks.has(wait.rank)) continue;
-    const place = panel.places.get(`${wait.rank} compute`);
-    if (place) panel.items.push({ item: wait, y: place.top });
-  }
-  for (const rank of ranks) panel.items.push(...gaps(panel, rank));
-  panel.items.sort((a, b) => a.y - b.y || a.item.start - b.item.start);
+  drawTicks(panel, x);
 }
 
-// Time of a rank's processor in which nothing of the schedule runs, as items of its compute lane.
-function gaps(panel, rank) {
-  const place = panel.places.get(`${rank} compute`);
-  if (!place) return [];
-  const busy = panel.items.filter((i) => i.item.rank === rank && i.y >= place.top && i.y < place.top + place.count * (ROW + GAP));
-  busy.sort((a, b) => a.item.start - b.item.start);
-  const found = [];
-  let end = busy.length ? busy[0].item.start : 0;
-  for (const { item } of busy) {
-    if (item.start - end > 0.001) found.push({ item: { launch: "", lane: "", window: item.window, rank, start: end, end: item.start }, y: place.top });
-    end = Math.max(end, item.end);
+function drawTicks(panel, x) {
+  const rough = (state.end - state.start) / (room(panel) / 70), power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), made = [drawn("text", { x: data.left - 18, y: 16, class: "lane" }, "ms")];
+  for (let k = Math.ceil(state.start / step); k * step <= state.end; k++) {
+    const at = x(k * step + origin(panel));
+    made.push(drawn("line", { x1: at, x2: at, y1: 2, y2: 6, class: "axis" }), drawn("text", { x: at, y: 16, class: "tick" }, (k * step).toFixed(digits)));
   }
-  return found;
+  panel.section.querySelector(".ticks").replaceChildren(...made);
 }
 
 // --------------------------------------------------------------------------------------------- time
 
-function limits() {
-  let low = Infinity, high = -Infinity;
-  for (const panel of visiblePanels()) {
-    const zero = origin(panel);
-    for (const { item } of panel.items) {
-      low = Math.min(low, item.start - zero);
-      high = Math.max(high, item.end - zero);
-    }
-  }
-  return [low, high];
+function ends(panel, isCounted) {
+  const counted = visibleItems(panel).filter(isCounted), zero = origin(panel);
+  return [Math.min(...counted.map((i) => i.start - zero)), Math.max(...counted.map((i) => i.end - zero))];
+}
+
+function limits(isCounted = () => () => true) {
+  const all = visiblePanels().map((panel) => ends(panel, isCounted(panel)));
+  return [Math.min(...all.map(([low]) => low)), Math.max(...all.map(([, high]) => high))];
 }
 
 function fit() {
-  let low = 0, high = 0;
-  for (const panel of visiblePanels()) {
-    const zero = origin(panel);
-    for (const { item } of panel.items) {
-      if (item.window !== panel.first && item.window !== panel.first + 1) continue;
-      low = Math.min(low, item.start - zero);
-      high = Math.max(high, item.end - zero);
-    }
-  }
+  const [low, high] = limits((panel) => (item) => item.window === panel.first || item.window === panel.first + 1);
   const slack = 0.01 * (high - low);
   view(low - slack, high + slack);
 }
@@ -200,11 +169,7 @@ function drawAll() {
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
-    for (const panel of visiblePanels()) draw(panel);
+    for (const panel of visiblePanels()) place(panel);
+    mark();
   });
-}
-
-function rearrange() {
-  for (const panel of data.panels) panel.section.hidden = !visiblePanels().includes(panel);
-  for (const panel of visiblePanels()) arrange(panel);
 }

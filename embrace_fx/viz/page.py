@@ -1,25 +1,31 @@
 """`.html`: one file that opens offline, everything inlined, for schedules to be looked into.
 
-`page.html` is filled with `page.css`, the scripts, the colours of `palette` and the picture as JSON. A content security
-policy in it forbids the page to load anything.
+`page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips that `svg` draws, and what
+stands around them as JSON. A content security policy in it forbids the page to load anything.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
+from embrace_fx.viz import svg
 from embrace_fx.viz.glossary import GLOSSARY
-from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, paint
-from embrace_fx.viz.picture import Figure, Panel, Picture, labels
-from embrace_fx.vocabulary.schedule import Span, Wait
+from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme
+from embrace_fx.viz.picture import Figure, Panel, Picture
+from embrace_fx.vocabulary.plan_text import readable_bytes
+from embrace_fx.vocabulary.schedule import Operation
 
-_SCRIPTS = ("page.js", "drawing.js", "words.js", "input.js", "around.js", "figures.js")
+_SCRIPTS = ("page.js", "input.js", "around.js", "figures.js")
 """One script, in this order: the first has the state, the last begins."""
+_PLAIN = ("page", "strip", "line", "faint", "text", "critical")
 
 
 def render(picture: Picture) -> str:
@@ -32,9 +38,33 @@ def render(picture: Picture) -> str:
         title=escape(picture.title),
         subtitle=escape(picture.subtitle),
         colours=_colours(),
-        style=files.joinpath("page.css").read_text(encoding="utf-8"),
+        style=svg.style(_NAMED) + files.joinpath("page.css").read_text(encoding="utf-8"),
+        definitions=svg.definitions(picture),
+        panels="\n".join(_section(picture, panel) for panel in picture.panels),
         data=data,
         script="\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS),
+    )
+
+
+_NAMED = Theme(
+    **{name: f"var(--{name})" for name in _PLAIN},
+    fill={name: f"var(--fill-{name})" for name in PAINTS},
+    ink={name: f"var(--ink-{name})" for name in PAINTS},
+)
+"""The colours as variables, which follow the reader's scheme and the page's button."""
+
+
+def _section(picture: Picture, panel: Panel) -> str:
+    status = panel.status
+    return "\n".join(
+        (
+            f'<section class="panel" id="{status}" tabindex="0" role="application" aria-roledescription="timeline" '
+            f'aria-label="{status} timeline" aria-describedby="hint">',
+            f"<h2>{status.capitalize()}</h2>",
+            *svg.strips(picture, panel),
+            '<svg class="ticks" height="22"></svg>',
+            "</section>",
+        )
     )
 
 
@@ -48,8 +78,7 @@ def _colours() -> str:
 
 
 def _variables(theme: Theme) -> str:
-    single = ("page", "strip", "line", "faint", "text", "critical")
-    values = {name: getattr(theme, name) for name in single}
+    values = {name: getattr(theme, name) for name in _PLAIN}
     values |= {f"fill-{name}": theme.fill[name] for name in PAINTS}
     values |= {f"ink-{name}": theme.ink[name] for name in PAINTS}
     return " ".join(f"--{name}: {value};" for name, value in values.items())
@@ -58,11 +87,14 @@ def _variables(theme: Theme) -> str:
 def _data(picture: Picture) -> dict[str, Any]:
     schedule = picture.schedule
     return {
-        "lanes": picture.lanes,
-        "paints": PAINTS,
-        "launchOrder": schedule.launch_order if schedule else [],
+        "left": svg.LEFT,
+        "right": svg.RIGHT,
+        "row": svg.ROW,
+        "character": svg.CHARACTER,
+        "legend": list(picture.legend()),
         "dependences": [asdict(d) for d in schedule.steps.dependences] if schedule else [],
         "panels": [_panel(panel) for panel in picture.panels],
+        "operations": list(_operations(picture)),
         "bars": [
             {"name": bar.name, "total": bar.total_ms, "parts": [_figure(part) for part in bar.parts]}
             for bar in picture.bars()
@@ -75,44 +107,33 @@ def _data(picture: Picture) -> dict[str, Any]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    operations = {span.operation: None for span in panel.timeline.spans}
-    number = {operation: k for k, operation in enumerate(operations)}
-    spans: list[dict[str, Any]] = []
-    place: dict[int, int] = {}
-    for rows in panel.rows.values():
-        for row, row_spans in enumerate(rows):
-            for span in row_spans:
-                place[id(span)] = len(spans)
-                spans.append({"op": number[span.operation], "row": row, **_times(span)})
     return {
         "status": panel.status,
         "ranks": panel.ranks,
-        "windows": [{"number": w, "start": _rounded(panel.window_start_ms(w))} for w in panel.windows],
-        "rows": [{"rank": rank, "lane": lane, "count": len(rows)} for (rank, lane), rows in panel.rows.items()],
-        "operations": [{**asdict(o), "paint": paint(o), "labels": labels(o)} for o in operations],
-        "spans": spans,
-        "waits": [{"launch": w.launch, "lane": w.lane, **_times(w)} for w in panel.timeline.waits],
-        "phases": [
-            {"label": p.label, "rank": p.rank, "name": p.name, "start": _rounded(p.start_ms), "end": _rounded(p.end_ms)}
-            for p in panel.phases
-        ],
-        "critical": [place[id(span)] for span in panel.critical_spans],
+        "windows": [{"number": w, "start": round(panel.window_start_ms(w), 4)} for w in panel.windows],
+        "hasPath": bool(panel.critical_path),
         "figures": [_figure(figure) for figure in panel.figures()],
     }
 
 
+def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
+    """Yields one window's operations, with medians over windows and ranks of how long they take in each panel."""
+    operations: dict[str, Operation] = {}
+    taken: list[dict[str, list[float]]] = []
+    for panel in picture.panels:
+        runs: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+        for span in sorted(panel.timeline.spans, key=lambda span: span.start_ms):
+            operations.setdefault(span.operation.name, span.operation)
+            runs[span.operation.name, span.window, span.rank] += span.end_ms - span.start_ms  # waits may cut it
+        of_panel: defaultdict[str, list[float]] = defaultdict(list)
+        for (name, *_), took_ms in runs.items():
+            of_panel[name].append(took_ms)
+        taken.append(of_panel)
+    for name, operation in operations.items():
+        medians = [statistics.median(each[name]) if name in each else None for each in taken]
+        sends = "" if operation.is_compute else readable_bytes(operation.sent_bytes)
+        yield {**asdict(operation), "sends": sends, "times": medians}
+
+
 def _figure(figure: Figure) -> dict[str, Any]:
     return {**asdict(figure), "text": str(figure)}
-
-
-def _times(item: Span | Wait) -> dict[str, float | int]:
-    return {
-        "window": item.window,
-        "rank": item.rank,
-        "start": _rounded(item.start_ms),
-        "end": _rounded(item.end_ms),
-    }
-
-
-def _rounded(time_ms: float) -> float:
-    return round(time_ms, 4)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from embrace_fx.viz.palette import OF_SHARE
+from embrace_fx.viz.palette import OF_SHARE, PAINTS, paint
 from embrace_fx.viz.why import Why, why
 from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
@@ -20,6 +20,7 @@ from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Spa
 
 MIB = 2**20
 SHOWN_WINDOWS = 2
+_LEAST_GAP_MS = 0.001
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ class Phase:
     def label(self) -> str:
         """The name with the number of the training step, as in "backward t+1"."""
         return f"{self.name} t" + (f"{self.step:+d}" if self.step else "")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Time of a rank's processor in which no operation runs and none is waited for."""
+
+    window: int
+    rank: int
+    start_ms: float
+    end_ms: float
 
 
 @dataclass(frozen=True)
@@ -112,14 +123,23 @@ class Panel:
             for phase in _phases(spans, rank, window, starts.get((rank, window + 1), max(s.end_ms for s in spans)))
         )
 
+    @cached_property
+    def _starts_ms(self) -> dict[int, float]:
+        return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
+
     def window_start_ms(self, window: int) -> float:
         """The time at which the first rank enters a window."""
-        return min(phase.start_ms for phase in self.phases if phase.window == window)
+        return self._starts_ms[window]
 
-    @cached_property
+    @property
+    def pair(self) -> tuple[int, ...]:
+        """The last two windows, or the only one: what is shown at first."""
+        return self.windows[-SHOWN_WINDOWS:]
+
+    @property
     def origin_ms(self) -> float:
         """The begin of the first of the last two windows: 0 on the axis of a picture."""
-        return self.window_start_ms(self.windows[-SHOWN_WINDOWS:][0])
+        return self.window_start_ms(self.pair[0])
 
     @cached_property
     def shown(self) -> tuple[float, float]:
@@ -128,7 +148,7 @@ class Panel:
         Communication may start before its window does.
         """
         items: tuple[Span | Wait, ...] = (*self.timeline.spans, *self.timeline.waits)
-        shown = [x for x in items if x.window in self.windows[-SHOWN_WINDOWS:]]
+        shown = [x for x in items if x.window in self.pair]
         return min(x.start_ms for x in shown) - self.origin_ms, max(x.end_ms for x in shown) - self.origin_ms
 
     @cached_property
@@ -149,6 +169,17 @@ class Panel:
 
     def waits_of(self, rank: int) -> Iterator[Wait]:
         return (wait for wait in self.timeline.waits if wait.rank == rank)
+
+    def gaps_of(self, rank: int) -> Iterator[Gap]:
+        """Times between a rank's operations and waits in which its processor does neither."""
+        computed = (s for s in self.timeline.spans if s.rank == rank and s.operation.is_compute)
+        items: list[Span | Wait] = [*computed, *self.waits_of(rank)]
+        busy = sorted(items, key=lambda item: item.start_ms)
+        end_ms = busy[0].start_ms if busy else 0.0
+        for item in busy:
+            if item.start_ms - end_ms > _LEAST_GAP_MS:
+                yield Gap(item.window, rank, end_ms, item.start_ms)
+            end_ms = max(end_ms, item.end_ms)
 
     def _computed(self) -> Iterator[Figure]:
         """The parts of compute that there are, in the order in which a step runs."""
@@ -263,6 +294,17 @@ class Picture:
     def lanes(self) -> tuple[Lane, ...]:
         """Lanes that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
+
+    def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
+        """Yields what each colour and mark is of: how it is drawn, its paint, its name."""
+        used = {paint(span.operation) for panel in self.panels for span in panel.timeline.spans}
+        yield from (("paint", each, name) for each, name in PAINTS.items() if each in used)
+        if waited := next((w.lane for panel in self.panels for w in panel.timeline.waits), None):
+            yield "wait", waited, "wait, in the colour of its class"
+        if any(next(panel.gaps_of(panel.ranks[0]), None) for panel in self.panels):
+            yield "gap", "", "between operations"
+        if any(panel.critical_path for panel in self.panels):
+            yield "path", "", "critical path"
 
     @property
     def title(self) -> str:

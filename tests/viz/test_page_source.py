@@ -18,10 +18,15 @@ class _Page(HTMLParser):
         self.loads: list[str] = []
         self.policy = ""
         self.data = ""
+        self.items: dict[str, list[dict[str, str | None]]] = {}
         self._in_data = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        if tag == "section" and given.get("class") == "panel":
+            self.items[given["id"] or ""] = []
+        if tag == "g" and given.get("class") == "item":
+            self.items[[*self.items][-1]].append(given)
         self.loads += [value for name, value in given.items() if name in ("src", "href") and value]
         if given.get("http-equiv") == "Content-Security-Policy":
             self.policy = given["content"] or ""
@@ -48,14 +53,20 @@ def test_page_loads_nothing(tmp_path: Path, schedule: Schedule, timeline: Timeli
 
 
 def test_page_holds_the_picture(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    data = json.loads(page_of(saved(tmp_path, ".html", schedule, timeline)).data)
-    predicted, measured = data["panels"]
-    assert (predicted["status"], measured["status"]) == ("predicted", "measured")
-    assert len(predicted["spans"]) == len(schedule.predicted.spans)
-    assert len(measured["waits"]) == len(timeline.waits)
-    path = [predicted["spans"][k] for k in predicted["critical"]]
-    assert [(s["window"], predicted["operations"][s["op"]]["name"]) for s in path] == list(schedule.critical_path)
-    figures = {f["label"]: f["value"] for f in measured["figures"]}
+    text = saved(tmp_path, ".html", schedule, timeline)
+    page = page_of(text)
+    data = json.loads(page.data)
+    assert [panel["status"] for panel in data["panels"]] == [*page.items] == ["predicted", "measured"]
+    for status, drawn in (("predicted", schedule.predicted), ("measured", timeline)):
+        names = [item["data-of"] or "" for item in page.items[status]]
+        assert sum(name.startswith("waits for ") for name in names) == len(drawn.waits) > 0
+        for span in drawn.spans:
+            assert span.operation.name in names
+    span = timeline.spans[5]
+    at = f"{span.start_ms:.4f}", f"{span.end_ms:.4f}", span.operation.name
+    assert at in [(item["data-s"], item["data-e"], item["data-of"]) for item in page.items["measured"]]
+    assert text.count('class="critical"') == len(schedule.critical_path)
+    figures = {f["label"]: f["value"] for f in data["panels"][1]["figures"]}
     assert figures["step"] == timeline.diagnostics().step_ms
 
 
@@ -63,4 +74,6 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     name = "backward </script><b>&"
     text = saved(tmp_path, ".html", timeline=Timeline((compute(name, 0, 1),), (), 1))
     assert text.count("</script>") == 2, "the data's and the script's own"
-    assert json.loads(page_of(text).data)["panels"][0]["operations"][0]["name"] == name
+    page = page_of(text)
+    assert json.loads(page.data)["operations"][0]["name"] == name
+    assert [item["data-of"] for item in page.items["measured"]] == [name]

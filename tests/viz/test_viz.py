@@ -270,7 +270,8 @@ def test_svg_shows_every_span_where_it_belongs(tmp_path: Path, schedule: Schedul
         assert sum(t.startswith(f"{span.operation.name}: ") for t in titles) == 2, "once in each window"
     assert sum(t.startswith("waits for ") for t in titles) == len(schedule.predicted.waits) > 0
     sent = next(t for t in titles if t.startswith("embedding prior gradients"))
-    assert "sends 0.50 MiB, for embedding" in sent
+    assert "sends: 512.0 KiB\n" in sent
+    assert "serves: embedding\n" in sent
     for rectangle in root.iterfind(f".//{SVG}g/{SVG}rect"):
         x, width = float(rectangle.get("x", "")), float(rectangle.get("width", ""))
         assert x >= 0
@@ -285,7 +286,7 @@ def test_svg_has_legend_axis_figures_and_path(tmp_path: Path, schedule: Schedule
     for expected in (*drawn, "critical path", "ms", "10", "rank 3", "backward t", "forward t+1"):
         assert expected in texts
     assert f"overlap ratio {timeline.diagnostics().overlap_ratio:.3f}" in " ".join(t or "" for t in texts)
-    framed = [r for r in root.iterfind(f"{SVG}rect") if r.get("class") == "critical"]
+    framed = [r for r in root.iterfind(f".//{SVG}rect") if r.get("class") == "critical"]
     assert len(framed) == len(schedule.critical_path) + 1, "the path, and once in the legend"
     assert any(str(r.get("fill")).startswith("url(#h-") for r in root.iterfind(f".//{SVG}g/{SVG}rect"))
 

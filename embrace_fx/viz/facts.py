@@ -1,0 +1,92 @@
+"""Tells of one operation, wait or gap of a picture, in lines: its name and time, then `term: text`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from embrace_fx.viz.picture import Gap, Panel, Picture
+from embrace_fx.vocabulary.plan_text import readable_bytes
+from embrace_fx.vocabulary.schedule import Span, Wait
+
+Item = Span | Wait | Gap
+
+
+class Facts:
+    """What there is to say of the items of a picture: of an operation, what was predicted and what was measured."""
+
+    def __init__(self, picture: Picture) -> None:
+        self._picture = picture
+        self._pieces: defaultdict[tuple[str, int, int, str], list[Span]] = defaultdict(list)
+        for panel in picture.panels:
+            for span in panel.timeline.spans:
+                self._pieces[panel.status, span.rank, span.window, span.operation.name].append(span)
+        self._critical = {panel.status: {id(span) for span in panel.critical_spans} for panel in picture.panels}
+        schedule = picture.schedule
+        self._place = {name: k for k, name in enumerate(schedule.launch_order)} if schedule else {}
+        self._needs, self._needed_by = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        for each in schedule.steps.dependences if schedule else ():
+            self._needs[each.after].append(each.before + (" (window before)" if each.distance else ""))
+            self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
+
+    def text(self, panel: Panel, item: Item) -> str:
+        """All lines."""
+        step = f"t{item.window:+d}" if item.window else "t"
+        where = f"where: {panel.status}, rank {item.rank}, window {step}"
+        return "\n".join((f"{name(item)}: {_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
+
+    def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
+        if not isinstance(item, Span):
+            yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
+            yield f"starts: {self._into(panel, item.window, item.start_ms)}"
+            return
+        operation = item.operation
+        yield f"kind: {operation.kind.replace('_', '-')}, on lane {operation.lane}"
+        if operation.serves:
+            yield f"serves: {', '.join(operation.serves)}"
+        if not operation.is_compute:
+            yield f"{'sends' if operation.is_communication else 'copies'}: {readable_bytes(operation.sent_bytes)}"
+        if operation.held_bytes:
+            yield f"holds: {readable_bytes(operation.held_bytes)}"
+        if operation.name in self._place:
+            yield f"launch: {self._place[operation.name] + 1} of {len(self._place)}"
+        yield f"alone: {_ms(operation.duration_ms)}"
+        yield from self._times(panel, item)
+        if id(item) in self._critical[panel.status]:
+            yield "critical: on the critical path"
+        for term, names in (("needs", self._needs), ("needed by", self._needed_by)):
+            if operation.name in names:
+                yield f"{term}: {', '.join(names[operation.name])}"
+
+    def _times(self, panel: Panel, item: Span) -> Iterator[str]:
+        """As predicted and as measured: in the window of the other panel that stands above or below."""
+        times: list[float] = []
+        for other in self._picture.panels:
+            window = item.window if other is panel else other.pair[(item.window - panel.pair[0]) % len(other.pair)]
+            rank = item.rank if item.rank in other.ranks else other.ranks[0]
+            pieces = self._pieces.get((other.status, rank, window, item.operation.name))
+            if not pieces:
+                continue
+            times.append(sum(piece.end_ms - piece.start_ms for piece in pieces))
+            on = f" on rank {rank}" if len(other.ranks) > 1 else ""
+            often = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
+            start = self._into(other, window, min(piece.start_ms for piece in pieces))
+            yield f"{other.status}: {_ms(times[-1])}{on}{often}, starts {start}"
+        if len(times) > 1 and times[0]:
+            yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
+
+    def _into(self, panel: Panel, window: int, time_ms: float) -> str:
+        if window not in panel.windows:
+            return "outside of the windows"
+        return f"{_ms(time_ms - panel.window_start_ms(window))} into its window"
+
+
+def name(item: Item) -> str:
+    """The name of an item, the same in each window."""
+    if isinstance(item, Span):
+        return item.operation.name
+    return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"
+
+
+def _ms(time_ms: float) -> str:
+    return f"{time_ms:.{3 if abs(time_ms) < 10 else 2}f} ms"
