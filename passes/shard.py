@@ -188,16 +188,8 @@ def _shard(
     with rewriter.before(latest_of(ids).next):
         route = _route(rewriter, short, ids, grid, options.rank)
         columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
-        launch = rewriter.call(
-            embrace.all_to_all_rows.default,
-            columns,
-            route.counts,
-            table.embedding_dim,
-            "embedding",
-            size,
-            *route.launched_on,
-            name=f"{short}_rows",
-        )
+        sent = route.send(embrace.all_to_all_rows.default, columns, table.embedding_dim)
+        launch = rewriter.call(*sent, name=f"{short}_rows")
         launch.meta["launch"] = rows_id(table.parameter, "whole")
     with rewriter.before(first_user(weight)):
         flat = rewriter.wait(launch)
@@ -240,10 +232,10 @@ class _Route:
     grid: Grid
     rank: int
 
-    @property
-    def launched_on(self) -> tuple[int, ...]:
-        """The arguments by which a launch tells its grid."""
-        return () if self.order is None else (self.grid.rows,)
+    def send(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
+        """Makes the call that launches rows, or their gradients."""
+        ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
+        return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
         """Makes the call that turns arrived columns into rows."""
@@ -318,28 +310,13 @@ def _row_gradient(
     short = short_name(table.parameter)
     with rewriter.before(gradient.next):
         flat = rewriter.call(*route.split(gradient), name=f"{short}_gradient_columns")
-        launch = rewriter.call(
-            embrace.all_to_all_gradients.default,
-            flat,
-            route.counts,
-            table.embedding_dim,
-            "embedding",
-            size,
-            *route.launched_on,
-            name=f"{short}_gradient",
-        )
+        sent = route.send(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
+        launch = rewriter.call(*sent, name=f"{short}_gradient")
         launch.meta["launch"] = gradients_id(table.parameter, "whole")
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
-        coalesced = rewriter.call(
-            embrace.coalesce.default,
-            route.ids,
-            received,
-            own,
-            route.padding(table.uses[0].padding_idx),
-            1.0 / size,
-            name=f"{short}_update",
-        )
+        how = own, route.padding(table.uses[0].padding_idx), 1.0 / size
+        coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
     return [(ids_K, GradientOfRows(table.parameter, "ids")), (rows_Kd, GradientOfRows(table.parameter, "rows"))]
