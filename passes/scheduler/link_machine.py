@@ -137,22 +137,6 @@ class LinkMachine:
         else:
             self.needs_earlier[second].append((distance, first))
 
-    def indices(self, launch_order: Sequence[str]) -> list[int]:
-        expected = {o.name for o in self.launches}
-        for name in launch_order:
-            if name not in expected:
-                raise ValueError(
-                    f"expected a launch order of the step's communications, found {name!r}; it has {sorted(expected)}."
-                )
-        if len(launch_order) != len(expected) or set(launch_order) != expected:
-            missing = sorted(expected - set(launch_order))
-            repeated = sorted({n for n in launch_order if list(launch_order).count(n) > 1})
-            raise ValueError(
-                f"expected each communication of the step once in the launch order, found missing {missing}, "
-                f"repeated {repeated}."
-            )
-        return [self.index[name] for name in launch_order]
-
     def names(self, order: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.operations[k].name for k in order)
 

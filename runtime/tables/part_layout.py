@@ -10,7 +10,7 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -282,8 +282,3 @@ def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
     """Lays out the result of a reduction over dimensions of which every rank holds all."""
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
     return Layout.contiguous(tuple(axes), layout.chosen)
-
-
-def strided(layout: Layout, like: Tensor) -> Layout:
-    """The same with the strides of another tensor."""
-    return replace(layout, stride=like.stride())

@@ -299,7 +299,9 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     assert at_speed.schedule.diagnostics().exposed_ms["storage"] <= 0.02 * beside_ms
     told = little.explain()
     assert re.search(
-        r"table.weight, 18.6 GiB of memory: .* from pinned host memory, which holds .* from NVMe drive;\n *least budget", told
+        r"table.weight, 18.6 GiB of memory: .* from pinned host memory, which holds .* from NVMe drive;\n"
+        r" *least budget",
+        told,
     )
     with pytest.raises(ValueError, match=r"table_memory of at least 8,[0-9,]+ bytes for table.weight"):
         on_paper(8e9 + 1e5)

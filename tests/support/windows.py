@@ -112,7 +112,7 @@ def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDO
     if windows < 2:
         raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
     machine = LinkMachine(steps)
-    order = machine.indices(launch_order)
+    order = _indices(machine, launch_order)
     return machine.picture(machine.run(order, windows), order)
 
 
@@ -120,11 +120,16 @@ def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
     """Raises where a launch order cannot be executed.
 
     Raises:
-        ValueError: it is not each communication once, or the head of the line would wait for a later launch, be it
-            through compute that comes first in the program.
+        ValueError: the head of the line would wait for a later launch, be it through compute that comes first in the
+            program.
     """
     machine = LinkMachine(steps)
-    machine.sequence(machine.indices(launch_order))
+    machine.sequence(_indices(machine, launch_order))
+
+
+def _indices(machine: LinkMachine, launch_order: Sequence[str]) -> list[int]:
+    assert sorted(launch_order) == sorted(o.name for o in machine.launches)
+    return [machine.index[name] for name in launch_order]
 
 
 def story(schedule: Schedule, times: bool = True) -> str:
