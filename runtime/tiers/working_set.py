@@ -52,7 +52,8 @@ SLOT_BYTES = 3 * 8 + 4 + 1
 
 
 ON_THEIR_WAY = 1.25
-"""Times the memory of slots: that of slots and of rows on their way."""
+"""Times the memory of slots: that of slots and of rows on their way. These are no more than a quarter: of 32 parts two
+wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`)."""
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
@@ -253,9 +254,11 @@ class WorkingSet:
         short = count - self._free.numel()
         if short <= 0:
             return
-        used = torch.where((self._used > _SOON - self._step) & (self._used < _FREE), 0, self._used)  # asked for no more
-        last, oldest = used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
-        self._evict(oldest[last < before])
+        # Of an earlier step: their gradients may be still to come, so that they go when others do that were used then.
+        self._used.masked_fill_((self._used > _SOON - self._step) & (self._used < _FREE), self._clock)
+        last, oldest = self._used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
+        for some in oldest[last < before].split(self._thread.part):
+            self._evict(some)
 
     def _take(self, count: int) -> Tensor:
         """Takes (count,) free slots."""

@@ -48,3 +48,17 @@ def test_breaches_are_seen(tmp_path: Path) -> None:
     told = Event("due", events[soon].rows, step=1000)
     with pytest.raises(AssertionError, match="leave before"):
         check([*events[:soon], told, *events[soon:]], 60)
+
+
+def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: Path) -> None:
+    """Rows are read ahead, looked up before their step begins, and updated two steps later: each comes once."""
+    table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path), torch.arange(V).split(10)
+    with torch.no_grad():
+        for step in range(2, 60):
+            table.memory.begin_step(step)
+            if step > 6:
+                table.update_rows(steps[step - 2], torch.randn(10, 2))
+            table.memory.read_ahead(steps[step + AHEAD], step + AHEAD)
+            if step > 3:
+                table.look_up(steps[step + 1])
+    assert table.memory.counts.brought == 10 * len(range(2 + AHEAD, 60 + AHEAD))
