@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -20,10 +21,9 @@ from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
-_WRITES = 4
-"""Batches of rows that may wait to be written."""
-_ROWS = 1 << 12
-"""Rows that are read at once: of a long batch some, for they are in memory twice."""
+_PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
+"""Of all slots, so many parts, of at least and at most so many rows: as many are read at once, for they are in memory
+twice, and written at once; two wait to be."""
 
 
 class FileThread:
@@ -46,7 +46,14 @@ class FileThread:
         self._file, self._records, self._columns, self._recorder = file, records, columns, recorder
         self._reading, self._writing = storage_id("read", table), storage_id("write", table)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embrace_fx rows")
-        self._writes: deque[Future[None]] = deque()
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        slots = next(iter(columns.values())).shape[0]
+        self.part = min(max(slots // _PARTS, _FEWEST), _MOST)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait to be written, or are being."""
+        return sum(rows for _, rows in self._writes)
 
     def write(self, runs: Sequence[range], rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Begins to write rows (K,) with their columns (K, ...) into runs of numbers."""
@@ -56,12 +63,11 @@ class FileThread:
             with watch:
                 self._write(runs, self._records.pack(rows, values))
 
-        self._writes.append(self._thread.submit(write))
-        self._await_writes(_WRITES)
+        self._begin_write(write, rows.numel())
 
     def move(self, runs: Sequence[range], records: Tensor) -> None:
         """Begins to write records (K, B) that have been read elsewhere."""
-        self._writes.append(self._thread.submit(self._write, runs, records))
+        self._begin_write(partial(self._write, runs, records), len(records))
 
     def read(self, numbers: Tensor) -> Tensor:
         """Reads the records (K, B) at numbers (K,), ascending, whatever their rows."""
@@ -85,12 +91,18 @@ class FileThread:
         """Waits for what is being written."""
         self._await_writes(0)
 
+    def _begin_write(self, write: Callable[[], None], rows: int) -> None:
+        self._await_writes(2 * self.part - rows)
+        self._writes.append((self._thread.submit(write), rows))
+
     def _await_writes(self, most: int) -> None:
-        """Waits until no more batches of rows are being written."""
-        if len(self._writes) > most:
+        """Waits until no more rows are being written."""
+        while self._writes and self._writes[0][0].done():
+            self._writes.popleft()[0].result()
+        if self._writes and self.waiting > most:
             with self._recorder().waiting(self._writing):
-                while len(self._writes) > most:
-                    self._writes.popleft().result()
+                while self._writes and self.waiting > most:
+                    self._writes.popleft()[0].result()
 
     def _watch(self, launch: OperationId, rows: int) -> Watch:
         return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
@@ -104,8 +116,8 @@ class FileThread:
         rows, slots = rows.index_select(0, order), slots.index_select(0, order)
         begin = int((numbers < 0).sum())
         with watch if begin < len(rows) else nullcontext():
-            for first in range(begin, len(rows), _ROWS):
-                part = slice(first, first + _ROWS)
+            for first in range(begin, len(rows), self.part):
+                part = slice(first, first + self.part)
                 read = self._records.unpack(self._file.read(numbers[part], rows[part]))
                 for key, column in self._columns.items():
                     column.index_copy_(0, slots[part], read[key])

@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import Records
 
-PROBED_ROWS, APART_BYTES = 128, 1 << 20
-"""Rows written and read, and how far they lie from each other: none comes with another one's page."""
+READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
+"""Rows that are read, and how far they lie from each other: none comes with another one's page; what is written, in one
+run."""
 
 
 def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
@@ -21,16 +23,22 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
     Raises:
         TierError: rows cannot be written there, or read.
     """
-    apart = -(-APART_BYTES // records.nbytes)
-    file = RecordFile(directory, "a probe", PROBED_ROWS * apart, records)
-    rows = torch.arange(0, PROBED_ROWS * apart, apart, device="cpu")
-    packed = records.pack(rows, {key: column.filled(PROBED_ROWS) for key, column in records.columns.items()})
-    began = time.perf_counter()
-    for row, record in zip(rows.tolist(), packed, strict=True):
+    apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
+    file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
+    rows = torch.arange(0, READ_ROWS * apart, apart, device="cpu")
+    for row, record in zip(rows.tolist(), _packed(rows, records), strict=True):
         file.write(row, record.unsqueeze(0))
     os.fdatasync(file.descriptor)
-    written = time.perf_counter()
+    written = _packed(torch.arange(run, device="cpu"), records)
+    began = time.perf_counter()
+    file.write(READ_ROWS * apart, written)
+    os.fdatasync(file.descriptor)
+    write_ms = (time.perf_counter() - began) * 1e3 / run
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    asked = time.perf_counter()
+    began = time.perf_counter()
     file.read(rows)
-    return (time.perf_counter() - asked) * 1e3 / PROBED_ROWS, (written - began) * 1e3 / PROBED_ROWS
+    return (time.perf_counter() - began) * 1e3 / READ_ROWS, write_ms
+
+
+def _packed(rows: Tensor, records: Records) -> Tensor:
+    return records.pack(rows, {key: column.filled(rows.numel()) for key, column in records.columns.items()})
