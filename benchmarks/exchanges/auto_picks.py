@@ -106,9 +106,7 @@ def decision(setting: Setting, strategy: str = "auto") -> Decision:
     (table,) = (replace(t, num_rows=setting.rows, embedding_dim=setting.width) for t in captured().tables)
     sparsity = replace(rows_read(setting.draw, setting.world_size, setting.rows, setting.density), width=setting.width)
     name, blocker = table.parameter, None if setting.may_be_sharded else "it may not be"
-    fact = ParameterFacts(
-        name, (setting.rows, setting.width), 4, True, True, row_update_blocker=blocker, updated_by_rows=False
-    )
+    fact = ParameterFacts(name, (setting.rows, setting.width), 4, True, True, row_update_blocker=blocker)
     plan = decide(
         replace(captured(), tables=(table,)),
         (fact,),

@@ -14,7 +14,7 @@ from embrace_fx.cost.sparsity import Sparsity, measure, with_units
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Moving, ParameterFacts, shard_blocker
+from embrace_fx.passes.planner.pricing import ParameterFacts, shard_blocker
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.last_run import as_last_run
@@ -26,7 +26,7 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import share_memory
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
-from embrace_fx.vocabulary.exactness import RowUpdatesOption, needs_whole, semantics
+from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -255,7 +255,6 @@ def facts_of(
             parameter.requires_grad,
             name in used,
             next(filter(None, map(needs_whole, kinds)), None),
-            holders.updates_rows(parameter, semantics(row_updates)),
             groups.get(id(parameter), -1),
             _moving(holders, parameter, row_updates),
             adds_up_norms=RowWiseAdagrad in kinds,
@@ -268,7 +267,7 @@ def facts_of(
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
     """The way in which rows without gradient are to move. An optimizer that is not known yet counts as an Adam."""
     way = holders.moving(parameter, semantics(row_updates))
-    return row_updates if way and row_updates in ("sweep", "replay") else way
+    return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
 
 @dataclass(frozen=True)

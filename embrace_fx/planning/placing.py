@@ -104,7 +104,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     stepping.replicas = []
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
-        if found.parameter not in plan.sharded and stepping.holders.updates_rows(parameter, row_updates):
+        if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)

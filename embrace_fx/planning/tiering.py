@@ -39,7 +39,7 @@ from embrace_fx.runtime.tiers.working_set import (
     slot_bytes,
 )
 from embrace_fx.setup.setting import Setting
-from embrace_fx.vocabulary.exactness import semantics
+from embrace_fx.vocabulary.exactness import STILL, semantics
 from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 
 
@@ -192,7 +192,7 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             "row lies beside the row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
     how = holders.moving(parameter, semantics(setting.options.row_updates))
-    if how == "sweep" or (how and setting.options.row_updates == "sweep"):
+    if how == "sweep" or (how not in STILL and setting.options.row_updates == "sweep"):
         raise ValueError(not_replayable(name, type(held[0][0])))
 
 

@@ -102,7 +102,7 @@ def _needs_graph(setting: Setting) -> bool:
     layers = [module for module in setting.model.modules() if isinstance(module, _LAYERS)]
     holders, updates = setting.stepping.holders, semantics(setting.options.row_updates)
     apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
-    return apart or any(holders.updates_rows(m.weight, updates) for m in layers)
+    return apart or any(holders.moving(m.weight, updates) == "lazy" for m in layers)
 
 
 def _measured(tally: Tally) -> tuple[float, float] | None:

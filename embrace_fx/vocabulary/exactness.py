@@ -41,6 +41,13 @@ RowUpdatesOption = Literal["exact", "sweep", "replay", "lazy"]
 """As a user asks for it: "exact" is a sweep or a replay, whichever is predicted to take less time."""
 
 
+Moving = Literal["", "lazy", "sweep", "replay", "either"]
+"""How rows without gradient move: not at all, by the formula, or as the user asked; all at each step, each when it is
+read next, or in either way."""
+
+STILL = ("", "lazy")
+
+
 def semantics(asked: RowUpdatesOption) -> RowUpdates:
     return "lazy" if asked == "lazy" else "exact"
 

@@ -279,7 +279,7 @@ def _of_table(
         return _Choice(allreduce, blocker or "", priced, asked)
     if wanted == "allreduce":
         return _Choice(allreduce, blocker or "asked for", priced, asked)
-    if blocker is None and fact.updated_by_rows:
+    if blocker is None and fact.moving == "lazy":
         return _Choice(sharded, f"updated by rows; {what}", priced, "it is updated by rows")
     constant = all(use.constant_ids for use in table.uses)
     if blocker is None and constant:

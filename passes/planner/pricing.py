@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
 from embrace_fx import cost
 from embrace_fx.cost.blocks import cheapest_block
@@ -27,6 +26,7 @@ from embrace_fx.passes.planner.shard_cost import (
     sweep_work,
     widest_useful,
 )
+from embrace_fx.vocabulary.exactness import STILL, Moving
 from embrace_fx.vocabulary.graph import FROM_GRADIENT, FROM_ROWS, Table, TrainingGraph
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
@@ -44,11 +44,6 @@ RESIDUAL_BYTES = 4
 """Of an element, in what rounding has left out (`embrace_fx.runtime.ranks.rounding`)."""
 
 
-Moving = Literal["", "sweep", "replay", "either"]
-"""How rows without gradient of a shard move: not at all, all at each step, each when it is read next, or as is
-predicted to take less time."""
-
-
 @dataclass(frozen=True)
 class ParameterFacts:
     """Facts about a parameter that the graph does not hold, and the planner needs."""
@@ -59,7 +54,6 @@ class ParameterFacts:
     trainable: bool
     used: bool  # by the first batch of any rank
     row_update_blocker: str | None
-    updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
     param_group: int = 0  # which one holds it, of all optimizers'
     moving: Moving = ""
     local: bool = False  # each rank has its own
@@ -246,7 +240,7 @@ class Pricing:
         """Decides between sweep and replay: (rows without gradient rest until they are read, the work of moving
         them).
         """
-        if not fact.moving:
+        if fact.moving in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
         replay = replay_work(table, rows, fact.itemsize, self.world_size)

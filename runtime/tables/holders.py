@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.skipped_steps import skipping
-from embrace_fx.runtime.tables.update_rule import Moving, moving
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
+from embrace_fx.runtime.tables.update_rule import moving
+from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
 
 class Holders:
@@ -54,10 +54,3 @@ class Holders:
             return ""
         can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)
         return "either" if can_rest else "sweep"
-
-    def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
-        """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its
-        optimizer is known: the user asked for SparseAdam, or for lazy updates."""
-        kinds = [type(optimizer) for optimizer, _ in self.of(parameter)]
-        is_asked = kinds == [SparseAdam] or (len(kinds) == 1 and kinds[0] in ELEMENT_WISE and row_updates == "lazy")
-        return is_asked and not self.moving(parameter, row_updates)

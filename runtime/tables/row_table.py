@@ -29,7 +29,6 @@ from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.runtime.tables.update_rule import (
-    Moving,
     Options,
     Replay,
     RowsAlone,
@@ -40,7 +39,7 @@ from embrace_fx.runtime.tables.update_rule import (
     steps_rows,
     suppose,
 )
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, Moving, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
@@ -252,7 +251,7 @@ class RowTable:
         return self._rule(moving(self.holder, options, self.row_updates, self.local.dtype), options)
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
-        if not way:
+        if way in STILL:
             return RowsAlone
         rests = way == "either" and self._may_rest() and form_of(self.holder, options, self.state, self.local.dtype)
         return Replay if rests else Sweep

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,11 @@ from embrace_fx.runtime.tables.own_step import (
 )
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.skipped_steps import skipping
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
 Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
-
-Moving = Literal["", "sweep", "either"]
-"""How rows without gradient move: not at all, in a sweep alone, or in a sweep or a replay."""
 
 
 class Stepped(Protocol):
@@ -251,11 +248,13 @@ def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtyp
     """Tells how rows without gradient move under an optimizer and these options."""
     kind = type(optimizer)
     if kind in (SparseAdam, RowWiseAdagrad):
-        return ""
+        return "lazy" if kind is SparseAdam else ""
     if kind in ELEMENT_WISE and steps_rows(options):
         is_damped = kind is SGD and options["momentum"] != 0 and options["dampening"] != 0
         # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
-        if (row_updates == "lazy" and not is_damped) or _stand_still(kind, facts_of(optimizer, options)):  # type: ignore[arg-type]  # classes hash
+        if row_updates == "lazy" and not is_damped:
+            return "lazy"
+        if _stand_still(kind, facts_of(optimizer, options)):  # type: ignore[arg-type]  # classes hash
             return ""
     return "sweep" if skipping(kind, options, dtype) is None else "either"
 

@@ -24,11 +24,12 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Moving, Options, Replay, RowsAlone
+from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
 from embrace_fx.runtime.tiers.working_set import WorkingSet
+from embrace_fx.vocabulary.exactness import STILL, Moving
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
@@ -138,7 +139,7 @@ class TieredTable(RowTable):
         return _State(self)
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
-        if not way:
+        if way in STILL:
             return FirstAlone if self.lacks_state else RowsAlone
         if way == "either":
             if form_of(self.holder, options, self.state, self.local.dtype) is not None:

@@ -19,7 +19,7 @@ from embrace_fx.vocabulary.plan import Plan
 from tests.support.graphs import IDS, Tables, analysed, table_of, tables_model
 
 TABLE, OTHER = "table.weight", "other.weight"
-FACTS = ParameterFacts("", (), 8, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)
+FACTS = ParameterFacts("", (), 8, trainable=True, used=True, row_update_blocker=None)
 
 
 def two_tables(model: Tables, ids: Tensor) -> Any:

@@ -87,7 +87,7 @@ def test_what_was_asked_for_overrules_what_is_cheaper() -> None:
 
 
 def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
-    strategy, reason = first(planned(200, updated_by_rows=True))
+    strategy, reason = first(planned(200, moving="lazy"))
 
     assert (strategy, reason.split(";")[0]) == ("alltoall", "updated by rows")
 
@@ -96,7 +96,7 @@ def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
 @pytest.mark.parametrize("name", ["a tied projection", "a max bag", "ids from a parameter", "scaled by frequency"])
 def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy: str) -> None:
     case, (_, graph) = ILLEGAL[name], example(name)
-    facts = (replace(FACTS, name=TABLE, shape=(10, 4), updated_by_rows=True),)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4), moving="lazy"),)
 
     decision = decide(graph, facts, {TABLE: (3, 3)}, world_size=2, strategy=strategy)[TABLE]
 

@@ -17,7 +17,7 @@ from tests.support.graphs import analysed
 from tests.support.stacks import ROWS, Many
 
 DIM = 64
-FACTS = ParameterFacts("", (), 4, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)
+FACTS = ParameterFacts("", (), 4, trainable=True, used=True, row_update_blocker=None)
 SLOW_TO_START = Cluster(bandwidth_bytes_per_ms=1e5, latency_ms=0.5, handling=Handling(round_ms=0.0))
 """A row of `DIM` takes as long as 1/200 of a start-up."""
 NAMES = tuple(f"tables.{k}.weight" for k in range(len(ROWS)))
