@@ -4,8 +4,9 @@
     python -m benchmarks.micro.tables_beyond_memory large --rows 40000000 --columns 256 --memory 2.6e8
 
 time    Step time of systems in turns, each in processes of its own; rounds begin with another system each. Its ratio to
-        the same table in memory is the median over rounds of medians over steps. What was read and written counts from
-        the end of the warm-up, by which working sets are full.
+        the same table in memory is the median over rounds of medians over steps; so is that of the processor's time of
+        a step, which says more where others use the machine. What was read and written counts from the end of the
+        warm-up, by which working sets are full.
 large   A table on the meta device that no memory holds: step time, what a rank's process holds (RssAnon: without page
         cache), what its rows take on disk.
 
@@ -20,6 +21,7 @@ Systems
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -119,15 +121,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     batches = [task.workload.batch(step, args.rank, 0) for step in range(args.warm_up + args.steps)]
     before = anonymous_mib()
     training = system_of(args).peer().prepare(task)
-    times, losses, counted = [], [], {}
+    times, losses, counted, cpu_s = [], [], {}, 0.0
     begun_s = time.perf_counter()
     for step, loss in enumerate(training.steps(batches)):
         losses.append(loss)
         times.append((time.perf_counter() - begun_s) * 1e3)
         if step == args.warm_up - 1:
-            counted = counts(training)
+            counted, cpu_s = counts(training), time.process_time()
         begun_s = time.perf_counter()
     told: dict[str, Any] = {"ms": statistics.median(times[args.warm_up :]), "loss": float(losses[-1])}
+    told["ms of processor"] = (time.process_time() - cpu_s) * 1e3 / args.steps
     told |= {f"{name} a step": (n - counted[name]) / args.steps for name, n in counts(training).items()}
     told |= {"anonymous_mib": anonymous_mib() - before}
     told["tables"] = [line.strip() for line in training.notes().splitlines() if "rows in memory" in line]
@@ -197,17 +200,18 @@ def main() -> None:
         for rank, told in enumerate(on_ranks(args, "tier")):
             print(rank, told)
         return
-    ms: dict[str, list[float]] = {system: [] for system in args.systems}
+    found: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
     for number in range(args.rounds):
         first = number % len(args.systems)
         for system in (*args.systems[first:], *args.systems[:first]):
             told = on_ranks(args, system)[0]
-            ms[system].append(told["ms"])
+            found[system].append(told)
             print(f"round {number}, {system}: {told}", flush=True)
-    for system in args.systems:
-        ratios = [round(own / base, 3) for own, base in zip(ms[system], ms[args.systems[0]], strict=True)]
-        middle = statistics.median(ms[system])
-        print(f"{system}: {middle:.1f} ms, {statistics.median(ratios):.3f} of {args.systems[0]} {ratios}")
+    for system, what in itertools.product(args.systems, ("ms", "ms of processor")):
+        of_system, of_first = ([each[what] for each in found[name]] for name in (system, args.systems[0]))
+        ratios = [round(own / base, 3) for own, base in zip(of_system, of_first, strict=True)]
+        middle = statistics.median(ratios)
+        print(f"{system}: {statistics.median(of_system):.1f} {what}, {middle:.3f} of {args.systems[0]} {ratios}")
 
 
 if __name__ == "__main__":

@@ -133,22 +133,18 @@ class Histories(RestingRows):
 
     def _catch_up(self, slots: Tensor, state: Mapping[str, Any], until: int) -> None:
         memory, taken = self._memory, self._memory.columns[TAKEN]
-        behind = slots[taken.index_select(0, slots) < until]
-        if not behind.numel():
-            return
-        # In the order of their ids, as those of a table in memory: blocks of rows are then the same ones.
-        slots = behind.unique()
-        slots = slots.index_select(0, memory.row_of.index_select(0, slots).argsort())
         steps = taken.index_select(0, slots)
-        local = memory.columns[WEIGHTS].index_select(0, slots)
+        behind = steps < until
+        if not bool(behind.any()):
+            return
+        slots, steps = slots[behind], steps[behind]
+        local = memory.columns[WEIGHTS]
         columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
-        of_rows = {key: column.index_select(0, slots) for key, column in columns.items()}
-        every, first = torch.arange(slots.numel(), device="cpu"), int(steps.min())
-        for before, skipped in self._due(first, until):
-            skipped.take(local, {**state, **of_rows}, every, (steps - before).clamp_(min=0))
-        memory.columns[WEIGHTS].index_copy_(0, slots, local)
-        for key, column in columns.items():
-            column.index_copy_(0, slots, of_rows[key])
+        for before, skipped in self._due(int(steps.min()), until):
+            own = slots[steps < before + skipped.count]
+            since = torch.empty(memory.slots, dtype=torch.int64, device=slots.device)
+            since.index_copy_(0, own, (taken.index_select(0, own) - before).clamp_(min=0))
+            skipped.take(local, {**state, **columns}, own, since)
         taken.index_fill_(0, slots, until)
         memory.wrote(slots)
 

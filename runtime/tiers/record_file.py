@@ -85,11 +85,13 @@ class RecordFile:
         """
         nbytes = self._records.nbytes
         records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu")
-        data, cuts = records.numpy().data.cast("B"), (numbers.diff() != 1).nonzero().view(-1).add_(1).tolist()
+        data, cuts = records.numpy().data.cast("B"), (numbers.diff() != 1).nonzero().view(-1).add_(1)
+        starts = [0, *cuts.tolist()] if numbers.numel() else []
         try:
-            for start, end in zip([0, *cuts], [*cuts, numbers.numel()], strict=True):
-                if start < end:
-                    self._read_run(data[start * nbytes : end * nbytes], int(numbers[start]) * nbytes)
+            for start, end, first in zip(starts, [*starts[1:], numbers.numel()], numbers[starts].tolist(), strict=True):
+                run, at = data[start * nbytes : end * nbytes], first * nbytes
+                if (done := os.preadv(self.descriptor, [run], at)) < len(run):
+                    self._read_rest(run, at, done)
         except OSError as error:
             raise TierError(
                 f"expected rows of {self._table} in their file in {self._directory}, found {error}. Look after that "
@@ -106,11 +108,10 @@ class RecordFile:
             )
         return records
 
-    def _read_run(self, data: memoryview, at: int) -> None:
-        done = 0
-        while done < len(data):
-            more = os.preadv(self.descriptor, [data[done:]], at + done)
+    def _read_rest(self, run: memoryview, at: int, done: int) -> None:
+        while done < len(run):
+            more = os.preadv(self.descriptor, [run[done:]], at + done)
             if more == 0:
                 there = os.fstat(self.descriptor).st_size
-                raise OSError(f"a file of {there:,} bytes, cut off before byte {at + len(data):,}")
+                raise OSError(f"a file of {there:,} bytes, cut off before byte {at + len(run):,}")
             done += more

@@ -85,5 +85,4 @@ class Records:
 
     def _sums(self, words: Tensor) -> Tensor:
         """Checksums (K,): each word has a factor of its own, so that no single word can change unseen; never 0."""
-        sums: Tensor = (words[:, 1:] * self._factors).sum(1).bitwise_or_(1)
-        return sums
+        return words[:, 1:].mv(self._factors).bitwise_or_(1)
