@@ -103,7 +103,8 @@ class BufferSharing:
         return [name for name in self._state.buffer_names() if name not in self._state.ignored]
 
     def _share(self, names: Sequence[str]) -> None:
-        tensors = [self._state.buffer_reader(name)() for name in names]
+        places = [self._state.place_of_buffer(name) for name in names]
+        tensors = [owner[key] for owner, key in places]
         self._announcements.communicator.broadcast(tensors, self._calls.authority)
 
 

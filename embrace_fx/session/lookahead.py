@@ -32,6 +32,7 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
+        self._coming_flat = _NOTHING  # before anyone else has seen it
         self._further: deque[Any] = deque()
         self._known = False
         self._warned = False
@@ -86,17 +87,19 @@ class Lookahead:
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
-                _check_apart(seen, [self._coming, *self._further])
-                seen = AsSeen.of(pytree.tree_leaves(self._coming))
+                self._coming_flat = pytree.tree_flatten(self._coming)
+                leaves, _ = self._coming_flat
+                _check_apart(seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])])
+                seen = AsSeen.of(leaves)
                 self._known = True
                 yield self._current
                 self._recorder().mark(OWN_CODE)
                 self._current = self._coming
             self._known = False
-            self._coming = None
+            self._coming, self._coming_flat = None, _NOTHING
             yield self._current
         finally:
-            self._known, self._current, self._coming = False, None, None
+            self._known, self._current, self._coming, self._coming_flat = False, None, None, _NOTHING
             if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
                 self._at_end()
 
@@ -129,8 +132,8 @@ class Lookahead:
         current, spec = pytree.tree_flatten(self._current)
         if farthest and len(self._further) < self.batches - 1:
             return None
-        batch = self._further[-1] if farthest and self._further else self._coming
-        coming, coming_spec = pytree.tree_flatten(batch)
+        is_farther = farthest and bool(self._further)
+        coming, coming_spec = pytree.tree_flatten(self._further[-1]) if is_farther else self._coming_flat
         if spec != coming_spec:
             return None
         position: dict[int, int] = {}
@@ -142,13 +145,19 @@ class Lookahead:
         return [coming[position[id(leaf)]] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _check_apart(current: AsSeen, coming: Any) -> None:
+_NOTHING = pytree.tree_flatten(None)
+
+
+def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
     """Raises where a loader has written the next batch into the one that is still to be trained on.
+
+    Args:
+        coming: what the batches to come are made of.
 
     Raises:
         RuntimeError: it yields the same tensor each time, with other values.
     """
-    again = {id(leaf) for leaf in pytree.tree_leaves(coming)}
+    again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(
             "expected a loader that yields each batch in tensors of its own, in lookahead(), found that the next batch "

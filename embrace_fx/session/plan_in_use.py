@@ -294,18 +294,18 @@ class PlanInUse:
         state, lock = self._setting.state, self._setting.state.pending.lock
 
         def dense() -> Iterable[nn.Parameter]:
-            return () if self.flow is None else self.flow.buckets.stepped
+            return () if (flow := self.flow) is None else flow.buckets.stepped
 
         def apply_dense() -> None:
             if self.flow is not None:
                 self.flow.settle_buckets()
 
         def tables() -> Iterable[nn.Parameter]:
-            under_way = self.flow is not None and self.flow.has_tables_under_way
+            under_way = (flow := self.flow) is not None and flow.has_tables_under_way
             return state.table_parameters() if under_way or state.has_resting_rows else ()
 
         def joined() -> list[Tensor]:
-            exchanges = () if self.flow is None else self.flow.exchanges.values()
+            exchanges = () if (flow := self.flow) is None else flow.exchanges.values()
             return [memory for exchange in exchanges for memory in exchange.table.joined]
 
         of_tables = Updates(tables, self._tables_may_change, lock, joined)
@@ -314,7 +314,7 @@ class PlanInUse:
     def late_optimizers(self) -> list[Optimizer]:
         """Lists the optimizers whose last step may still be pending."""
         found = [table.optimizer for table in self._setting.state.tables.values() if table.optimizer is not None]
-        return found if self.flow is None else found + self.flow.buckets.optimizers
+        return found if (flow := self.flow) is None else found + flow.buckets.optimizers
 
     def synchronize(self) -> None:
         """Applies every update that an optimizer has stepped; parameters may be written from now on. Waits for nothing

@@ -63,7 +63,9 @@ class RowExchange:
         self._launcher = launcher
         self.delayed_chunks = delayed_chunks
         self._wait = wait
-        self.splitter = RowSplitter(table.shape[0], table.local.device)
+        local = table.local
+        self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
+        self.splitter = RowSplitter(table.shape[0], local.device)
         self._gradients: list[StepGradient] = []
         self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
@@ -143,7 +145,7 @@ class RowExchange:
 
     def send_gradients(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
         """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
-        kept = self._kept(counts) * self.table.local.shape[1]
+        kept = self._kept(counts) * self._columns
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
@@ -342,9 +344,8 @@ class RowExchange:
             return [self._arrive(gradient, part) for part in parts]
 
     def _arrive(self, gradient: StepGradient, part: UnderWay) -> Rows:
-        local = self.table.local
-        flat = self._wait(part.ticket).to(local.dtype)
-        how = (part.part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        flat = self._wait(part.ticket).to(self._dtype)
+        how = (part.part.ids, flat, self._columns, gradient.padding_idx, gradient.scale)
         if part.selection is not None:
             return part.selection.coalesce(*how)
         ids, rows = coalesce(*how)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
-from embrace_fx.runtime.launch.spans import span
+from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.launch.window import LaunchWindow
 from embrace_fx.runtime.ranks.communicator import InTurn
@@ -272,16 +272,24 @@ class Launcher:
         recording = state.recorder.recording
         number = OUTSIDE if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
-        with span("submit", which), state.lock:
-            window = state.windows[-1]
-            window.expected.remove(which)
+        if is_profiled():
+            with span("submit", which):
+                self._enter(ticket)
+        else:
+            self._enter(ticket)
+        self.noted(which)
+        return ticket
+
+    def _enter(self, ticket: Ticket) -> None:
+        """Has a ticket wait for its turn."""
+        with self._state.lock:
+            window = self._state.windows[-1]
+            window.expected.remove(ticket.id)
             if window.dropped:
                 ticket.drop()
             else:
-                window.waiting[which] = ticket
+                window.waiting[ticket.id] = ticket
             self._note_change(window)
-        self.noted(which)
-        return ticket
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
         return Ticket(which, launch, sent_bytes, window, state=self._state)
@@ -326,9 +334,11 @@ def _run(state: _State) -> None:
         with state.lock:
             ticket = None
             while not state.stopped and (ticket := state.next()) is None:
-                idle, late_s = not state.under_way(), state.until_late_s()
-                look_s = min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
-                state.changed.wait(look_s if state.waits() else None)
+                idle, look_s = not state.in_flight, None
+                if state.waits():
+                    idle, late_s = False, state.until_late_s()
+                    look_s = min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
+                state.changed.wait(look_s)
                 if idle:
                     state.moved_s = time.perf_counter()
             if state.stopped:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from embrace_fx.runtime.launch.spans import span
+from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.tally import Tally
 from embrace_fx.vocabulary.operation_id import OperationId
 
@@ -195,11 +195,13 @@ class _Waiting(contextlib.AbstractContextManager[None]):
         recorder = self._recorder
         self._recording, self._began_s = recorder.recording, time.perf_counter()
         self._start: Moment = None if self._recording is None else recorder.clock.now()
-        self._span = span("wait for", self._launch)
-        self._span.__enter__()
+        self._span = span("wait for", self._launch) if is_profiled() else None
+        if self._span is not None:
+            self._span.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._span.__exit__(*raised)
+        if self._span is not None:
+            self._span.__exit__(*raised)
         recorder, recording = self._recorder, self._recording
         recorder.tally.waited(self._launch, time.perf_counter() - self._began_s)
         if recording is not None:

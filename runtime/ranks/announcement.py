@@ -119,8 +119,9 @@ class Announcement:
         Args:
             sizes: how many sizes were told.
         """
-        (steps, marks), (digest, activity) = (divmod(number, 1 << _BITS) for number in numbers[:2])
-        program, buffers, *others = numbers[2:]
+        first, second, program, buffers, *others = numbers
+        steps, marks = divmod(first, 1 << _BITS)
+        digest, activity = divmod(second, 1 << _BITS)
         watched = len(form.watched)
         return cls(
             marks >> _KIND,

@@ -17,6 +17,8 @@ from embrace_fx.runtime.ranks.announcement import BACKWARD, Announcement, Announ
 from embrace_fx.runtime.ranks.failure import BACKWARD as NAME
 from embrace_fx.runtime.ranks.failure import PeerFailure
 
+_FORM = Form()
+
 
 class Gate:
     """The head of one backward. Made on every rank that begins it, of at least two.
@@ -32,6 +34,7 @@ class Gate:
     def __init__(self, announcements: Announcements, call: int) -> None:
         announcements.communicator.progress.note(NAME)
         self._announcements = announcements
+        self._read: list[Announcement] | None = None
         self._everyone: Tensor
         self._everyone, self._work = announcements.launch(Announcement(BACKWARD, program=call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
@@ -39,7 +42,7 @@ class Gate:
     def all_are_here(self) -> bool:
         """Tells whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
         told = self._told()
-        return all(each.kind == BACKWARD for each in told) and len(_calls(told)) < 2
+        return {each.kind for each in told} == {BACKWARD} and len(_calls(told)) < 2
 
     def wait(self) -> None:
         """Waits until the gate's exchange has ended."""
@@ -57,7 +60,9 @@ class Gate:
             raise PeerFailure(self._announcements.reports(told, None) or _of_other_calls(told))
 
     def _told(self) -> list[Announcement]:
-        return [Announcement.decode(row, Form(), 0) for row in self._everyone.tolist()]
+        if self._read is None:
+            self._read = [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
+        return self._read
 
 
 def _calls(told: Sequence[Announcement]) -> set[int]:

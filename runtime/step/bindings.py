@@ -232,9 +232,11 @@ class _Packer:
         self.__name__ = "pack_bucket"
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
-        part = self._hooked if self._state.hooked else self._state.with_unreduced
-        parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        rows = next((part for part in parts if part.is_sparse), None)  # of a table, alone in its bucket
+        parts = gradients
+        if self._state.hooked or self._state.unreduced:
+            part = self._hooked if self._state.hooked else self._state.with_unreduced
+            parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
+        rows = parts[0] if parts[0].is_sparse else None  # of a table, alone in its bucket
         flat = torch.cat([part.reshape(-1) for part in parts]) if rows is None else rows.coalesce()
         scale = scale * self._state.gradient_scale if self._scales else 1.0
         return flat.mul_(scale) if scale != 1.0 else flat

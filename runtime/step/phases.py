@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use 
 Special = Callable[[fx.Node], Callable[..., Any] | None]
 """What a single node is to call instead, or None."""
 
-_STATE, _BATCH, _SAVED, _TANGENT = range(4)
+_HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class Runnable:
         for kind, key in self.sources:
             if kind == _SAVED:
                 arguments.append(values.pop(key) if self.last else values[key])
-            elif kind == _STATE:
+            elif kind == _HELD:
+                owner, name = key
+                arguments.append(owner[name])
+            elif kind == _SHARD:
                 arguments.append(key())
             elif kind == _BATCH:
                 arguments.append(leaves[key])
@@ -86,11 +89,11 @@ def runnable(
     for _, role in inputs_of(module):
         match role:
             case Parameter(name):
-                sources.append((_STATE, state.parameter_reader(name)))
+                sources.append((_HELD, state.place_of_parameter(name)))
             case Shard(name):
-                sources.append((_STATE, state.shard_reader(name)))
+                sources.append((_SHARD, state.shard_reader(name)))
             case Buffer(name):
-                sources.append((_STATE, state.buffer_reader(name)))
+                sources.append((_HELD, state.place_of_buffer(name)))
             case BatchInput(index):
                 sources.append((_BATCH, index))
             case Tangent(index):

@@ -120,9 +120,9 @@ class ModelState:
             return gradient
         return left + gradient if gradient.is_sparse else gradient + left  # torch adds rows to a dense tensor alone
 
-    def parameter_reader(self, name: str) -> Callable[[], Tensor]:
-        owner, key = self._parameters[name]
-        return lambda: owner[key]
+    def place_of_parameter(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """Finds the dict that holds it, and its key there."""
+        return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
@@ -150,9 +150,9 @@ class ModelState:
         found = [owner.get(key) for name, (owner, key) in self._buffers.items() if name not in names]
         return [each for each in found if each is not None]
 
-    def buffer_reader(self, name: str) -> Callable[[], Tensor]:
-        owner, key = self._buffers[name]
-        return lambda: owner[key]
+    def place_of_buffer(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """As `place_of_parameter`."""
+        return self._buffers[name]
 
 
 def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:

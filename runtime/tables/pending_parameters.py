@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -149,7 +149,7 @@ class Updates:
             return
         self._opener = threading.get_ident()
         for parameter in parameters:
-            if isinstance(parameter, PendingParameter):  # of another model, too
+            if issubclass(type(parameter), PendingParameter):  # of another model, too
                 _apply(parameter)
             self._open.append(parameter)
             if isinstance(parameter, Part):  # every way to its memory leads by what holds it
@@ -190,8 +190,8 @@ class Updates:
         """Makes parameters what they were."""
         with self._lock:
             for parameter in self._open:
-                if isinstance(parameter, PendingParameter):
-                    parameter.__class__ = type(parameter).plain  # type: ignore[assignment]
+                if issubclass(kind := type(parameter), PendingParameter):  # its metaclass would be asked for instances
+                    parameter.__class__ = kind.plain
             for held in self._held:
                 held.on_use = None
             self._open.clear()
@@ -261,7 +261,7 @@ class PendingUpdates:
                 kind.open()
             if any(kind.is_open for kind in self._kinds):
                 states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
-                if _most_holders(states) > _most_holders([{"": torch.empty(1, device="cpu")}]):
+                if _most_holders(states) > _fewest_holders():
                     self._apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
@@ -292,12 +292,11 @@ class PendingUpdates:
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
     """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
     _, alone = _holders(torch.empty(0, device="cpu"))  # the tensor, and what asking takes
-    known: Counter[int] = Counter()
-    holders: dict[int, int] = {}
-    for tensor in (*(p.held.now() if isinstance(p, Part) else p for p in parameters), *own):
-        address, holders[address] = _holders(tensor)
-        known[address] += 1
-    return any(holders[address] - alone >= count for address, count in known.items())
+    free: dict[int, int] = {}  # how many more would have to hold a memory than are known to
+    for tensor in [*[p.held.now() if isinstance(p, Part) else p for p in parameters], *own]:
+        address, holders = _holders(tensor)
+        free[address] = free.get(address, alone - holders) + 1
+    return min(free.values(), default=1) <= 0
 
 
 def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
@@ -305,9 +304,15 @@ def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
     most = 0
     for state in states:  # at every step, of every parameter
         for value in state.values():
-            if isinstance(value, Tensor) and (count := sys.getrefcount(value)) > most and value.dim():
+            if (count := sys.getrefcount(value)) > most and isinstance(value, Tensor) and value.dim():
                 most = count
     return most
+
+
+@cache
+def _fewest_holders() -> int:
+    """Counts those of a tensor that nobody holds besides its state."""
+    return _most_holders([{"": torch.empty(1, device="cpu")}])
 
 
 def is_kept(parameter: nn.Parameter) -> bool:

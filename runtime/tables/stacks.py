@@ -169,9 +169,9 @@ class StackedTable:
     def state(self) -> dict[str, Any]:
         """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
         states = [PartState(member.holder, member.parameter).tensors() for member in self.members]
-        joined = dict(states[0])
+        joined, rows = dict(states[0]), self._bounds[1]
         for key, value in states[0].items():
-            if is_of_rows(value, self.members[0].local.shape[0]):
+            if is_of_rows(value, rows):
                 of_key = self._states.setdefault(key, _Joined(self._bounds))
                 joined[key] = of_key.of([each[key] for each in states], partial(self._move_state, key))
         return joined
