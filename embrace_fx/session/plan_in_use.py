@@ -301,8 +301,9 @@ class PlanInUse:
                 self.flow.settle_buckets()
 
         def tables() -> Iterable[nn.Parameter]:
-            under_way = (flow := self.flow) is not None and flow.has_tables_under_way
-            return state.table_parameters() if under_way or state.has_resting_rows else ()
+            if not state.has_resting_rows and ((flow := self.flow) is None or not flow.has_tables_under_way):
+                return ()
+            return state.table_parameters()
 
         def joined() -> list[Tensor]:
             exchanges = () if (flow := self.flow) is None else flow.exchanges.values()

@@ -4,7 +4,8 @@ Contract
     A gradient's rounding is made good by the next one (error feedback): a rank keeps what it has left out, and adds it
     to what it sends next. Of buckets that is all of it. Of rows it keeps that of the last batch's, and adds it where
     the next batch reads a row again: of others it is lost, as a rank would have to keep the whole table for them.
-    What is kept is not part of a state dict, and is dropped where the plan changes.
+    What is kept is not part of a state dict, and is dropped where the plan changes. Where a GradScaler changes its
+    scale it is of the one before, which no rank is told: for one step what is made good is off by as much as it is.
 """
 
 from __future__ import annotations

@@ -60,15 +60,17 @@ class Delivery:
         """
         rows: dict[str, dict[str, Tensor]] = {}
         given: set[int] = set()
+        ignored = self.state.ignored
+        unreached = absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
         for role, value in zip(roles, outputs, strict=True):
             match role:
-                case Gradient(Parameter(name)) if name not in (absent if self._reduces(name) else absent_here):
+                case Gradient(Parameter(name)) if name not in (absent_here if name in ignored else unreached):
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
                     # nor may it be one that the backward was given, as of a parameter that is only added.
                     shared = id(value) in given or (bool(others) and value.untyped_storage().data_ptr() in others)
                     value = value.clone() if shared else value
-                    if name in self.state.ignored:
+                    if name in ignored:
                         _deliver_local(self.state, name, value)
                     else:
                         _deliver_dense(self.state, name, value, self.synchronised, self.own)
@@ -106,10 +108,6 @@ class Delivery:
     def _note_sums(self, tables: Iterable[str]) -> None:
         for name in tables:
             self.state.tables[name].open_gradient().unreduced = not self.synchronised
-
-    def _reduces(self, name: str) -> bool:
-        """Tells whether a gradient is the mean over all ranks."""
-        return self.synchronised and name not in self.state.ignored
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:

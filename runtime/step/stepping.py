@@ -265,7 +265,7 @@ class Stepping:
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
         if self._flow is None:
             return []
-        return list(dict.fromkeys(self._flow.of_table[table.name] for table in tables))
+        return list(dict.fromkeys([self._flow.of_table[table.name] for table in tables]))
 
     def _late(self, tables: Sequence[RowTable]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -181,11 +182,6 @@ class Updates:
             self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
         return self._kinds[plain]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is pending."""
-        return bool(self._open)
-
     def close(self) -> None:
         """Makes parameters what they were."""
         with self._lock:
@@ -213,6 +209,9 @@ class Updates:
                 self.close()
 
 
+_PENDING = attrgetter("_open")  # called where a generator would be Python's
+
+
 class PendingUpdates:
     """All of one model's.
 
@@ -233,16 +232,19 @@ class PendingUpdates:
         for kind in kinds:
             kind.states_aside = self._states_aside
 
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self) -> contextlib.AbstractContextManager[None]:
         """Has parameters be what they are at other times, for who knows what is pending."""
+        return _Closed(self)
+
+    def enter(self) -> None:
+        """Begins such a time, as `leave` ends it."""
         self._inside += 1
         self.close()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            self.open()
+
+    def leave(self) -> None:
+        """Ends what `enter` began."""
+        self._inside -= 1
+        self.open()
 
     def close(self) -> None:
         """Begins such a time."""
@@ -259,14 +261,18 @@ class PendingUpdates:
             self.close()
             for kind in self._kinds:
                 kind.open()
-            if any(kind.is_open for kind in self._kinds):
+            if self._is_open():
                 states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
                 if _most_holders(states) > _fewest_holders():
                     self._apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
+    def _is_open(self) -> bool:
+        """Whether anything is pending."""
+        return any(map(_PENDING, self._kinds))
+
     def _take_states(self) -> None:
-        if any(kind.is_open for kind in self._kinds):
+        if self._is_open():
             self._states = [PendingState(optimizer, self._apply) for optimizer in set(self._optimizers())]
 
     def _leave_states(self) -> None:
@@ -287,6 +293,17 @@ class PendingUpdates:
             for kind in self._kinds:
                 kind.apply()
             self._leave_states()
+
+
+class _Closed(contextlib.AbstractContextManager[None]):
+    def __init__(self, updates: PendingUpdates) -> None:
+        self._updates = updates
+
+    def __enter__(self) -> None:
+        self._updates.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._updates.leave()
 
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:

@@ -11,15 +11,27 @@ Shape legend: V' x d this rank's part of the table; K rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, form_of
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, skipping
 
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they take what they have skipped."""
+
+
+class Table(Protocol):
+    """A table's part and its state, each put together when it is asked for."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (V', d)."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the optimizer keeps of it."""
 
 
 class RestingRows:
@@ -34,12 +46,14 @@ class RestingRows:
         """Whether any row may have skipped a step."""
         return self._skipped is not None and self._skipped.count > 0
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> None:
+    def begin(self, optimizer: Any, options: Mapping[str, Any], table: Table) -> None:
         """Begins a step that `form_of` can skip, before its first part."""
-        form = form_of(optimizer, options, state, local.dtype)
-        assert form is not None
+        local = table.local
+        found = skipping(type(optimizer), options, local.dtype)
+        assert found is not None
+        form, _ = found
         if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
-            self.settle(local, state)
+            self.settle(local, table.state)
         if self._skipped is None:
             self._skipped = form(local.device)
             if self._taken is None:
@@ -51,15 +65,15 @@ class RestingRows:
         assert self._taken is not None
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
 
-    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def note(self, options: Mapping[str, Any], table: Table) -> None:
         """All other rows have had no gradient in this step, before which a table's state is as it is."""
         assert self._skipped is not None
-        self._skipped.note(options, state)
+        self._skipped.note(options, {} if self._skipped.count else table.state)
 
-    def shorten(self, local: Tensor, state: Mapping[str, Any]) -> None:
+    def shorten(self, table: Table) -> None:
         """Begins a new history where this one is long."""
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
-            self.settle(local, state)
+            self.settle(table.local, table.state)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
         """Lets rows take the steps they have skipped, and returns whether any row may have been written."""

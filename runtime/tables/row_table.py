@@ -222,7 +222,8 @@ class RowTable:
 
     def param_group(self) -> Options:
         """The options of this moment."""
-        groups: Sequence[dict[str, Any]] = self.holder.param_groups
+        assert self.optimizer is not None
+        groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # where it was
         if g < len(groups) and p < len(known := groups[g]["params"]) and known[p] is self.parameter:
             return groups[g]
@@ -246,7 +247,7 @@ class RowTable:
     def rule(self) -> type[RowsAlone]:
         """The rule of its next step, under the options of this moment."""
         options = self.param_group()
-        if type(self.holder) is RowWiseAdagrad:
+        if type(self.optimizer) is RowWiseAdagrad:
             return RowWise
         return self._rule(moving(self.holder, options, self.row_updates, self.local.dtype), options)
 

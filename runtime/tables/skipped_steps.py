@@ -54,7 +54,7 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds a step, of a table whose state is as before it."""
+        """Adds a step; the first one of a table whose state is as before it."""
 
     @abstractmethod
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:

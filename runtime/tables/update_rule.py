@@ -166,7 +166,7 @@ class Replay(RowsAlone):
     def __init__(self, table: Stepped, resting: RestingRows) -> None:
         super().__init__(table)
         self._resting = resting
-        resting.begin(self.optimizer, self.options, table.local, table.state)
+        resting.begin(self.optimizer, self.options, table)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         ids = self.table.places(ids, to_write=True)
@@ -178,10 +178,9 @@ class Replay(RowsAlone):
     def finish(self, parts: Sequence[Rows]) -> None:
         for ids, rows in parts:
             self.apply(ids, rows)
-        local, state = self.table.local, self.table.state
-        self._resting.note(self.options, state)
+        self._resting.note(self.options, self.table)
         self._count()
-        self._resting.shorten(local, state)
+        self._resting.shorten(self.table)
 
 
 class RowWise(RowsAlone):

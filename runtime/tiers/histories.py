@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, form_of
+from embrace_fx.runtime.tables.resting import RestingRows, Table
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -68,9 +68,11 @@ class Histories(RestingRows):
     def _steps(self) -> int:
         return self._before + (0 if self._skipped is None else self._skipped.count)
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> None:
-        form = form_of(optimizer, options, state, local.dtype)
-        assert form is not None
+    def begin(self, optimizer: Any, options: Mapping[str, Any], table: Table) -> None:
+        local = table.local
+        found = skipping(type(optimizer), options, local.dtype)
+        assert found is not None
+        form, _ = found
         if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
             self.close()
         if self._skipped is None:
@@ -87,7 +89,7 @@ class Histories(RestingRows):
         self._add(_FirstStep(optimizer, options, counters))
         self._memory.columns[TAKEN].index_fill_(0, ids, self._before)
 
-    def shorten(self, local: Tensor, state: Mapping[str, Any]) -> None:
+    def shorten(self, table: Table) -> None:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.close()
 
