@@ -103,6 +103,7 @@ def main() -> None:
     loaders = DataLoader(Sentences(size, 1), BATCH), DataLoader(Sentences(32, 2), BATCH)
     trainer.fit(module, *loaders, ckpt_path=str(arguments.resume) if arguments.resume else None)
     trainer.save_checkpoint(arguments.output / "last.ckpt")
+    trainer.validate(module, loaders[1], verbose=False)
     if trainer.is_global_zero:
         found = [*module.losses, float(trainer.callback_metrics["validation loss"])]
         (arguments.output / "losses.json").write_text(json.dumps(found))

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +33,18 @@ class EmbraceStrategy(DDPStrategy):
         self._compile_options = dict(compile_options or {})
         self.compiled: embrace_fx.CompiledModel | None = None
         self._calls = 0
+
+    def setup(self, trainer: Trainer) -> None:
+        if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # Evaluates what fit() has compiled. DDPStrategy would broadcast parameters, of which each rank has its parts.
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         assert self.model is not None

@@ -212,7 +212,8 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
         corners += [(point.at_ms, round(height, 1)), (following.at_ms, round(height, 1))]
     times = f' data-t="{" ".join(f"{at_ms:.4f}" for at_ms, _ in corners)}"' if axis.live else ""
     drawn = " ".join(f"{axis(at_ms)},{y}" for at_ms, y in corners)
-    low_high = f"{base / MIB:,.1f} to {high / MIB:,.1f} MiB"
+    low_mib, high_mib = (round(each / MIB, 1) + 0.0 for each in (base, high))  # no -0.0
+    low_high = f"{low_mib:,.1f} to {high_mib:,.1f} MiB"
     return _Part(
         [
             _text(LEFT - 18, top + _MEMORY / 2 - 2, "memory", "lane"),

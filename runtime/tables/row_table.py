@@ -206,7 +206,7 @@ class RowTable:
             return parameters, parameters, None
         gradient = parameters if self.rule is Sweep else 0
         if type(self.optimizer) is RowWiseAdagrad:
-            return parameters, gradient, None
+            return parameters, gradient, -(-rows // grid.rows) * self.local.element_size()
         made = new_state(self.optimizer, hyperparameters(self.param_group()), self.local)
         kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
         return parameters, gradient, kept * parameters
