@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import embrace_fx
 from tests.support.ranks import run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, batches
+
+ROWS = 20_000
 
 
 def recorded(rank: int, world_size: int) -> None:
@@ -50,3 +53,29 @@ def recorded(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_reads_and_writes_are_a_lane_of_schedule_and_timeline(world_size: int) -> None:
     run_ranks(world_size, recorded)
+
+
+def moved(rank: int, world_size: int) -> tuple[float, float]:
+    """Rows that a step reads, measured and predicted, by ids of Zipf's law."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(ROWS, 4, mode="sum")
+    optimizer = torch.optim.AdamW(table.parameters(), lr=0.01)
+    compiled = embrace_fx.compile(
+        table, optimizer=optimizer, strategy="alltoall", table_memory=0.25, tables_in=tempfile.gettempdir()
+    )
+    random, counts = torch.Generator().manual_seed(rank), []
+    ids = ((ROWS ** torch.rand(64, 8, generator=random) - 1).long() for _ in range(160))
+    for step, batch in enumerate(compiled.lookahead(ids, 3)):
+        compiled(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (100, 150):
+            counts.append(compiled._session.state.tables["weight"].memory.counts.read)
+    return (counts[1] - counts[0]) / 50, compiled.plan.memory["weight"].moved_rows
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_that_a_step_reads_are_as_predicted(world_size: int) -> None:
+    for measured, predicted in run_ranks(world_size, moved):
+        assert measured == pytest.approx(predicted, rel=0.15)
