@@ -79,10 +79,13 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--of-parts", action="store_true", help="several children of the module have parameters")
+    parser.add_argument("--strategy", default="auto", help="of every table: alltoall shards it")
     parser.add_argument("--resume", type=Path, help="a checkpoint that a run has saved")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    strategy: Any = EmbraceStrategy(process_group_backend="gloo") if arguments.system == "embrace_fx" else "ddp"
+    strategy: Any = "ddp"
+    if arguments.system == "embrace_fx":
+        strategy = EmbraceStrategy(process_group_backend="gloo", compile_options={"strategy": arguments.strategy})
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

@@ -62,10 +62,11 @@ def test_losses_and_norms_are_ddps(script: str, options: tuple[str, ...], tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_tables_are_sharded_in_an_accelerated_loop(tmp_path: Path) -> None:
-    expected = run("accelerate_loop.py", "ddp", tmp_path / "ddp")
+@pytest.mark.parametrize("script", ["accelerate_loop.py", "lightning_loop.py"])
+def test_tables_are_sharded_in_their_loops(script: str, tmp_path: Path) -> None:
+    expected = run(script, "ddp", tmp_path / "ddp")
 
-    assert_near(run("accelerate_loop.py", "embrace_fx", tmp_path / "embrace_fx", "--strategy", "alltoall"), expected)
+    assert_near(run(script, "embrace_fx", tmp_path / "embrace_fx", "--strategy", "alltoall"), expected)
 
 
 @pytest.mark.long
