@@ -16,6 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Watch
+from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import WEIGHTS, Records
@@ -63,7 +64,8 @@ class FileThread:
             with watch:
                 self._write(runs, self._records.pack(rows, values))
 
-        self._begin_write(write, rows.numel())
+        with span("submit", self._writing):
+            self._begin_write(write, rows.numel())
 
     def move(self, runs: Sequence[range], records: Tensor) -> None:
         """Begins to write records (K, B) that have been read elsewhere."""
@@ -80,7 +82,8 @@ class FileThread:
             numbers: (K,) of their records; -1: they begin.
         """
         watch = self._watch(self._reading, int((numbers >= 0).sum()))
-        return self._thread.submit(self._bring, rows, numbers, slots, initial, watch)
+        with span("submit", self._reading):
+            return self._thread.submit(self._bring, rows, numbers, slots, initial, watch)
 
     def await_rows(self, coming: Future[None]) -> None:
         """Waits for rows that are being brought."""

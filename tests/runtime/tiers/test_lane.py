@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 import embrace_fx
 from tests.support.ranks import run_ranks
@@ -32,8 +33,10 @@ def recorded(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
 
     train(4)
-    with compiled.record():
+    with compiled.record(), profile() as profiled:
         train(12)
+    spans = {each.key for each in profiled.key_averages()}
+    assert {f"embrace_fx: submit {kind} table.weight" for kind in ("read", "write")} <= spans
     for shown in (compiled.timeline, compiled.schedule.predicted):
         moved = {(span.rank, span.operation.kind) for span in shown.spans if span.operation.lane == "storage"}
         assert moved == {(each, kind) for each in {span.rank for span in shown.spans} for kind in ("read", "write")}
