@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,54 +16,30 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.table_part import TablePart, local_part
 
 
-class PartState(MutableMapping[str, Any]):
-    """An optimizer's state of one table: its parts are read and written as plain tensors of this rank's, (V', d)."""
+def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """An optimizer's state of one table, its parts as plain tensors of this rank's, (V', d)."""
+    kept = optimizer.state.get(parameter) or {}
+    found, shape = dict(kept), None
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.dim() and not isinstance(value, Part):
+            shape = shape or parameter.shape
+            if value.shape == shape and isinstance(parameter, Part):
+                value = kept[key] = as_state(parameter, value)  # whole: the user's own
+        if isinstance(value, Part):
+            found[key] = value.held.memory()
+    return found
 
-    def __init__(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        self._optimizer, self._parameter = optimizer, parameter
-        self._found: dict[str, Any] | None = None
 
-    @property
-    def _kept(self) -> dict[str, Any]:
-        if self._found is None:
-            self._found = self._optimizer.state.get(self._parameter)
-        return {} if self._found is None else self._found
-
-    def tensors(self) -> dict[str, Any]:
-        """All of it, as `self[key]` has it."""
-        found, shape = dict(self._kept), None
-        for key, value in found.items():
-            if isinstance(value, Part):
-                found[key] = value.held.memory()
-            elif isinstance(value, Tensor) and value.dim():
-                shape = shape or self._parameter.shape
-                found[key] = self[key] if value.shape == shape else value
-        return found
-
-    def __getitem__(self, key: str) -> Any:
-        kept, parameter = self._kept, self._parameter
-        value = kept[key]
-        if isinstance(value, Tensor) and isinstance(parameter, Part) and value.shape == parameter.shape:
-            value = kept[key] = as_state(parameter, value)  # whole: the user's own
-        return value.held.memory() if isinstance(value, Part) else value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        kept = self._found = self._optimizer.state[self._parameter]
+def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """Keeps values of it, as `state_of` has them."""
+    kept = optimizer.state[parameter] if state else {}
+    for key, value in state.items():
         known = kept.get(key)
         if isinstance(known, Part) and isinstance(value, Tensor) and value.shape == known.held.shape:
             if known.held.memory() is not value:
                 known.held.replace(value)
         else:
-            kept[key] = as_state(self._parameter, value)
-
-    def __delitem__(self, key: str) -> None:
-        del self._kept[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
+            kept[key] = as_state(parameter, value)
 
 
 def as_state(parameter: nn.Parameter, value: Any) -> Any:

@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import PartState
+from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
@@ -319,11 +319,11 @@ class RowTable:
     @property
     def state(self) -> Mapping[str, Any]:
         """The optimizer's state of the table, this rank's parts as plain tensors; `keep` keeps others."""
-        return MappingProxyType(PartState(self.holder, self.parameter).tensors())
+        return MappingProxyType(state_of(self.holder, self.parameter))
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Keeps what a step has made of its state."""
-        PartState(self.holder, self.parameter).update(state)
+        keep_state(self.holder, self.parameter, state)
 
     def step_dense(self) -> None:
         """Takes a step by a gradient of all rows, at once."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
-from embrace_fx.runtime.tables.part_state import PartState
+from embrace_fx.runtime.tables.part_state import state_of
 from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
@@ -86,7 +86,7 @@ class StackedTable:
         first = self.members[0]
         if first.optimizer is None or any(member.optimizer is not first.optimizer for member in self.members):
             return False
-        states = [PartState(member.holder, member.parameter).tensors() for member in self.members]
+        states = [state_of(member.holder, member.parameter) for member in self.members]
         return bool(self._common_group()) and all(_alike(each, states[0]) for each in states)
 
     def param_group(self) -> Options:
@@ -168,7 +168,7 @@ class StackedTable:
     @property
     def state(self) -> dict[str, Any]:
         """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
-        states = [PartState(member.holder, member.parameter).tensors() for member in self.members]
+        states = [state_of(member.holder, member.parameter) for member in self.members]
         joined, rows = dict(states[0]), self._bounds[1]
         for key, value in states[0].items():
             if is_of_rows(value, rows):

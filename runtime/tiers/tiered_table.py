@@ -9,7 +9,7 @@ Shape legend: V' x d this rank's part; S slots; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,7 +21,6 @@ from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
-from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
@@ -135,8 +134,9 @@ class TieredTable(RowTable):
         return self._resting.catch_up(self.local, self.state, self.places(ids))
 
     @property
-    def state(self) -> MutableMapping[str, Any]:
-        return _State(self)
+    def state(self) -> Mapping[str, Any]:
+        """What counts for all rows, and columns of the working set."""
+        return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if way in STILL:
@@ -155,7 +155,7 @@ class TieredTable(RowTable):
                 self.memory.columns[key].index_copy_(0, slots, value)
                 self.shown.add(key)
             else:
-                self.state[key] = value
+                self.keep({key: value})
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -202,31 +202,6 @@ class TieredTable(RowTable):
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
         return self.local.nbytes, 0, self.memory.nbytes - self.local.nbytes
-
-
-class _State(PartState):
-    """An optimizer's state of a table beyond memory: what counts for all rows, and columns of the working set."""
-
-    def __init__(self, table: TieredTable) -> None:
-        super().__init__(table.holder, table.parameter)
-        self._shown, self._columns = table.shown, table.memory.columns
-
-    def __getitem__(self, key: str) -> Any:
-        return self._columns[key] if key in self._shown else super().__getitem__(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self._columns:
-            super().__setitem__(key, value)
-        elif value is not self._columns[key]:
-            self._columns[key].copy_(value)
-            self._shown.add(key)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from super().__iter__()
-        yield from sorted(self._shown)
-
-    def __len__(self) -> int:
-        return super().__len__() + len(self._shown)
 
 
 class FirstAlone(RowsAlone):
