@@ -52,8 +52,9 @@ def own_parts(
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered(optimizer, state_dict):
+            own = own_state_of(parameter, loaded.get(key, {}), model, communicator)
             if key in loaded:
-                loaded[key] = own_state_of(parameter, loaded[key], model, communicator)
+                loaded[key] = own
     return {**state_dict, "state": loaded}
 
 

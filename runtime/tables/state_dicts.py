@@ -131,6 +131,12 @@ def take_own_parts(
             state_dict[name] = whole_table(value, value.device_mesh.get_group())
 
 
+def check_in_memory(value: Any) -> None:
+    """Raises `RuntimeError` where a value is a table's that no memory has all of: on every rank, before any sends."""
+    if isinstance(value, Part) and value.held.is_elsewhere:
+        value.held.dense()
+
+
 def whole_state(state: Any) -> Any:
     """A state dict, nested as it may be, with each sharded table whole, as a plain tensor, on every rank. Collective.
 
@@ -142,6 +148,7 @@ def whole_state(state: Any) -> Any:
             return whole_table(state.detach(), state.device_mesh.get_group())
     if isinstance(state, DTensor):
         return whole_table(state.detach(), state.device_mesh.get_group())
+    check_in_memory(state)
     if isinstance(state, dict):
         found = copy.copy(state)
         whole = {key: whole_state(state[key]) for key in sorted(state, key=str)}

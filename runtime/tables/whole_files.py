@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
-from embrace_fx.runtime.tables.state_dicts import TableShard
+from embrace_fx.runtime.tables.state_dicts import TableShard, check_in_memory
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -34,6 +34,8 @@ _BLOCK_ELEMENTS = 1 << 20
 def write_whole(state: dict[str, Any], path: Path) -> None:
     """Collective among the ranks of the state's shards, which lie by columns, as state dicts show them."""
     values = list(_tensors(state))
+    for each in values:
+        check_in_memory(each)
     group = next((each.device_mesh.get_group() for each in values if isinstance(each, DTensor)), None)
     rank = dist.get_rank() if dist.is_initialized() else 0
     writes = group is None or dist.get_rank(group) == 0

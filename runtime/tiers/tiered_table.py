@@ -33,7 +33,8 @@ from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
     "expected {name}, of which memory holds a working set (table_memory), to be read by lookups and stepped by rows, "
-    "found {asked} of all its rows. Call the model, or leave it out of table_memory."
+    "found {asked} of all its rows. Call the model, save by save_checkpoint, which load_checkpoint reads, or leave it "
+    "out of table_memory."
 )
 
 
@@ -77,7 +78,7 @@ class TieredTable(RowTable):
         self._resting: Histories = Histories(memory)
         if type(self.optimizer) is RowWiseAdagrad:
             self.shown.add("sum")
-        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient")
+        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
 
     @property
     def local(self) -> Tensor:

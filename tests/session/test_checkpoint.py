@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import embrace_fx
 from embrace_fx.session.checkpoint import REST
 from tests.support.ranks import fresh_ranks, run_ranks
-from tests.support.tiers import Run, train
+from tests.support.tiers import OneTable, Run, batches, train
 
 MORE = ("sgd", "nesterov", "rmsprop, centered", "row-wise adagrad")
 
@@ -34,6 +37,33 @@ def test_other_ranks_load_what_was_saved(tmp_path: Path) -> None:
     run_ranks(2, train, saved)
     first, second = (run_ranks(ranks, train, replace(saved, steps=0))[0] for ranks in (3, 1))
     assert first == second
+
+
+def asked_for_whole(rank: int, world_size: int) -> None:
+    model = OneTable()
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked: Any = {"table_memory": 0.4, "tables_in": tempfile.gettempdir(), "strategy": {"table.*": "alltoall"}}
+    compiled = embrace_fx.compile(model, optimizer=optimizer, **asked)
+    fresh = optimizer.state_dict()
+    for batch in batches(rank, 3):
+        compiled(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ask in (
+        compiled.full_state_dict,
+        optimizer.state_dict,
+        lambda: embrace_fx.full_state_dict(optimizer),
+        lambda: embrace_fx.save_full_state_dict(compiled, os.devnull),
+        lambda: optimizer.load_state_dict(fresh),
+    ):
+        with pytest.raises(RuntimeError, match="save by save_checkpoint, which load_checkpoint reads"):
+            ask()
+    compiled(*batches(rank, 1)[0]).backward()
+    optimizer.step()
+
+
+def test_state_dicts_that_hold_whole_tables_are_refused_by_name() -> None:
+    run_ranks(2, asked_for_whole)
 
 
 def killed(rank: int, world_size: int, run: Run, delay_s: float) -> None:
