@@ -196,7 +196,7 @@ def _shard(
         rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
     _read_rows(rewriter, weight, rows, ids, table)
     outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _row_gradient(
-        graph, rewriter, table, route, rows, outputs, last - first, size
+        graph, rewriter, table, route, outputs, last - first, size
     )
     set_outputs(graph.module, outputs)
     graph.graph.erase_node(weight)
@@ -298,7 +298,6 @@ def _row_gradient(
     rewriter: Rewriter,
     table: Table,
     route: _Route,
-    rows: fx.Node,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     own: int,
     size: int,

@@ -29,14 +29,14 @@ _TAKEN = (
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """The flattened arguments of a call, and their structure."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    while closed := {type(leaf): leaf for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
-        for kind, leaf in closed.items():
-            _register(kind, leaf)
+    while closed := {type(leaf): None for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
+        for kind in closed:
+            _register(kind)
         leaves, spec = pytree.tree_flatten((args, kwargs))
     return leaves, spec
 
 
-def _register(kind: type, example: Any) -> None:
+def _register(kind: type) -> None:
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         pytree.register_dataclass(kind)
     else:

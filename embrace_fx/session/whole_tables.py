@@ -36,7 +36,7 @@ def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
     if plan is None or not plan.sharded or setting.communicator.world_size == 1:
         yield
         return
-    refusals = setting.communicator.gather(_refusal(setting, plan.sharded), str)
+    refusals = setting.communicator.gather(_refusal(setting), str)
     _check_memory(setting, plan.sharded, refusals)
     planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
     try:
@@ -46,7 +46,7 @@ def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
         planned.change(plan)
 
 
-def _refusal(setting: Setting, names: Sequence[str]) -> str:
+def _refusal(setting: Setting) -> str:
     """Tells why this rank cannot assemble its tables now; "": it can."""
     state = setting.state
     if state.awaiting_backward or state.unreduced:
