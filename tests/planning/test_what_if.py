@@ -305,3 +305,40 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     )
     with pytest.raises(ValueError, match=r"table_memory of at least 8,[0-9,]+ bytes for table.weight"):
         on_paper(8e9 + 1e5)
+
+
+class Pair(nn.Module):
+    """Two tables of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.EmbeddingBag(50_000, 16, mode="sum"), nn.EmbeddingBag(2_000, 8, mode="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        total: Tensor = self.large(ids).sum() + self.small(ids % 2_000).sum()
+        return total
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", [0.0001, 300_000.0, {"small.weight": 0.0001, "large.weight": 0.5}])
+def test_the_least_that_a_batch_can_keep_to_is_enough(memory: Any) -> None:
+    model, ids = Pair(), torch.randint(50_000, (64, 8), generator=torch.Generator().manual_seed(0))
+    optimizer, shards = Adam(model.parameters()), {"*.weight": "alltoall"}
+
+    def planned(memory: Any) -> Plan | str:
+        batches = [ids, ids.flip(0)]
+        try:
+            return embrace_fx.plan(model, batches, optimizer=optimizer, strategy=shards, table_memory=memory)
+        except ValueError as error:
+            return str(error)
+
+    found = planned(memory)
+    assert isinstance(found, str)
+    while isinstance(found, str):  # of one table after the other
+        told = re.search(r"at least ([0-9.,]+)(?: bytes)? for (\S+),", found)
+        assert told, found
+        least = float(told[1].replace(",", ""))
+        memory = {**memory, told[2]: least} if isinstance(memory, dict) else least
+        found = planned(memory)
+    assert all(of.slots >= of.at_once for of in found.memory.values())
+    assert min(of.slots / of.at_once for of in found.memory.values()) < 1.1, "no more than that"

@@ -8,9 +8,9 @@ import pytest
 
 from embrace_fx.cost.storage import Draws, RowMemory, Storage
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.storage import read_ahead, with_storage
+from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
 from embrace_fx.passes.verifier.storage import check_storage
-from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 # backward: early rows of "t" are looked up and sent; forward: the late ones
@@ -63,6 +63,12 @@ def test_a_lane_that_is_slower_than_compute_sets_the_pace() -> None:
     slow = replace(MEMORY, storage=(Storage("file", 0.2, 0.2),))
     found = schedule(planned(9, slow)[0], "2d").diagnostics()
     assert found.step_ms == pytest.approx(slow.read_ms + slow.write_ms, rel=0.01)
+
+
+def test_rows_move_at_the_pace_that_was_measured() -> None:
+    found = at_pace("t", MEMORY, {storage_id("read", "t"): 0.001})
+    assert found.read_ms == pytest.approx(MEMORY.moved_bytes * 0.001)
+    assert found.write_ms == MEMORY.write_ms, "none was written"
 
 
 def test_rows_looked_up_before_they_are_read_are_refused() -> None:
