@@ -143,10 +143,10 @@ class Flow:
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         exchanges = self.exchanges.values()
-        if not self._valid or not all(exchange.early.usable for exchange in exchanges):
+        if not self._valid or not all(exchange.arriving.usable for exchange in exchanges):
             return None
         if ahead is not None and self._handed_out:
-            return ahead if all(exchange.early.hold(stepped=exchange.stepped) for exchange in exchanges) else None
+            return ahead if all(exchange.arriving.hold(stepped=exchange.stepped) for exchange in exchanges) else None
         return ahead
 
     def _arrives(self) -> Arrival:

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.early_rows import EarlyRows
+from embrace_fx.runtime.flow.arriving import Arriving
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
-from embrace_fx.runtime.flow.under_way import Arriving, StepGradient, UnderWay, Wait, waits_for
+from embrace_fx.runtime.flow.under_way import StepGradient, UnderWay, Wait, waits_for
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -67,11 +67,10 @@ class RowExchange:
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
         self.splitter = RowSplitter(table.shape[0], local.device)
         self._gradients: list[StepGradient] = []
-        self._arriving = Arriving()
+        self.arriving = Arriving(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
-        self.early = EarlyRows(table)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -82,7 +81,7 @@ class RowExchange:
             launch: which part. Early ones are those of the batch that `cut` was told of.
             ids, counts: of the batch whose rows they are, unless they are early.
         """
-        arriving = self._arriving
+        arriving = self.arriving
         if launch.part == "early":
             split = self._split
             assert split is not None
@@ -90,7 +89,7 @@ class RowExchange:
             return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
-            self._arriving = arriving = Arriving(routing=Routing.of(ids, counts))
+            arriving.begin(Routing.of(ids, counts))
         assert arriving.routing is not None
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows(launch, arriving.routing, arriving.late, dtype))
@@ -101,7 +100,7 @@ class RowExchange:
         Args:
             like: a tensor of the table's device.
         """
-        for part in self._arriving.rows:
+        for part in self.arriving.rows:
             if part.ticket.id == launch:
                 return self._wait(part.ticket)
         return like.new_empty((0,), dtype=dtype)
@@ -111,10 +110,9 @@ class RowExchange:
         assert self._routing is not None
         shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
-        for each in self._arriving.rows:
+        for each in self.arriving.rows:
             joined = each.part.join(self._wait(each.ticket), joined, shape)
-        self._arriving = Arriving()
-        self.early.arrived()
+        self.arriving.arrived()
         assert joined is not None
         return joined.view(-1)
 
@@ -128,7 +126,7 @@ class RowExchange:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
         if launch.part != "early":
             return self.table.look_up(ids, dtype)
-        return self.early.look_up(ids).to(dtype)
+        return self.arriving.look_up(ids).to(dtype)
 
     def settle_rows(self) -> None:
         """Has all rows of the table take the steps they have skipped."""
@@ -180,7 +178,7 @@ class RowExchange:
         assert self._routing is not None
         split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
         self._split, self._delayed = split, None
-        self._arriving = Arriving(routing=split.following, late=split.late)
+        self.arriving.begin(split.following, split.late)
 
     def forget_cut(self) -> None:
         """Treats all gradients of a backward that starts as prior ones, unless `cut` follows."""
@@ -203,7 +201,7 @@ class RowExchange:
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
             routing, self._split = Routing.of(ids, counts), None
-            self.early.stale = True  # they were chosen for not being among that one's rows
+            self.arriving.stale = True  # they were chosen for not being among that one's rows
         selection = None if self._split is None else self._split.prior
         first = self._send_gradient(launch, rows, routing, selection)
         self._gradients.append(StepGradient(padding_idx, scale, first))
@@ -225,7 +223,7 @@ class RowExchange:
     @property
     def is_under_way(self) -> bool:
         """Tells whether an update is still to be applied, or rows have left ahead."""
-        return bool(self._arriving.rows) or self.stepped
+        return bool(self.arriving.rows) or self.stepped
 
     @property
     def waiting(self) -> bool:
@@ -282,7 +280,7 @@ class RowExchange:
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
-        self.early.stepped(moved_all=moved_all, under_way=bool(self._arriving.rows))
+        self.arriving.stepped(moved_all=moved_all)
 
     def update(self, launch: OperationId) -> None:
         """Applies a part of what a step has taken; with the last part, what the step does to all other rows.
@@ -335,8 +333,7 @@ class RowExchange:
 
     def forget_rows(self) -> None:
         """Forgets what was looked up early: parameters may have been written since."""
-        self._arriving = Arriving()
-        self.early.forget()
+        self.arriving.forget()
 
     def arrive(self, gradient: StepGradient, parts: Sequence[UnderWay]) -> list[Rows]:
         """The rows of parts of a gradient, once they are here."""

@@ -6,14 +6,14 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakMethod, ref
 
 from torch import Tensor
 
 from embrace_fx.runtime.flow.bucket_updates import GONE
 from embrace_fx.runtime.flow.grid_parts import GridPart
-from embrace_fx.runtime.flow.routing import Routing, Selection
+from embrace_fx.runtime.flow.routing import Selection
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -86,15 +86,6 @@ class StepGradient:
             return self._of_tables[k]
 
         return rows
-
-
-@dataclass
-class Arriving:
-    """The rows of a batch on their way."""
-
-    rows: list[UnderWay] = field(default_factory=list)
-    routing: Routing | None = None
-    late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
 
 
 def waits_for(table: RowTable, gradient: StepGradient) -> bool:

@@ -38,7 +38,7 @@ class Listening:
         self.stepped = self.waiting = False
         self.usable = self.holds = self.splits = True
         self.stale = False
-        self.early, self.table, self.name = self, self, "t"
+        self.arriving, self.table, self.name = self, self, "t"
         self.members = (self,)
 
     def hold(self, *, stepped: bool) -> bool:

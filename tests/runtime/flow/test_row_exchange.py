@@ -207,9 +207,9 @@ class Training:
     def forward(self, batch: Batch) -> Tensor:
         """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
         exchange = self.exchange
-        if not exchange.early.usable:
+        if not exchange.arriving.usable:
             exchange.forget_rows()
-        self.early += bool(exchange._arriving.rows)
+        self.early += bool(exchange.arriving.rows)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
             exchange.update(PRIOR)

@@ -1,4 +1,4 @@
-"""The rows of one table that were sent before the step that comes before their batch: whether they may be read."""
+"""The rows of one table on their way to a batch, and whether those that left before the last step may be read."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from embrace_fx.runtime.flow.routing import Routing, Selection
+from embrace_fx.runtime.flow.under_way import UnderWay
 from embrace_fx.runtime.tables.own_step import hyperparameters, same_options
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import Options
 
 
-class EarlyRows:
-    """Rows of the batch to come that this batch does not read, as they left.
+class Arriving:
+    """The rows of a batch on their way. Early ones, which the batch before does not read, are kept as they left.
 
     A row without gradient moves all the same under most optimizers. Where it does, it leaves as the step to come, with
     the options of this moment, will make it: that step is supposed, and the rows are stale until it has come.
 
     Attributes:
+        rows: what has been sent.
+        routing: of the batch, once it is known.
+        late: which of its rows are still to be looked up; None: all of them.
         stale: the table was written, or another step came than was supposed.
     """
 
     def __init__(self, table: RowTable | StackedTable) -> None:
         self._table = table
+        self.rows: list[UnderWay] = []
+        self.routing: Routing | None = None
+        self.late: Selection | None = None
         self._ids: Tensor | None = None
         self._before: Tensor | None = None  # as the table had them
         self._left: Tensor | None = None  # as they left
         self._supposed: tuple[Optimizer | None, Options] | None = None  # whose step they have left with
         self.stale = False
+
+    def begin(self, routing: Routing, late: Selection | None = None) -> None:
+        """Begins a batch."""
+        self.rows, self.routing, self.late = [], routing, late
 
     @property
     def usable(self) -> bool:
@@ -55,14 +67,10 @@ class EarlyRows:
         expected = self._before if rested else self._left
         return torch.equal(self._table.as_they_are(self._ids), expected)
 
-    def stepped(self, *, moved_all: bool, under_way: bool) -> None:
-        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient of their own.
-
-        Args:
-            under_way: rows have been sent that nothing has read yet.
-        """
+    def stepped(self, *, moved_all: bool) -> None:
+        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with gradients of their own."""
         supposed, self._supposed = self._supposed, None
-        if under_way:
+        if self.rows:
             if supposed is None:
                 self.stale |= moved_all
             else:  # the rows have left as moved
@@ -73,7 +81,8 @@ class EarlyRows:
                 )
 
     def arrived(self) -> None:
-        """Notes that they have been put together with the others."""
+        """Notes that all of them have been put together."""
+        self.rows, self.routing, self.late = [], None, None
         self._ids = self._before = self._left = None
 
     def forget(self) -> None:
