@@ -83,26 +83,25 @@ class StackedTable:
 
     def _is_one(self) -> bool:
         """Whether one update of the stack is what the optimizer does to each table: options and state are alike."""
-        first = self.members[0]
-        if first.optimizer is None or any(member.optimizer is not first.optimizer for member in self.members):
+        first, *others = self.members
+        if first.optimizer is None:
             return False
-        states = [state_of(member.holder, member.parameter) for member in self.members]
-        return bool(self._common_group()) and all(_alike(each, states[0]) for each in states)
+        group, state = first.param_group(), state_of(first.optimizer, first.parameter)
+        for member in others:
+            if member.optimizer is not first.optimizer or member.param_group() is not group:
+                return False
+            if not _alike(state_of(first.optimizer, member.parameter), state):
+                return False
+        return True
 
     def param_group(self) -> Options:
         """The options of this moment."""
         return self.members[0].param_group()
 
-    def _common_group(self) -> Options:
-        """The param group that holds all tables; empty where there is none."""
-        group = self.members[0].param_group()
-        held = {id(parameter) for parameter in group["params"]}
-        return group if all(id(member.parameter) in held for member in self.members) else {}
-
     def begin_step(self) -> UpdateRule:
         """Begins a step of every table, under the options of this moment."""
         rules = [member.rule for member in self.members]
-        if all(rule is Replay for rule in rules):
+        if {*rules} == {Replay}:
             return Replay(self, self._rest_together())
         if Replay in rules:  # each table knows which of its rows rest
             return OfMembers(self.split, [member.begin_step() for member in self.members])
@@ -127,8 +126,11 @@ class StackedTable:
     @property
     def _together(self) -> RestingRows | None:
         """The common history; None: a table has one of its own."""
-        known = self._resting
-        return known if known is not None and all(member.rests_with(known) for member in self.members) else None
+        if (known := self._resting) is not None:
+            for member in self.members:
+                if not member.rests_with(known):
+                    return None
+        return known
 
     @property
     def has_resting_rows(self) -> bool:
@@ -197,9 +199,8 @@ class StackedTable:
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two tables' states have the same entries, and the same counters."""
-    return state.keys() == other.keys() and all(
-        bool(state[key] == value) for key, value in other.items() if not isinstance(value, Tensor) or value.dim() == 0
-    )
+    counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
+    return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]
 
 
 class _Joined:
