@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from embrace_fx.runtime.step.phases import Runnable, keep
-from embrace_fx.vocabulary.graph import OutputRole, Saved, Tangent, Values, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import LateModule, OutputRole, Saved, Tangent, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
 _Output = tuple[fx.Node | None, OutputRole]
@@ -100,4 +100,4 @@ def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[
             env[node] = graph.node_copy(node, env.__getitem__)
     output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
     output.meta["roles"] = tuple(role for _, role in outputs)
-    return fx.GraphModule(module, graph)
+    return LateModule(module, graph)  # what is lowered of it runs
