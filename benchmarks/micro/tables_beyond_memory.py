@@ -13,7 +13,7 @@ large   A table on the meta device that no memory holds: step time, what a rank'
 Models: the lab's "lm" and "recommender" with `--rows` rows of a table; "plain", a table and layers under Zipf's law.
 Systems
     memory      the tables in memory
-    tier        `table_memory`, of tables of at least a tenth of `--rows`
+    tier        `table_memory`, of tables of at least half of `--rows`
     mapped      DistributedDataParallel with tables and their state in files that are mapped into memory; not of adamw
     ddp_sparse, torchrec_column, ...    those of the lab, in memory
 """
@@ -104,7 +104,7 @@ def system_of(args: argparse.Namespace) -> System:
     if args.system not in OWN:
         return SYSTEMS[args.system]
     adamw = {"adamw": args.optimizer == "adamw"}
-    beyond = {"memory": args.memory, "rows": args.rows // 10 if args.memory < 1 else 0, "ahead": args.ahead}
+    beyond = {"memory": args.memory, "rows": args.rows // 2 if args.memory < 1 else 0, "ahead": args.ahead}
     options = {"memory": {"memory": None, **adamw}, "tier": {**beyond, **adamw}, "mapped": {}}[args.system]
     kind = "Mapped" if args.system == "mapped" else "Tiered"
     return System(f"tiered.{kind}", "project", "", {"directory": args.directory, **options})
@@ -162,13 +162,15 @@ def on_ranks(args: argparse.Namespace, system: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         told = {**vars(args), "system": system, "store": f"{folder}/store"}
         command = [python, "-m", "benchmarks.micro.tables_beyond_memory", "rank"]
-        ranks = [
-            subprocess.Popen(
-                [*command, json.dumps({**told, "rank": rank})], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            for rank in range(args.ranks)
-        ]
+        ranks = []
+        for rank in range(args.ranks):
+            with Path(folder, f"errors-{rank}").open("w") as errors:
+                own = [*command, json.dumps({**told, "rank": rank})]
+                ranks.append(subprocess.Popen(own, stdout=subprocess.PIPE, stderr=errors, text=True))
         outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
+        for number, rank in enumerate(ranks):
+            if rank.returncode:
+                raise RuntimeError(f"rank {number} of {system}: {Path(folder, f'errors-{number}').read_text()[-2000:]}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
