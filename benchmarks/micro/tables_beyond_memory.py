@@ -167,9 +167,9 @@ def on_ranks(args: argparse.Namespace, system: str) -> list[dict[str, Any]]:
             with Path(folder, f"errors-{rank}").open("w") as errors:
                 own = [*command, json.dumps({**told, "rank": rank})]
                 ranks.append(subprocess.Popen(own, stdout=subprocess.PIPE, stderr=errors, text=True))
-        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
-        for number, rank in enumerate(ranks):
-            if rank.returncode:
+        outputs = [process.communicate(timeout=1800)[0] for process in ranks]
+        for number, process in enumerate(ranks):
+            if process.returncode:
                 raise RuntimeError(f"rank {number} of {system}: {Path(folder, f'errors-{number}').read_text()[-2000:]}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
