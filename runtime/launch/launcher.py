@@ -16,18 +16,16 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.launch.window import LaunchWindow
@@ -36,101 +34,8 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
-STANDSTILL_S = 0.5
-
-LATE = 1.5
-"""Times as long as it took when it was last alone on its way: then a launch is late, and the next one does not wait for
-it. A rank alone that reads a parameter has launched others first."""
-
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
-_WAITING = attrgetter("waiting")  # called where a generator would be Python's
-
-
-class _State:
-    """The state that the thread and its users share, under one lock. The thread must not hold the launcher itself
-    alive.
-    """
-
-    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str], at_once: int) -> None:
-        self.at_once = at_once
-        self.recorder = recorder
-        self.channel = channel
-        self.lock = threading.RLock()  # to take it is no call of Python, as to take a condition is
-        self.changed = threading.Condition(self.lock)  # something may leave
-        self.arrived = threading.Condition(self.lock)  # something has, or failed, or was dropped
-        self.windows: deque[LaunchWindow] = deque()
-        self.in_flight: deque[Ticket] = deque()
-        self.error: BaseException | None = None
-        self.stopped = False
-        self.hurried = 0  # how many are in a hurry
-        self.draining = False  # everything submitted is to leave, whatever is still to come
-        self.moved_s = time.perf_counter()
-        self.took_s: dict[OperationId, float] = {}  # by launch, when it was last alone on its way
-        self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
-
-    # -- everything below is called with the lock held
-
-    def next(self) -> Ticket | None:
-        """The ticket to launch now, or None."""
-        if not self.waits():
-            return None
-        standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
-        if standing_still:
-            for each in self.in_flight:
-                each.tells = False
-                self.took_s.pop(each.id, None)
-        if len(self.in_flight) >= self.at_once + (self.until_late_s() <= 0) and not standing_still:
-            return None
-        self.forget_windows()
-        any_may = standing_still or self.draining
-        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
-        hurried = any_may or self.hurried
-        may_overtake = {self.channel[t.id.lane] for t in tickets if any_may or t.wanted} if hurried else set()
-        passed_over: set[str] = set()
-        for window in self.windows:
-            if window.held:
-                return None
-            for launch in window.to_come():
-                ticket = window.waiting.get(launch)
-                if ticket is None and launch not in window.expected:
-                    continue
-                channel = self.channel[launch.lane]
-                may_leave = channel not in passed_over and (not passed_over or channel in may_overtake)
-                if ticket is not None and may_leave:
-                    return window.waiting.pop(launch)
-                if not may_overtake:
-                    return None
-                passed_over.add(channel)
-        return None
-
-    def waits(self) -> bool:
-        """Tells whether anything has been submitted that has not left."""
-        return any(map(_WAITING, self.windows))
-
-    def forget_windows(self) -> None:
-        """Forgets windows that have launched everything, but the current one."""
-        while len(self.windows) > 1 and not self.windows[0].waiting:
-            self.windows.popleft()
-
-    def until_late_s(self) -> float:
-        """Seconds that the last launch may still take without being late; 0 where nobody knows."""
-        if not self.in_flight:
-            return math.inf
-        last = self.in_flight[-1]
-        return last.started_s + LATE * self.took_s.get(last.id, 0.0) - time.perf_counter()
-
-    def leaves(self, ticket: Ticket) -> None:
-        """Has a launch be on its way. One that shares the link with another tells its time only where none is known."""
-        for each in self.in_flight:
-            each.tells = each.tells and each.id not in self.took_s
-        ticket.tells = not self.in_flight or ticket.id not in self.took_s
-        self.in_flight.append(ticket)
-        self.moved_s = ticket.started_s = time.perf_counter()
-
-    def under_way(self) -> bool:
-        """Tells whether anything has been submitted that has not completed."""
-        return bool(self.in_flight) or self.waits()
 
 
 class Launcher:
@@ -156,7 +61,7 @@ class Launcher:
         self._of_forward = frozenset(of_forward)
         self.noted: Callable[[OperationId], None] = lambda which: None  # told of every submission
         self.recorder = recorder
-        self._state = _State(recorder, channel, at_once)
+        self._state = LaunchQueue(recorder, channel, at_once)
         self._state.windows.append(LaunchWindow(self._order))
         self._start()
 
@@ -223,7 +128,7 @@ class Launcher:
             try:
                 future.value()
             except BaseException as error:
-                _fail(self._state, error)
+                self._state.fail(error)
                 return
             with self._state.lock:
                 window = self._state.windows[-1]
@@ -317,7 +222,7 @@ class Launcher:
 
 
 class _Hurrying(contextlib.AbstractContextManager[None]):
-    def __init__(self, state: _State) -> None:
+    def __init__(self, state: LaunchQueue) -> None:
         self._state = state
 
     def __enter__(self) -> None:
@@ -329,18 +234,11 @@ class _Hurrying(contextlib.AbstractContextManager[None]):
             self._state.hurried -= 1
 
 
-def _run(state: _State) -> None:
+def _run(state: LaunchQueue) -> None:
     while True:
         with state.lock:
-            ticket = None
             while not state.stopped and (ticket := state.next()) is None:
-                idle, look_s = not state.in_flight, None
-                if state.waits():
-                    idle, late_s = False, state.until_late_s()
-                    look_s = min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
-                state.changed.wait(look_s)
-                if idle:
-                    state.moved_s = time.perf_counter()
+                state.wait_for_change()
             if state.stopped:
                 return
             assert ticket is not None
@@ -348,59 +246,31 @@ def _run(state: _State) -> None:
         try:
             _launch(state, ticket)
         except BaseException as error:
-            _fail(state, error)
+            state.fail(error)
             return
 
 
-def _launch(state: _State, ticket: Ticket) -> None:
+def _launch(state: LaunchQueue, ticket: Ticket) -> None:
     assert ticket.launch is not None
     launched, ticket.launch = ticket.launch(), None
     ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
     if launched.work is None:
-        _complete(state, ticket)
+        state.complete(ticket)
         return
 
     def completed(future: Any) -> None:
         try:
             future.value()
         except BaseException as error:
-            _fail(state, error)
+            state.fail(error)
             return
-        _complete(state, ticket)
+        state.complete(ticket)
 
     state.callbacks.add(completed)
     launched.work.get_future().add_done_callback(completed)
 
 
-def _complete(state: _State, ticket: Ticket) -> None:
-    with state.lock:
-        ticket.ended_s = state.moved_s = time.perf_counter()
-        ticket.work = None
-        if ticket.measured is not None:
-            ticket.sent_bytes = ticket.measured()
-        state.in_flight.remove(ticket)
-        if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
-            state.took_s.pop(ticket.id, None)  # a rank was elsewhere
-        elif ticket.tells:
-            state.took_s[ticket.id] = took_s
-        state.arrived.notify_all()
-        if state.waits():
-            state.changed.notify_all()
-    state.recorder.tally.sent(ticket.sent_bytes)
-    if ticket.window > OUTSIDE:
-        state.recorder.transferred(
-            Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
-        )
-
-
-def _fail(state: _State, error: BaseException) -> None:
-    with state.lock:
-        state.error = state.error or error
-        state.arrived.notify_all()
-        state.changed.notify_all()
-
-
-def _stop(state: _State, thread: threading.Thread) -> None:
+def _stop(state: LaunchQueue, thread: threading.Thread) -> None:
     """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
     deadline_s = time.monotonic() + _FAREWELL_S
     with state.lock:

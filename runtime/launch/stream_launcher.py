@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch import launcher
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
@@ -107,7 +107,7 @@ class _Issuer:
         tells: where this rank stood when it had that done, as others are still to be told; None: they are not.
     """
 
-    def __init__(self, state: launcher._State, streams: Streams) -> None:
+    def __init__(self, state: LaunchQueue, streams: Streams) -> None:
         self.state = state
         self.streams = streams
         self.overtook = False

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -115,9 +115,9 @@ class Link:
 def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            launcher_module,
+            launch_queue,
             "threading",
-            SimpleNamespace(Condition=Watched, RLock=threading.RLock, Thread=threading.Thread),
+            SimpleNamespace(Condition=Watched, RLock=threading.RLock),
         )
         return Launcher(order, OF_FORWARD, recorder or Recorder())
 

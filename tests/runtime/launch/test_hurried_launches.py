@@ -11,7 +11,7 @@ from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch import launch_queue
 from tests.support.ranks import run_ranks
 
 LONG_S = 10.0
@@ -43,7 +43,7 @@ def _seconds_of_steps(rank: int, world_size: int, how: str) -> tuple[list[float]
     random_ids = torch.Generator().manual_seed(rank)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher_module, "STANDSTILL_S", LONG_S)
+        patch.setattr(launch_queue, "STANDSTILL_S", LONG_S)
         for batch in compiled.lookahead([torch.randint(2000, (200,), generator=random_ids) for _ in range(4)]):
             start_s = time.perf_counter()
             compiled(batch).backward()

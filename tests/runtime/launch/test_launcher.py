@@ -14,7 +14,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -319,7 +319,7 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
     """Windows of sums. A rank whose launches of a class came in another order would add up other things."""
     communicator = Communicator(dist.group.WORLD)
     communicator.open_lanes()
-    launcher_module.STANDSTILL_S, before = 0.1 if stands_still else 1e6, launcher_module.STANDSTILL_S
+    launch_queue.STANDSTILL_S, before = 0.1 if stands_still else 1e6, launch_queue.STANDSTILL_S
     by_class: dict[str, list[str]] = {launch.lane: [] for launch in ORDER}
     shared, own = random.Random(0), random.Random(rank)
     launcher = make()
@@ -348,14 +348,14 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
                     ticket.wait()
     for ticket, expected in submissions:
         assert ticket.wait().item() == expected
-    launcher_module.STANDSTILL_S = before
+    launch_queue.STANDSTILL_S = before
     return by_class
 
 
 def reads_alone(rank: int, world_size: int) -> int:
     """Rank 0 alone waits, after each step, for what is launched behind that step's last ids on other ranks."""
     torch.manual_seed(0)
-    launcher_module.STANDSTILL_S, before = LONG_S, launcher_module.STANDSTILL_S
+    launch_queue.STANDSTILL_S, before = LONG_S, launch_queue.STANDSTILL_S
     plain = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.Linear(16, 1))
     model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.1))
     stalls, began_s = 0, time.perf_counter()
@@ -368,7 +368,7 @@ def reads_alone(rank: int, world_size: int) -> int:
         stalls += time.perf_counter() - began_s > LONG_S / 4
         began_s = time.perf_counter()
     model.synchronize()
-    launcher_module.STANDSTILL_S = before
+    launch_queue.STANDSTILL_S = before
     return stalls
 
 
