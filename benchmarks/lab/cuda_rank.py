@@ -27,9 +27,9 @@ from benchmarks.gpu.training import Running
 from benchmarks.models import MODELS
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.embrace import EmbraceFx
-from embrace_fx.runtime.launch import launcher
+from embrace_fx.runtime.launch import launch_queue
 
-STANDSTILL_S = launcher.STANDSTILL_S
+STANDSTILL_S = launch_queue.STANDSTILL_S
 AGREES = 0.03
 """Perceived steps at two speeds of the device that differ by less show what the device takes, and not the host."""
 WARM_UP_SLOW, WARM_UP_STEPS = 8.0, 14
@@ -87,7 +87,7 @@ def slow_motion(slow: float) -> None:
     """Has the device, and all that goes by a clock, take so many times as long from here on."""
     factor = ctypes.c_double(slow)
     ctypes.CDLL("libcudart.so.13").emulated_cuda_slow_motion(factor)
-    launcher.STANDSTILL_S = STANDSTILL_S * slow
+    launch_queue.STANDSTILL_S = STANDSTILL_S * slow
 
 
 def turn(running: Running, device: CudaDevice, slow: float, steps: int) -> CudaTurn:

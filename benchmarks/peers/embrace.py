@@ -15,9 +15,9 @@ import embrace_fx
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
 from embrace_fx.planning import scheduling
-from embrace_fx.runtime.launch import launcher
+from embrace_fx.runtime.launch import launch_queue
 
-STANDSTILL_S = launcher.STANDSTILL_S
+STANDSTILL_S = launch_queue.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
 SLOW_PROFILE = 2, 2
 """In slow motion, how many steps are not profiled, and how many are: there a step takes seconds, always the same."""
@@ -39,7 +39,7 @@ class EmbraceFx:
     apart: bool = False
 
     def prepare(self, task: Task) -> Training:
-        launcher.STANDSTILL_S = STANDSTILL_S * task.slow
+        launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
         if task.slow > 1:
             scheduling.PROFILED_AFTER, scheduling.PROFILED = SLOW_PROFILE
         plain = task.model()
