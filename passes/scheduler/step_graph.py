@@ -289,7 +289,8 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     sent, norms = sizes.sent.get(ROW_NORMS, sum(sizes.norm_bytes.values())), str(ROW_NORMS)
     duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
     gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
-    updates = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
+    awaited = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
+    updates = [name for name in awaited if name != str(END)]  # where gradients are not awaited in the backward itself
     optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(
         steps,

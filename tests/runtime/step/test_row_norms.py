@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.ranks import run_ranks
 from tests.support.wire import TOLERANCE, bytes_per_step, sent_by_connection
 
@@ -88,13 +89,29 @@ def test_squares_of_all_tables_rows_are_added_up_at_once() -> None:
     assert more == pytest.approx(first["predicted"] - plain["predicted"], rel=2 * TOLERANCE)
 
 
-def look_and_train(rank: int, world_size: int, looks: bool) -> list[Tensor]:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_squares_have_a_place_in_every_schedule(schedule: ScheduleName) -> None:
+    """On paper: after the gradients of all rows, before the updates that read them."""
+    model = Recommender()
+    optimizer = embrace_fx.RowWiseAdagrad(model.parameters(), lr=0.1)
+    forecast = embrace_fx.plan(
+        model, batch(0), world_size=2, optimizer=optimizer, strategy="alltoall", schedule=schedule
+    )
+    order = forecast.schedule.launch_order
+    gradients = [k for k, name in enumerate(order) if any(part in name for part in ("gradients", "prior", "delayed"))]
+    rows = [k for k, name in enumerate(order) if name.endswith("weight rows")]
+    assert len(gradients) >= len(rows) == len(WIDTHS)
+    assert max(gradients) < order.index(str(ROW_NORMS)) < min(rows)
+
+
+def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleName) -> list[Tensor]:
     """Tables after some steps; rank 0 alone looks at a gradient in each."""
     torch.manual_seed(0)
     plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=(optimizer, rest), strategy={"tables.*": "alltoall"})
+    how: dict[str, Any] = {"strategy": {"tables.*": "alltoall"}, "schedule": schedule}
+    model = embrace_fx.compile(plain, optimizer=(optimizer, rest), **how)
     batches = [batch(10 * step + rank) for step in range(6)]
     for ids in model.lookahead(batches):
         model(ids).backward()
@@ -105,15 +122,16 @@ def look_and_train(rank: int, world_size: int, looks: bool) -> list[Tensor]:
         for each in (optimizer, rest):
             each.step()
             each.zero_grad()
-    assert [len(stack.tables) for stack in model.plan.stacks] == [2]
+    assert [len(stack.tables) for stack in model.plan.stacks] == ([] if schedule == "none" else [2])
     with model.whole():
         return [parameter.detach().clone() for parameter in plain.parameters()]
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rows_are_those_of_one_process_whoever_looks_at_gradients(ranks: int, looks: bool) -> None:
+def test_rows_are_those_of_one_process(ranks: int, looks: bool, schedule: ScheduleName) -> None:
     """A rank that has looked at one steps a stack table by table, the others as one: the squares are in one order."""
     torch.manual_seed(0)
     plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
@@ -124,6 +142,6 @@ def test_rows_are_those_of_one_process_whoever_looks_at_gradients(ranks: int, lo
         for each in (optimizer, rest):
             each.step()
             each.zero_grad()
-    for found in run_ranks(ranks, look_and_train, looks):
+    for found in run_ranks(ranks, look_and_train, looks, schedule):
         for own, expected in zip(found, plain.parameters(), strict=True):
             torch.testing.assert_close(own, expected.detach(), rtol=1e-9, atol=1e-12)
