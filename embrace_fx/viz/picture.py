@@ -197,12 +197,13 @@ class Panel:
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
+        computed = tuple(self._computed())
         return (
             Figure("step", d.step_ms, "ms"),
-            Figure("compute", d.compute_ms, "ms", "compute"),
-            *self._computed(),
+            Figure("compute", sum(part.value for part in computed), "ms", "compute"),  # as its parts are: they add up
+            *computed,
             *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),
-            Figure("between operations", max(0.0, d.step_ms - d.compute_ms - sum(d.exposed_ms.values())), "ms"),
+            Figure("between operations", d.shares_ms.get("between", 0.0), "ms"),
             *(Figure(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
             Figure("overlap ratio", d.overlap_ratio, ""),
             Figure("memory held", d.held_bytes / MIB, "MiB"),
