@@ -135,6 +135,21 @@ class EagerCalls:
             planned.calls.asks_to_plan |= self.on_trial and planned.calls.count > MEASURED_STEPS
         return results
 
+    def evaluates(self) -> bool:
+        """Tells whether forwards without gradients run as they are written while others are captured."""
+        plan, options = self._planned.plan, self._setting.options
+        if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
+            return False
+        return options.route is None and not self._setting.state.ignored and bool(self._trained())
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a forward without gradients as it is written, once every update is applied. Collective."""
+        if (flow := self._planned.flow) is not None:
+            flow.leave()
+        self._planned.synchronize()
+        trained = self._trained()
+        return self._run(self._variant(trained, train=False), trained, args, kwargs, accumulates=False)
+
     def variant(self, *, train: bool) -> Variant:
         """Returns the variant that stands for a captured call, and makes it at first."""
         return self._variant(self._trained(), train=train)
@@ -208,7 +223,8 @@ class EagerCalls:
     ) -> Any:
         """Announces a call, and runs the forward."""
         setting = self._setting
-        setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
+        if self.reason:
+            setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
         program = self._planned.build(variant, accumulates=accumulates)
         step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else (), self._in_rows())
         step.announce()

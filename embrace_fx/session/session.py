@@ -185,6 +185,8 @@ class Session:
             return self._plainly.evaluate(args, kwargs)
         if self._eager.reason:
             return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
+        if not train and self._eager.evaluates():
+            return self._eager.evaluate(args, kwargs)
         arguments = Arguments(args, kwargs, leaves, spec, train)
         return self._graphs.call(arguments, self._make_plan, self._check_replicas, self.views.note_built)
 
