@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.devices import NVME
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
-from embrace_fx.cost.storage import Storage
+from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.planning.background import background_of
@@ -128,7 +128,7 @@ def plan(  # noqa: PLR0913
     rows: Format = "exact",
     buckets: Format = "exact",
     table_memory: float | Mapping[str, float] | None = None,
-    storage: tuple[Storage, ...] = (NVME,),
+    storage: tuple[StorageTier, ...] = (NVME,),
 ) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
@@ -156,18 +156,9 @@ def plan(  # noqa: PLR0913
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    options = Options(
-        strategy,
-        schedule,
-        row_updates,
-        "eager",
-        None,
-        cluster,
-        rows=rows,
-        buckets=buckets,
-        table_memory=table_memory,
-        tables_in=None if table_memory is None else "nowhere",
-    )
+    options = Options(strategy, schedule, row_updates, "eager", None, cluster, rows=rows, buckets=buckets)
+    if table_memory is not None:
+        options = replace(options, table_memory=table_memory, tables_in="nowhere")
     options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")

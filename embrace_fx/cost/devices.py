@@ -10,7 +10,7 @@ Sources, the vendors' data sheets:
     A100 SXM4 40 GB (A100 whitepaper, 2020) 1,555 GB/s, 19.5 TFLOP/s, NVLink 300 GB/s each way
     H100 SXM5 (H100 whitepaper, 2022)       3,352 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
     H200 SXM (H200 data sheet, 2023)        4,800 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
-    PM9A3 U.2 (Samsung, 2020)               read 6.5 GB/s, 900,000 a second at random; written 3.5 GB/s, 200,000
+    PM9A3 U.2 (as announced, Samsung, 2020) read 6.5 GB/s, 900,000 a second at random; written 3.5 GB/s, 200,000
     core    a core of a server's CPU: 10 GB/s and 20 GFLOP/s, of the order that the probe measures
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
-from embrace_fx.cost.storage import Storage
+from embrace_fx.cost.storage import StorageTier
 
 ATTAINED = 0.7
 """Of a data sheet's rate: what well-written kernels that stream through memory, or large matrix products, reach."""
@@ -61,13 +61,13 @@ class Device:
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
-    def storage(self, host_bytes: float) -> tuple[Storage, ...]:
+    def storage(self, host_bytes: float) -> tuple[StorageTier, ...]:
         """Places for rows of tables beyond its memory: pinned memory of its host, and a drive of its own.
 
         Args:
             host_bytes: of the host's memory, for this device's rows.
         """
-        return (Storage("pinned host memory", 0.0, 0.0, 1 / self.to_host.bandwidth_bytes_per_ms, host_bytes), NVME)
+        return (StorageTier("pinned host memory", 0.0, 0.0, 1 / self.to_host.bandwidth_bytes_per_ms, host_bytes), NVME)
 
     def cluster(
         self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1
@@ -93,7 +93,7 @@ _GIB = 2**30
 _PCIE_3, _PCIE_4, _PCIE_5 = Link(12.5e6, 0.01), Link(25e6, 0.01), Link(50e6, 0.01)
 """Sixteen lanes, less what packets' heads take."""
 
-NVME = Storage("NVMe drive", 1e3 / 900e3, 1e3 / 200e3, 1 / 3.5e6)
+NVME = StorageTier("NVMe drive", 1e3 / 900e3, 1e3 / 200e3, 1 / 3.5e6)
 """A PM9A3, with as many reads and writes on their way as it takes."""
 
 DEVICES = {

@@ -26,7 +26,7 @@ _BUCKETS, _CERTAIN = 200, 1e-12
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageTier:
     """A place where rows rest, as one rank reaches it with as many rows on their way as it takes at once.
 
     Attributes:
@@ -57,7 +57,7 @@ class Draws:
 
     @classmethod
     def of(cls, lies: Sparsity) -> Draws:
-        """Those by which a rank is expected to draw as many distinct rows as one does."""
+        """Fits the exponent: a rank is expected to draw as many distinct rows as one does."""
         drawn = lies.draws_per_unit * lies.mean_units
 
         def are_few(exponent: float) -> bool:
@@ -111,7 +111,7 @@ class RowMemory:
     record_bytes: int
     at_once: int
     draws: Draws
-    storage: tuple[Storage, ...]
+    storage: tuple[StorageTier, ...]
     ahead: int = 0
 
     @property
@@ -120,7 +120,7 @@ class RowMemory:
         return self.num_rows * self.row_bytes + math.ceil(self.slots * self.slot_bytes)
 
     @cached_property
-    def moved(self) -> tuple[tuple[Storage, float], ...]:
+    def moved(self) -> tuple[tuple[StorageTier, float], ...]:
         """Rows that a step reads from each place, and as many that it writes there."""
         found, held = [], self.slots
         for place in self.storage:

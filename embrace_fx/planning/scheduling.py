@@ -349,10 +349,9 @@ def profile(recording: Recording) -> Profile:
         if span.window in windows:  # what waits cut into pieces counts as a whole
             spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
-    for transfer in recording.transfers:
-        sent.setdefault(transfer.launch, []).append(transfer.sent_bytes)
     took_ms: dict[OperationId, float] = {}
     for transfer in recording.transfers:
+        sent.setdefault(transfer.launch, []).append(transfer.sent_bytes)
         if transfer.launch.lane == "storage":
             took = (transfer.ended_s - transfer.started_s) * 1e3
             took_ms[transfer.launch] = took_ms.get(transfer.launch, 0.0) + took

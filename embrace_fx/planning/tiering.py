@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.cost.storage import Draws, RowMemory, Storage
+from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.planning.fitting import without_tables
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Origin
@@ -82,7 +82,10 @@ class Tier:
 
 
 def fit_plan(
-    setting: Setting, plan: Plan, sparsity: Mapping[str, Sparsity], storage: Callable[[Records], tuple[Storage, ...]]
+    setting: Setting,
+    plan: Plan,
+    sparsity: Mapping[str, Sparsity],
+    storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
     """The plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
 
@@ -115,8 +118,8 @@ def fit_plan(
     return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
 
 
-def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[Storage, ...]) -> RowMemory:
-    """What memory has of a table, and what is predicted of its other rows; a plan that is repeated has draws itself."""
+def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
+    """Predicts a table's rows in memory and the others; a plan that is repeated has draws itself."""
     repeated = Draws(decision.shape[0], 0.0, 0.0) if decision.memory is None else decision.memory.draws
     draws = repeated if lies is None else Draws.of(lies)
     rows, record = decision.shape[0], Records(tier.columns).nbytes
@@ -125,15 +128,15 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
     return RowMemory(rows, slots, slot_bytes(tier.columns), ROW_BYTES, record, at_once, draws, storage)
 
 
-def in_files(setting: Setting, records: Records) -> tuple[Storage, ...]:
-    """Where rows of a compiled model's tables rest, as fast as the slowest rank reaches it. Collective."""
+def in_files(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
+    """Measures the file in which a compiled model's rows rest, as the slowest rank reaches it. Collective."""
     assert setting.options.tables_in is not None
     try:
         own = row_ms(setting.options.tables_in, records)
     except TierError:  # who makes the file tells of it
         own = (0.0, 0.0)
     read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
-    return (Storage("file", max(read), max(write)),)
+    return (StorageTier("file", max(read), max(write)),)
 
 
 def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:

@@ -140,7 +140,8 @@ class EagerCalls:
         plan, options = self._planned.plan, self._setting.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
-        return options.route is None and not self._setting.state.ignored and bool(self._trained())
+        trains = any(parameter.requires_grad for parameter in self._setting.model.parameters())
+        return trains and options.route is None and not self._setting.state.ignored
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a forward without gradients as it is written, once every update is applied. Collective."""

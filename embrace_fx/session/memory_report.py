@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.cost.storage import RowMemory, Storage
+from embrace_fx.cost.storage import RowMemory, StorageTier
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.row_table import RowTable
 
@@ -72,7 +72,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
     return f"{told}, at speed, behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
 
 
-def _place(memory: RowMemory, place: Storage) -> str:
+def _place(memory: RowMemory, place: StorageTier) -> str:
     if place.holds_bytes is None:
         return place.name
     return f"{place.name}, which holds {min(place.holds_bytes / memory.record_bytes / memory.num_rows, 1):.2%}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from embrace_fx.cost.storage import RowMemory, Storage
+from embrace_fx.cost.storage import RowMemory, StorageTier
 from embrace_fx.vocabulary.operation_id import BETWEEN, OperationId, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
@@ -39,7 +39,7 @@ def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float])
     """
     read, write = (byte_ms.get(storage_id(kind, table), 0.0) * memory.record_bytes for kind in ("read", "write"))
     first, *others = memory.storage
-    return replace(memory, storage=(Storage(first.name, read or first.read_ms, write or first.write_ms), *others))
+    return replace(memory, storage=(StorageTier(first.name, read or first.read_ms, write or first.write_ms), *others))
 
 
 def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:

@@ -161,7 +161,7 @@ class _Left(NamedTuple):
     leapt: Tensor | None
 
     def rows(self, some: Tensor) -> _Left:
-        """Those at places (L,)."""
+        """Selects those at places (L,)."""
         leapt = None if self.leapt is None else self.leapt.index_select(0, some)
         return _Left(self.ids.index_select(0, some), self.rested.index_select(0, some), leapt)
 

@@ -22,8 +22,8 @@ ROWS_AT_ONCE = 1 << 16
 """Of all, as they take what they have skipped."""
 
 
-class Table(Protocol):
-    """A table's part and its state, each put together when it is asked for."""
+class PartAndState(Protocol):
+    """A table's part and its optimizer's state, each put together when it is asked for."""
 
     @property
     def local(self) -> Tensor:
@@ -46,7 +46,7 @@ class RestingRows:
         """Whether any row may have skipped a step."""
         return self._skipped is not None and self._skipped.count > 0
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], table: Table) -> None:
+    def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
         """Begins a step that `form_of` can skip, before its first part."""
         local = table.local
         found = skipping(type(optimizer), options, local.dtype)
@@ -65,12 +65,12 @@ class RestingRows:
         assert self._taken is not None
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
 
-    def note(self, options: Mapping[str, Any], table: Table) -> None:
+    def note(self, options: Mapping[str, Any], table: PartAndState) -> None:
         """All other rows have had no gradient in this step, before which a table's state is as it is."""
         assert self._skipped is not None
         self._skipped.note(options, {} if self._skipped.count else table.state)
 
-    def shorten(self, table: Table) -> None:
+    def shorten(self, table: PartAndState) -> None:
         """Begins a new history where this one is long."""
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.settle(table.local, table.state)

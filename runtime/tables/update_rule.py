@@ -37,7 +37,7 @@ from embrace_fx.runtime.tables.own_step import (
     step_rows,
     step_tensor,
 )
-from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
@@ -46,12 +46,8 @@ Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
 
 
-class Stepped(Protocol):
-    """A table, or a stack of them."""
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's part, (V', d)."""
+class Stepped(PartAndState, Protocol):
+    """A table, or a stack of them; its state as plain tensors; `keep` keeps others."""
 
     @property
     def shape(self) -> torch.Size:
@@ -59,10 +55,6 @@ class Stepped(Protocol):
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         """Where rows are in `local` and in the state of rows, until the next call."""
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What the optimizer keeps of it, as plain tensors; `keep` keeps others."""
 
     @property
     def lacks_state(self) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.resting import RestingRows, Table
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -68,7 +68,7 @@ class Histories(RestingRows):
     def _steps(self) -> int:
         return self._before + (0 if self._skipped is None else self._skipped.count)
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], table: Table) -> None:
+    def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
         local = table.local
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
@@ -89,7 +89,7 @@ class Histories(RestingRows):
         self._add(_FirstStep(optimizer, options, counters))
         self._memory.columns[TAKEN].index_fill_(0, ids, self._before)
 
-    def shorten(self, table: Table) -> None:
+    def shorten(self, table: PartAndState) -> None:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.close()
 

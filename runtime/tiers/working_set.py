@@ -68,7 +68,7 @@ def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
 
 @dataclass
 class Counts:
-    """What a working set has done: steps; rows looked up, brought there, waited for, read and written; most at once."""
+    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written; most at once."""
 
     steps: int = 0
     asked: int = 0

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from embrace_fx.cost.sparsity import measure
-from embrace_fx.cost.storage import Draws, RowMemory, Storage
+from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 
 V, IDS = 2000, 64
-FILE = Storage("file", 0.01, 0.02)
+FILE = StorageTier("file", 0.01, 0.02)
 
 Law = Callable[[torch.Generator], Tensor]
 LAWS: Mapping[str, Law] = {
@@ -43,7 +43,7 @@ def lacked(steps: list[Tensor], slots: int) -> float:
     return brought / (len(steps) - len(steps) // 2)
 
 
-def memory(slots: int, storage: tuple[Storage, ...], law: str = "Zipf, 1") -> RowMemory:
+def memory(slots: int, storage: tuple[StorageTier, ...], law: str = "Zipf, 1") -> RowMemory:
     """What is predicted from twenty batches of as many ranks, whose steps are one batch's."""
     unique = [ids.unique() for ids in drawn(LAWS[law], 20)]
     found = Draws.of(measure(unique, V, 8, 4, draws=20 * IDS))
@@ -59,7 +59,7 @@ def test_rows_lacked_are_those_of_a_simulated_set(law: str, slots: int) -> None:
 
 
 def test_nearer_places_keep_rows_from_farther_ones() -> None:
-    host, file = Storage("host", 0.0, 0.0, 1e-6, holds_bytes=64 * 300), FILE
+    host, file = StorageTier("host", 0.0, 0.0, 1e-6, holds_bytes=64 * 300), FILE
     found = memory(100, (host, file))
     assert [rows for _, rows in found.moved] == [memory(slots, (file,)).moved_rows for slots in (100, 400)]
     assert found.read_ms == pytest.approx(found.moved[0][1] * 64e-6 + found.moved[1][1] * 0.01)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from embrace_fx.cost.storage import Draws, RowMemory, Storage
+from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
 from embrace_fx.passes.verifier.storage import check_storage
@@ -28,7 +28,7 @@ STEPS = StepGraph(
     ),
     tuple(map(str, COMPUTE)),
 )
-MEMORY = RowMemory(1000, 300, 100.0, 4, 64, 100, Draws(1000, 0.0, 105.0), (Storage("file", 0.02, 0.02),))
+MEMORY = RowMemory(1000, 300, 100.0, 4, 64, 100, Draws(1000, 0.0, 105.0), (StorageTier("file", 0.02, 0.02),))
 
 
 def drop(steps: StepGraph, before: str, after: str) -> StepGraph:
@@ -60,7 +60,7 @@ def test_reads_ahead_are_beside_compute_and_others_stand_in_its_way() -> None:
 
 
 def test_a_lane_that_is_slower_than_compute_sets_the_pace() -> None:
-    slow = replace(MEMORY, storage=(Storage("file", 0.2, 0.2),))
+    slow = replace(MEMORY, storage=(StorageTier("file", 0.2, 0.2),))
     found = schedule(planned(9, slow)[0], "2d").diagnostics()
     assert found.step_ms == pytest.approx(slow.read_ms + slow.write_ms, rel=0.01)
 
