@@ -73,9 +73,9 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def computes(node: fx.Node) -> bool:
-    """Tells whether a node takes so long that no communication should wait for it that need not.
+    """Tells whether a node takes long. Communication that does not depend on it is launched before it.
 
-    Ops whose FLOPs torch's counter knows do, and those whose names say that they multiply.
+    True of ops whose FLOPs torch's counter knows, and of those whose names say that they multiply.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return False

@@ -82,7 +82,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline, as it is drawn.
+    """A timeline, ready to be drawn.
 
     Attributes:
         status: where its times come from.
@@ -105,7 +105,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Lanes that something runs on, on any rank."""
+        """Lists the lanes on which some rank runs something."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 

@@ -114,7 +114,7 @@ class Moments:
         sums += terms
 
     def end(self) -> None:
-        """Gives back memory for further steps: there are none."""
+        """Gives back the memory that was kept for further steps."""
         self.sums, self.centre = self.sums[:, : self._count].clone(), self.centre[: self._count].clone()
         del self._faded, self._root
 

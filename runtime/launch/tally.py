@@ -50,7 +50,7 @@ class Tally:
         self._sent_bytes += nbytes
 
     def window(self) -> None:
-        """Notes that a backward begins: a step has ended."""
+        """Ends the figures of one step and begins the next; called where a backward begins."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s

@@ -31,7 +31,7 @@ def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout, origin: 
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """The reverse."""
+    """Makes a part an ordinary parameter again; the object stays."""
     _exchange(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 

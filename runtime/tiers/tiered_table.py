@@ -179,7 +179,7 @@ class TieredTable(RowTable):
         self.holder.state[self.parameter] = dict(saved["counters"])
 
     def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-        """Rows in slots (K,) have taken the first step, all others have it still to come."""
+        """Records that the rows in slots (K,) have taken the first step, and no other row has."""
         self._resting.took_first(slots, self.holder, options, counters)
 
     def begin_step(self) -> RowsAlone:
