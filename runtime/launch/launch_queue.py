@@ -1,7 +1,8 @@
 """Launches on their way out: what has been submitted and is in flight, and which one leaves next.
 
 Contract
-    The launch order is what makes ranks meet: see `launcher.py`, whose rules `next` keeps.
+    The launch order is what makes ranks meet: see `launcher.py`, whose rules `next` keeps. One thread launches at a
+    time, whichever has made something due: it submitted it, or saw the end of what stood before it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
 STANDSTILL_S = 0.5
 
-LATE = 1.5
-"""Times as long as it took when it was last alone on its way: then a launch is late, and the next one does not wait for
-it. A rank alone that reads a parameter has launched others first."""
+LATE, SHORTEST_S = 1.5, 0.005
+"""Times as long as it took when it was last alone on its way, and that at least: then a launch is late, and the next
+one does not wait for it. A rank alone that reads a parameter has launched others first."""
 
 _WAITING = attrgetter("waiting")  # called where a generator would be Python's
 
@@ -32,7 +33,7 @@ _WAITING = attrgetter("waiting")  # called where a generator would be Python's
 class LaunchQueue:
     """Launches on their way out: shared by a launcher, which submits them, and by whatever issues them, under one lock.
 
-    A thread that issues holds this, and not the launcher, which ends with whoever made it.
+    A thread that waits for time to pass holds this, and not the launcher, which ends with whoever made it.
 
     Attributes:
         channel: the group that carries a class.
@@ -47,17 +48,59 @@ class LaunchQueue:
         self.recorder = recorder
         self.channel = channel
         self.lock = threading.RLock()  # to take it is no call of Python, as to take a condition is
-        self.changed = threading.Condition(self.lock)  # something may leave
+        self.changed = threading.Condition(self.lock)  # time alone may let something leave
         self.arrived = threading.Condition(self.lock)  # something has, or failed, or was dropped
         self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
         self.stopped = False
+        self.issuing = False
+        self.wakes_s = -math.inf  # when the thread looks; it does by itself while it is not waiting
         self.hurried = 0
         self.draining = False
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # by launch, when it was last alone on its way
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def issue(self) -> None:
+        """Launches everything whose turn it is, unless another thread does: that one finds what has come since."""
+        while not self.issuing:
+            with self.lock:
+                if self.issuing or self.stopped or self.error is not None:
+                    return
+                if (ticket := self.next()) is None:
+                    if time.perf_counter() + self.until_due_s() < self.wakes_s:
+                        self.changed.notify_all()
+                    return
+                self.issuing = True
+                self.leaves(ticket)
+            try:
+                self._launch(ticket)
+            except BaseException as error:
+                self.fail(error)
+                if not isinstance(error, Exception):  # of the user's thread alone
+                    raise
+            finally:
+                self.issuing = False
+
+    def _launch(self, ticket: Ticket) -> None:
+        assert ticket.launch is not None
+        launched, ticket.launch = ticket.launch(), None
+        ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
+        if launched.work is None:
+            self.complete(ticket)
+            return
+
+        def completed(future: Any) -> None:
+            try:
+                future.value()
+            except BaseException as error:
+                self.fail(error)
+                return
+            self.complete(ticket)
+
+        self.callbacks.add(completed)
+        launched.work.get_future().add_done_callback(completed)
 
     def complete(self, ticket: Ticket) -> None:
         """Notes that a launch has arrived."""
@@ -72,8 +115,7 @@ class LaunchQueue:
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
             self.arrived.notify_all()
-            if self.waits():
-                self.changed.notify_all()
+        self.issue()
         self.recorder.tally.sent(ticket.sent_bytes)
         if ticket.window > OUTSIDE:
             self.recorder.transferred(
@@ -89,14 +131,25 @@ class LaunchQueue:
 
     # -- everything below is called with the lock held
 
+    def enters(self, ticket: Ticket) -> None:
+        """Has a ticket of the current window wait for its turn. Nothing stands still while nothing waits to leave."""
+        if not self.waits():
+            self.moved_s = max(self.moved_s, time.perf_counter())
+        self.windows[-1].waiting[ticket.id] = ticket
+
     def wait_for_change(self) -> None:
-        """Waits until something may leave, or stands still. Nothing stands still while nothing waits to leave."""
-        if self.waits():
-            late_s = self.until_late_s()
-            self.changed.wait(min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2))
-        else:
-            self.changed.wait()
-            self.moved_s = time.perf_counter()
+        """Waits until something may leave because of the time that has passed."""
+        wait_s = self.until_due_s()
+        self.wakes_s = time.perf_counter() + wait_s
+        self.changed.wait(None if wait_s == math.inf else wait_s)
+        self.wakes_s = -math.inf
+
+    def until_due_s(self) -> float:
+        """Seconds until something may leave because nothing else moves, or the last launch is late."""
+        if not self.waits():
+            return math.inf
+        late_s = self.until_late_s()
+        return min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
 
     def next(self) -> Ticket | None:
         """The ticket to launch now, or None."""
@@ -145,7 +198,9 @@ class LaunchQueue:
         if not self.in_flight:
             return math.inf
         last = self.in_flight[-1]
-        return last.started_s + LATE * self.took_s.get(last.id, 0.0) - time.perf_counter()
+        if (took_s := self.took_s.get(last.id)) is None:
+            return 0.0
+        return last.started_s + max(LATE * took_s, SHORTEST_S) - time.perf_counter()
 
     def leaves(self, ticket: Ticket) -> None:
         """Has a launch be on its way. One that shares the link with another tells its time only where none is known."""

@@ -1,10 +1,12 @@
-"""The launcher: one thread that issues a rank's collectives in the schedule's order, while the model computes.
+"""The launcher: issues a rank's collectives in the schedule's order, while the model computes.
 
 Contract
     Everything submitted in a window is launched in the schedule's total order, the same on all ranks, with at most
     `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left. One
     more leaves where the last one takes longer than it took before: another rank may have launched others first.
-    Each communication class has a process group of its own, used by this thread alone.
+    Each communication class has a process group of its own, used by this alone. Whichever thread makes a launch due
+    issues it, the one that submits it or the one that sees the end of what stood before it: to wake another takes
+    longer. A thread of the launcher's own looks at the clock, and issues what is large for the one that submits it.
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
@@ -16,6 +18,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -36,6 +39,9 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
+
+LARGE_BYTES = 1 << 18
+"""From here on, writing what is sent takes longer than waking the thread that does it beside the model's."""
 
 
 class Launcher:
@@ -77,23 +83,20 @@ class Launcher:
         Raises:
             RuntimeError: a collective failed.
         """
+        self._state.draining = True
+        self._state.issue()
         with self._state.lock:
-            self._state.draining = True
-            self._state.changed.notify_all()
             self._state.arrived.wait_for(lambda: self._state.error is not None or not self._state.under_way())
         self._stop()
         if self._state.error is not None:
             raise self._state.error
 
     def _note_change(self, window: LaunchWindow) -> None:
-        """Has whatever is due be launched, once a window has changed. Called with the lock held.
-
-        Where nothing waits to be launched, the thread is not woken.
-        """
-        if self._state.waits():
-            self._state.changed.notify_all()
+        """Has whatever is due be launched, once a window has changed."""
         if window.dropped:
-            self._state.arrived.notify_all()
+            with self._state.lock:
+                self._state.arrived.notify_all()
+        self._state.issue()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
         """Launches in another order, from the next window on."""
@@ -115,7 +118,7 @@ class Launcher:
             window.expected.clear()
             state.windows.append(LaunchWindow(self._order, window.number + 1, held=held))
             state.forget_windows()
-            self._note_change(window)
+        self._note_change(window)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
         """Lets what the held window submits leave once a future has ended, or drops it.
@@ -135,7 +138,7 @@ class Launcher:
                 window.held = False
                 if not agreed():
                     window.drop()
-                self._note_change(window)
+            self._note_change(window)
 
         self._state.callbacks.add(ended)
         future.add_done_callback(ended)
@@ -149,7 +152,7 @@ class Launcher:
         with self._state.lock:
             window = self._state.windows[-1]
             window.expected &= self._of_forward
-            self._note_change(window)
+        self._note_change(window)
 
     def enter_forward(self) -> None:
         """Makes sure that there is a window for what a forward submits, also where no backward came before it."""
@@ -159,12 +162,12 @@ class Launcher:
         self.leave_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Expects no more of some launches of the current window. Where there are none, the thread is not woken."""
+        """Expects no more of some launches of the current window."""
         if launches:
             with self._state.lock:
                 window = self._state.windows[-1]
                 window.expected.difference_update(launches)
-                self._note_change(window)
+            self._note_change(window)
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
@@ -187,14 +190,18 @@ class Launcher:
 
     def _enter(self, ticket: Ticket) -> None:
         """Has a ticket wait for its turn."""
-        with self._state.lock:
-            window = self._state.windows[-1]
+        state = self._state
+        with state.lock:
+            window = state.windows[-1]
             window.expected.remove(ticket.id)
             if window.dropped:
                 ticket.drop()
             else:
-                window.waiting[ticket.id] = ticket
-            self._note_change(window)
+                state.enters(ticket)
+                if ticket.sent_bytes >= LARGE_BYTES and state.wakes_s > -math.inf:
+                    state.changed.notify_all()
+                    return
+        self._note_change(window)
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
         return Ticket(which, launch, sent_bytes, window, state=self._state)
@@ -235,47 +242,22 @@ class _Hurrying(contextlib.AbstractContextManager[None]):
 
 
 def _run(state: LaunchQueue) -> None:
+    """Launches what time alone has made due, and what it is woken for."""
     while True:
         with state.lock:
-            while not state.stopped and (ticket := state.next()) is None:
+            if not state.stopped:
                 state.wait_for_change()
             if state.stopped:
                 return
-            assert ticket is not None
-            state.leaves(ticket)
-        try:
-            _launch(state, ticket)
-        except BaseException as error:
-            state.fail(error)
-            return
-
-
-def _launch(state: LaunchQueue, ticket: Ticket) -> None:
-    assert ticket.launch is not None
-    launched, ticket.launch = ticket.launch(), None
-    ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
-    if launched.work is None:
-        state.complete(ticket)
-        return
-
-    def completed(future: Any) -> None:
-        try:
-            future.value()
-        except BaseException as error:
-            state.fail(error)
-            return
-        state.complete(ticket)
-
-    state.callbacks.add(completed)
-    launched.work.get_future().add_done_callback(completed)
+        state.issue()
 
 
 def _stop(state: LaunchQueue, thread: threading.Thread) -> None:
     """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
     deadline_s = time.monotonic() + _FAREWELL_S
+    state.draining = True
+    state.issue()
     with state.lock:
-        state.draining = True
-        state.changed.notify_all()
         # All ranks have submitted the same, so it completes; unless one is gone.
         state.arrived.wait_for(lambda: state.error is not None or not state.under_way(), timeout=_FAREWELL_S)
         state.stopped = True

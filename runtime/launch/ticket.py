@@ -20,10 +20,11 @@ class _Shared(Protocol):
     """The part of its launcher that a ticket sees, under the lock."""
 
     lock: threading.RLock
-    changed: threading.Condition
     arrived: threading.Condition
     error: BaseException | None
     hurried: int
+
+    def issue(self) -> None: ...
 
 
 class Dropped(Exception):
@@ -73,10 +74,10 @@ class Ticket:
         """
         if not self.done:
             state = self.state
+            if state.hurried:
+                self.wanted = True
+                state.issue()
             with state.lock:
-                if state.hurried:
-                    self.wanted = True
-                    state.changed.notify_all()
                 state.arrived.wait_for(self._is_over)
         if self.state.error is not None:
             raise self.state.error

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.launcher import LARGE_BYTES, Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
-from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, stand_still, submit, windows
+from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
 from tests.support.ranks import run_ranks
 
 # -- the order ---------------------------------------------------------------------------------------------------------
@@ -106,6 +106,38 @@ def test_what_stood_still_tells_nothing() -> None:
     link.rest()
 
     assert not {ID["early rows"]} & {*launcher._state.took_s}
+
+
+@pytest.mark.parametrize(
+    ("sent_bytes", "thread"), [(LARGE_BYTES - 1, "MainThread"), (LARGE_BYTES, "embrace_fx launcher")]
+)
+def test_what_is_large_leaves_beside_the_thread_that_submits_it(sent_bytes: int, thread: str) -> None:
+    launcher, threads = make(), list[str]()
+
+    def launch() -> InFlight:
+        threads.append(threading.current_thread().name)
+        return InFlight(torch.zeros(1), None)
+
+    rest(launcher)
+    launcher.submit(ID["early rows"], launch, sent_bytes).wait()
+
+    assert threads == [thread]
+
+
+def test_who_sees_the_end_of_a_launch_launches_what_stands_behind_it() -> None:
+    launcher, link, threads = make(), Link(), list[str]()
+    known(launcher)
+
+    def launch() -> InFlight:
+        threads.append(threading.current_thread().name)
+        return InFlight(torch.zeros(1), None)
+
+    submit(launcher, link, "early rows")
+    launcher.submit(ID["prior"], launch, LARGE_BYTES)
+    link.expect("early rows")
+    link.end("early rows")
+
+    assert threads == [threading.current_thread().name]
 
 
 def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:
