@@ -18,14 +18,14 @@ _TRAINING = 5  # position of its argument `training`
 
 
 def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
-    """Buffers that the forward changes."""
+    """Lists the buffers that the forward changes."""
     return tuple(
         role.of.name for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, Buffer)
     )
 
 
 def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:
-    """Buffers that the forward changes and that its results depend on."""
+    """Lists the buffers that the forward changes and that its results depend on."""
     mutated = set(mutated_buffers(graph))
     results = {node for node, role in graph.outputs() if isinstance(role, Result)}
     return tuple(

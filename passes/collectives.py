@@ -1,7 +1,7 @@
 """Describes a graph's launches in a form that is equal on all ranks if and only if the launches are.
 
 Launches that differ between ranks, or come in another order, hang or mix up values. Every rank compiles for itself, so
-each sums up what it will launch; the sums are compared before the first collective of training leaves.
+each hashes what it will launch; the hashes are compared before the first collective of training is launched.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, is_users_wait, 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
 )
-"""The launches whose shape must be equal on all ranks; of the others, each rank's batch decides the sizes."""
+"""The launches whose shape must be equal on all ranks; the sizes of other launches follow from each rank's batch."""
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
 USERS = "forward's own"
-"""Stands for the groups of the user's collectives: each rank may have another one, of a part of the ranks."""
+"""Stands for the groups of the user's collectives, which may differ between ranks and hold only some of the ranks."""
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """Names the places where values leave a module, and where later modules read them.
+    """The places where values leave a module, and where later modules read them.
 
     Attributes:
-        roles: of the outputs that each node is.
-        readers: the placeholders, in all phases, that read each saved value.
+        roles: node -> the roles of the outputs that return it.
+        readers: saved value -> the placeholders, in all phases, that read it.
     """
 
     roles: Mapping[fx.Node, Sequence[OutputRole]]
@@ -57,16 +57,16 @@ class _Ends:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch, as far as it must be the same on all ranks.
+    """The part of a launch that must be the same on all ranks.
 
     Attributes:
         group: the communication class.
         op: the op, without its overload.
-        id: of the launch, as text; "": it has none.
+        id: the launch's id as text; "" where it has none.
         serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
         options: the op's other plain arguments, by name.
-        dtype: of what travels.
-        shape: of what is reduced or exchanged as a whole; None for the others.
+        dtype: of the tensor that travels.
+        shape: of a tensor that is reduced or exchanged as a whole; None for other launches.
     """
 
     group: str
@@ -79,9 +79,9 @@ class Collective:
 
 
 def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
-    """Every launch in the order in which it runs, the phases one after the other where the graph has any.
+    """Lists every launch in the order in which it runs; phase by phase where the graph is partitioned.
 
-    `graph` is to be legal (`embrace_fx.passes.verifier.invariants`).
+    `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
     modules = tuple(running_modules(graph))
     ends = _ends(modules)
@@ -107,13 +107,13 @@ def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
 
 
 def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
-    """SHA-256 of `collective_sequence`, hexadecimal.
+    """Returns the SHA-256 of `collective_sequence`, hexadecimal.
 
     It depends neither on node names, nor on the batch's sizes, nor on the process.
 
     Args:
-        ordered: the graph's order is that of the launches; else a launcher has its own of those with an id, and of
-            what they serve the plan tells.
+        ordered: launches run in the graph's order. False: a launcher orders those with an id, so that they are
+            hashed in the order of their ids, without the tables they serve, which the plan already says.
     """
     sequence = collective_sequence(graph)
     if not ordered:
@@ -137,19 +137,17 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
 
 
 def _users_collective(launch: fx.Node) -> Collective:
-    """Describes a collective of the user's forward: ranks must agree on its order, each may have a group and sizes of
-    its own.
-    """
+    """Describes a collective of the user's forward: ranks must agree on its order, but not on its group and sizes."""
     return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
 
 
 def group_of(launch: fx.Node) -> str:
-    """The communication class a launch belongs to."""
+    """Returns the communication class a launch belongs to."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
 
 
 def launch_options(launch: fx.Node) -> dict[str, Any]:
-    """The arguments of a launch that are not tensors, by name."""
+    """Returns the arguments of a launch that are not tensors, by name."""
     assert isinstance(launch.target, OpOverload)
     tensors = {a.name for a in launch.target._schema.arguments if "Tensor" in str(a.type)}
     return {name: value for name, value in _arguments(launch).items() if name not in tensors}
@@ -159,7 +157,7 @@ def launch_options(launch: fx.Node) -> dict[str, Any]:
 
 
 def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
-    """The modules that run in a step: the phases in their order, or the joint one where there are none."""
+    """Returns the modules that run in a step: the phases in their order, or the joint one where there are none."""
     return graph.phases.values() or (graph.module,)
 
 
@@ -173,7 +171,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node's result may share memory with: those of a view, or written in place and returned."""
+    """Lists the inputs whose memory a node's result may share: the source of a view, or one written in place."""
     if node.target is operator.getitem:  # a part of a view is a view, a part of several results is a result by itself
         return aliased_inputs(node.all_input_nodes[0])
     if is_wait(node):
@@ -190,7 +188,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 @functools.cache
 def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """The arguments whose memory an op's results may share, by position and name; tensors, or lists of some."""
+    """Lists (position, name) of each argument, a tensor or a list, whose memory an op's results may share."""
     schema = op._schema
     if all(result.alias_info is None for result in schema.returns):
         return ()
@@ -198,7 +196,7 @@ def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A dispatcher op's arguments by name, defaults left out."""
+    """Returns a dispatcher op's arguments by name, defaults left out."""
     assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -208,7 +206,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _name(role: InputRole | OutputRole) -> str | None:
-    """The table or parameter a role speaks of."""
+    """Returns the table or parameter a role speaks of."""
     match role:
         case Shard(name) | Parameter(name) | GradientOfRows(name, _) | Gradient(of=Parameter(name)):
             return name
@@ -216,10 +214,10 @@ def _name(role: InputRole | OutputRole) -> str | None:
 
 
 def _carries(node: fx.Node) -> bool:
-    """Whether a node packs, unpacks, casts or looks up what travels, and so belongs to the collective beside it."""
+    """Tells whether a node packs, unpacks, casts or looks up what travels: it belongs to the collective beside it."""
     if is_launch(node):
         return False
-    name = op_name(node)  # of the vocabulary's own ops, those of RNNs compute
+    name = op_name(node)  # embrace_fx's own ops pack and unpack, except those of RNNs, which compute
     ours = (name.startswith("embrace::") and not name.startswith("embrace::rnn")) or node.target is operator.getitem
     return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
 
@@ -231,7 +229,7 @@ def _roles_met(launch: fx.Node, ends: _Ends) -> Iterator[InputRole | OutputRole]
 
 
 def _roles_before(node: fx.Node, seen: set[fx.Node]) -> Iterator[InputRole]:
-    """Each node is walked through once: what lies behind one that was `seen` has been told."""
+    """Yields the roles of the inputs before a node; each node is walked through once."""
     for value in node.all_input_nodes:
         if value in seen:
             continue
@@ -243,7 +241,7 @@ def _roles_before(node: fx.Node, seen: set[fx.Node]) -> Iterator[InputRole]:
 
 
 def _roles_behind(node: fx.Node, ends: _Ends, seen: set[fx.Node]) -> Iterator[InputRole | OutputRole]:
-    # The parts of a list by their number, not by where the nodes that take them happen to stand.
+    # Items of a list in the order of their indices, not in the order of the nodes that take them.
     for user in sorted(node.users, key=lambda u: (u.args[1] if u.target is operator.getitem else 0, u)):
         if user.op == "output":
             for role in ends.roles.get(node, ()):

@@ -40,7 +40,7 @@ def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _is_replaceable(node: fx.Node) -> bool:
-    """Tells whether a dropout is on the CPU, and its mask is used for nothing but the backward."""
+    """Tells whether a dropout runs on the CPU and only its backward reads its mask."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
         return False
@@ -69,7 +69,7 @@ def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> Non
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")
-            # What was traced behind it views it as it lay then; a gradient of something transposed is transposed, too.
+            # Later traced nodes may view the gradient as contiguous; the product of a transposed gradient is not.
             traced: Tensor = backward.meta["val"]
             if traced.is_contiguous() and not gradient.meta["val"].is_contiguous():
                 name = f"{backward.name}_contiguous"

@@ -3,8 +3,8 @@
 Contract
     Where every lookup of a sharded table is cast to one narrower dtype, and every gradient comes from a cast out of it,
     rows and gradients are exchanged in that dtype: half the bytes under bfloat16. Forward values are the same (a cast
-    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire. Of a
-    dtype that ends where such sums may not, rows travel alone: their gradients stay wide.
+    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire.
+    Under float16, which such sums can overflow, rows travel narrow and their gradients wide.
 
     rewrite:  rows = wait(all_to_all_rows(columns, ...)); e = aten.embedding(join(rows), where); c = _to_copy(e, bf16)
               g = _to_copy(g_bf16, f32); grad_rows = embedding_dense_backward(g, ...); split_columns(grad_rows)
@@ -29,12 +29,12 @@ aten = torch.ops.aten
 embrace = torch.ops.embrace
 _CAST = aten._to_copy.default
 JOINS = (embrace.join_columns.default, embrace.join_grid.default)
-"""What makes rows of what has arrived."""
+"""Ops that turn arrived columns into rows."""
 _SPLITS = (embrace.split_columns.default, embrace.split_grid.default)
 _EXCHANGED = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""The narrow dtypes that every back end's AlltoAll takes."""
+"""The dtypes that every back end's AlltoAll takes."""
 _SUMMED = _EXCHANGED - {torch.float16}
-"""Those whose largest number no sum of gradients reaches that a wider one holds: float16 ends at 65,504."""
+"""Dtypes that no sum of gradients overflows: float16 is missing because it ends at 65,504."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
-    """The dtype in which the rows of `table` travel if it is sharded; `graph` is the captured one."""
+    """Returns the dtype in which the rows of `table` travel if it is sharded; `graph` is the captured one."""
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype
     lookups = [graph.node(use.lookup) for use in table.uses]
@@ -65,7 +65,7 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
 
 
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange, and returns whether it could."""
+    """Narrows one table's exchange in place; returns False where it must stay wide."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
@@ -83,7 +83,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """The one narrower dtype that all lookups are cast to and all of the table's gradients come from, or None."""
+    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from; None: there is none."""
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
     if len(dtypes) != 1:
@@ -100,7 +100,7 @@ def _is_plain_cast(node: fx.Node) -> bool:
 
 
 def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """The split that sends the gradient of the rows that `join` made, found by their common exchange of ids."""
+    """Returns the split that sends the gradient of `join`'s rows: both read the counts of one exchange of ids."""
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
     for split in graph.graph.nodes:

@@ -1,7 +1,7 @@
 """Estimates the compute time of a node until it has been measured: from its FLOPs, and the bytes that it moves.
 
-FLOPs are those of torch's own counter (`torch.utils.flop_counter`), for which a user's op can register a formula of its
-own (`register_flop_formula`); of an op that it does not know, the bytes alone count. Views cost nothing.
+FLOPs come from torch's own counter (`torch.utils.flop_counter`), for which a user's op can register a formula
+(`register_flop_formula`); where the counter does not know an op, only its bytes count. Views cost nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NodeMs = Callable[[fx.Node], float]
 ELEMENT_BYTES = 4
 
 _COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "gru", "attention"})
-"""In the names of ops that multiply."""
+"""Words in the names of ops that multiply."""
 
 
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
     """Makes an estimator of nodes for a processor of this speed; it estimates each node once.
 
     Args:
-        expected: what stands for sizes that only the data knows.
+        expected: numbers in place of data-dependent sizes.
     """
     return functools.cache(lambda node: node_ms(node, compute, expected))
 
@@ -95,7 +95,7 @@ def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
 
 
 def _sized(value: Any, expected: ExpectedSizes) -> Any:
-    """A tensor on the meta device for a fake one, its sizes those of the capture, or expected."""
+    """Returns a meta tensor with the sizes of a fake one, data-dependent sizes replaced by expected ones."""
     if isinstance(value, list | tuple):
         return type(value)(_sized(each, expected) for each in value)
     return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
@@ -114,7 +114,7 @@ def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[T
 
 
 def _rnn_layer_backward(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """The gradients of the data, and those of the weights."""
+    """Counts twice the forward's FLOPs: the gradients of the data, and those of the weights."""
     return 2.0 * _rnn_layer(*arguments)
 
 
@@ -124,7 +124,7 @@ _OWN: dict[Any, Formula] = {
     torch.ops.embrace.rnn_layer: _rnn_layer,
     torch.ops.embrace.rnn_layer_backward: _rnn_layer_backward,
 }
-"""Ops that the counter does not know."""
+"""Formulas of ops that torch's counter does not know."""
 
 
 def _shape(value: Any, expected: ExpectedSizes) -> list[int]:

@@ -2,8 +2,8 @@
 
 Contract
     Same nodes, same values, each node in exactly one phase:
-        unique    what computes the ids from the batch, up to the rows it reads: it can run a batch ahead
-        ids       the exchange of these rows between ranks: it can run a batch ahead, and in the background
+        unique    computes the ids from the batch, and the unique rows it reads; can run a batch ahead
+        ids       exchanges these ids between ranks; can run a batch ahead, and in the background
         forward   everything else that the results and mutations need; mutated state is written back at its end
         backward  the rest
     Values that cross a cut are `Saved` outputs of the earlier phase and `Saved` inputs of the later one. The joint
@@ -45,8 +45,8 @@ _OF_FORWARD = frozenset(
         "embrace::await_offload",
     }
 )
-"""What the backward wants to know of a moment of the forward; what leaves memory in it; rows that arrive, whether a
-result reads them or not."""
+"""Ops that always run in the forward: those that record its state for the backward, offload a value, or receive rows,
+even rows that no result reads."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Members:
-    """The nodes of each phase, placeholders and the output left out."""
+    """The nodes of each phase, without placeholders and the output."""
 
     unique: set[fx.Node]
     ids: set[fx.Node]
@@ -84,7 +84,7 @@ def members_of(graph: TrainingGraph) -> Members:
 
 
 def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
-    """The waits for collectives of the user's forward: they happen there, whoever reads their values."""
+    """Returns the waits for collectives of the user's forward: they run there, whichever phase reads their values."""
     waits = [node for node in graph.graph.nodes if is_users_wait(node)]
     if not waits:
         return []
@@ -111,7 +111,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         behind = list(members)[position + 1 :]
         later = set().union(*(members[phase] for phase in behind))
         saved = [n for n in nodes if n in own and any(user in later for user in n.users)]
-        # Outputs of a later phase that this phase computes: a result that is itself an id, say.
+        # This phase computes outputs of a later one: a result that is itself an id, say.
         saved += dict.fromkeys(n for phase in behind for n, _ in wanted[phase] if n in own)
         if name == "backward" and not wanted["backward"]:
             continue
@@ -120,7 +120,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
 
 
 def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
-    """Sizes and tuple items go where their source is: saving a size or one item keeps no whole tensor alive."""
+    """Moves sizes and tuple items to the phase of their source, so that saving one keeps no whole tensor alive."""
     for node in nodes:
         if node in ids or node in forward or not _is_size_or_part(node):
             continue
@@ -147,7 +147,7 @@ def _is_ids_op(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything computed on the way to them, placeholders left out."""
+    """Returns the nodes and all nodes that they depend on, without placeholders."""
     seen: set[fx.Node] = set()
     waiting = [node for node in nodes if node.op != "placeholder"]
     while waiting:
@@ -161,7 +161,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _phase(
     graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
 ) -> fx.GraphModule:
-    """One phase: placeholders for what it reads, its nodes in their order, its outputs."""
+    """Makes one phase: placeholders for what it reads, its nodes in their order, its outputs."""
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}
     read |= {node for node, _ in wanted if node not in own}

@@ -1,8 +1,8 @@
-"""Dense gradients: bucketed, and AllReduced while the backward goes on (Li et al., VLDB 2020, section 4.2).
+"""Dense gradients are bucketed, and AllReduced while the backward goes on (Li et al., VLDB 2020, section 4.2).
 
 Contract
-    Every gradient of a bucket is replaced by its mean over ranks. A bucket leaves as soon as its last gradient is
-    there and the bucket before it has left; all waits stand at the end of the backward.
+    Every gradient of a bucket is replaced by its mean over ranks. A bucket is launched once its last gradient is
+    computed and the bucket before it is launched; all waits stand at the end of the backward.
 
     rewrite:  g1 = ...; g2 = ...; return (g1, g2)
     ->        g1 = ...; g2 = ...
@@ -41,7 +41,7 @@ class ReduceGradients:
     """Reduces the gradients of `buckets` (parameter names, in launch order, equal on all ranks).
 
     Attributes:
-        exchanged: those that are not AllReduced.
+        exchanged: parameters with a sparse exchange instead of AllReduce.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -66,10 +66,10 @@ def reduce_gradients(
     launches: list[tuple[fx.Node, tuple[str, ...]]] = []
     output, head = graph.graph.output_node(), first_after_placeholders(graph.graph)
     for k, bucket in enumerate(buckets):
-        # A parameter that this rank's batch does not use takes part with zeros: the ranks must agree on collectives.
+        # A parameter that this rank's batch does not use adds zeros: the ranks must agree on collectives.
         present = tuple(name for name in bucket if name in parameters)
         missing = [name for name in present if gradients.get(name) is None]
-        with rewriter.before(head):  # no launch may come behind the waits of others
+        with rewriter.before(head):  # all launches come before the first wait
             zeros = {
                 n: rewriter.call(torch.ops.aten.zeros_like.default, parameters[n], name=f"no_gradient_{k}")
                 for n in missing

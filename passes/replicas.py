@@ -1,8 +1,8 @@
 """Counts a table's ids over all ranks, where its replicas divide gradients by these counts.
 
 Contract
-    `scale_grad_by_freq` divides an id's gradient by its count in the batch. The batch of a data-parallel step is that
-    of all ranks, so counts are summed over ranks; a rank alone would divide by its own.
+    `scale_grad_by_freq` divides an id's gradient by its count in the batch. A data-parallel step's batch is that of
+    all ranks, so counts are summed over ranks.
 
     rewrite:  g = aten.embedding_dense_backward(grad, ids, V, pad, True)
     ->        n = wait(all_reduce_(bincount(ids, V), "sum", "dense"))

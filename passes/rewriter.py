@@ -1,4 +1,4 @@
-"""Inserting nodes with their fake values, so that every pass leaves `meta["val"]` right."""
+"""Inserts nodes with their fake values, so that every pass leaves `meta["val"]` right."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class Derived:
 
 @contextlib.contextmanager
 def derives(mode: FakeTensorMode) -> Iterator[None]:
-    """A context in which ops run under `mode`.
+    """Opens a context in which ops run under `mode`, without its cache.
 
-    Its memory of earlier calls is left out: sizes that depend on data are new each time, and to enter a call of them
-    costs more than the call.
+    Data-dependent sizes are new symbols at each call: entering a call into the cache costs more than the call.
     """
     before, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -58,7 +57,7 @@ class Rewriter:
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        """Inserts before `node`, and into the checkpointed regions that it is in."""
+        """Opens a context in which nodes are inserted before `node`, in the checkpointed regions that it is in."""
         around, self._region = self._region, node.meta.get("region")
         with self.graph.inserting_before(node):
             yield
@@ -78,7 +77,7 @@ class Rewriter:
 
         Args:
             reads: an input of the node -> what the copy reads instead.
-            name: the copy's; a number is put behind it where another node has it.
+            name: the copy's name; a number is appended where another node has that name.
         """
         copy = self.graph.node_copy(node, reads)
         names = itertools.chain((name,), (f"{name}_x{number}" for number in itertools.count(2)))
@@ -108,7 +107,7 @@ class Rewriter:
         return node
 
     def copy_of(self, placeholder: fx.Node) -> fx.Node:
-        """A placeholder for what one of another phase is: a value of an earlier phase. It comes first."""
+        """Inserts, as the first node, a placeholder with the meta of another phase's placeholder."""
         with self.before(next(iter(self.graph.nodes))):
             found = self.graph.placeholder(placeholder.name)
         found.meta = dict(placeholder.meta)
@@ -130,18 +129,18 @@ class Rewriter:
 
 
 def first_after_placeholders(graph: fx.Graph) -> fx.Node:
-    """The first node that is not a placeholder."""
+    """Returns the first node that is not a placeholder."""
     found: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return found
 
 
 def first_user(node: fx.Node) -> fx.Node:
-    """The user of `node` that comes first in the graph."""
+    """Returns the user of `node` that comes first in the graph."""
     return min(node.users)
 
 
 def latest(nodes: list[fx.Node]) -> fx.Node:
-    """The node of `nodes` that comes last in the graph."""
+    """Returns the node of `nodes` that comes last in the graph."""
     return max(nodes)
 
 
@@ -150,7 +149,7 @@ def rewrite_each(
     find: Callable[[TrainingGraph], Sequence[fx.Node]],
     rewrite: Callable[[Rewriter, fx.Node], None],
 ) -> TrainingGraph:
-    """A graph in which each node that `find` yields has been rewritten; the graph itself where there is none."""
+    """Returns a graph in which each node that `find` yields is rewritten; the same graph where there is none."""
     if not find(graph):
         return graph
     result = graph.edit()

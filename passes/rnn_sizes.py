@@ -1,4 +1,4 @@
-"""Memory of recurrent layers that no graph shows: oneDNN's workspace, and temporaries of the loop over time.
+"""Counts memory of recurrent layers that no graph shows: oneDNN's workspace, and temporaries of the loop over time.
 
 Legend as in `embrace_fx.vocabulary.rnn_ops`: R rows of all steps, B sequences, I width of the input, H hidden size, P
 width of the state, G gates.
@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Bytes of the last result of a layer that oneDNN computes for a backward; None of other nodes."""
+    """Counts the bytes of a layer's last result, the workspace that oneDNN saves for backward; None of other nodes."""
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -28,10 +28,10 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
 
 
 def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
-    """Bytes that oneDNN's LSTM saves for its backward, for one layer and direction: no graph shows their size.
+    """Counts the bytes that oneDNN's LSTM saves for its backward, for one layer and direction.
 
-    Gates, states by layer and by step with their gradients, cells, each from a page of its own; rows fill cache lines,
-    one more where they would all meet in the same places of the cache. Found by trying out (torch 2.13, float32).
+    Gates, states by layer and by step with their gradients, and cells each begin at a page. Rows fill whole cache
+    lines, plus one where they would all fall into the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
         width, own: of input and state.
@@ -49,9 +49,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Bytes that the loop over time holds while a layer or its backward runs, beside arguments and results; 0 of other
-    nodes.
-    """
+    """Counts the bytes that the loop over time holds besides a node's arguments and results; 0 of other nodes."""
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0
@@ -73,7 +71,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Through the loop, then besides at its beginning, when there are no results yet, and at its end.
+        # Held through the loop; besides at its beginning, when there are no results yet; besides at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),

@@ -1,7 +1,7 @@
-"""Row gradients are rounded before they leave, to the format in which they travel.
+"""Row gradients are rounded, before they are sent, to the format in which they travel.
 
 Contract
-    The rows of a table that travels in fewer bits, and of no other; the forward's are rounded as they are sent.
+    Only tables that travel in fewer bits are changed. The forward's rows are rounded by the launch that sends them.
 
     rewrite:  split_columns(grad_rows, N)
     ->        split_columns(round_rows(grad_rows, rows_of_batch, "int8", N, table), N)
@@ -23,15 +23,15 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 embrace = torch.ops.embrace
 ON_GRID = 5
-"""Arguments of a launch on a grid of one row."""
+"""Number of arguments of a launch on a grid of one row."""
 
 
 @dataclass(frozen=True)
 class RoundRowGradients:
-    """Rounds the gradients of tables' rows.
+    """Rounds row gradients.
 
     Attributes:
-        form: in which rows travel.
+        form: the format in which rows travel.
     """
 
     form: Format

@@ -1,8 +1,7 @@
-"""Expected sizes of a sharded graph's exchanges, from the rows that its plan expects to be read.
+"""Estimates the sizes of a sharded graph's exchanges from the rows that its plan expects to be read.
 
-The sizes that `embrace::` ops of an exchange make are symbols, each of its own (`embrace_fx.vocabulary.ops`). Their
-meaning follows from the op and the launch that they belong to, whatever nodes are called; later passes keep the
-symbols, with the fake values that have them.
+Each size that an `embrace::` op of an exchange returns is a new symbol (`embrace_fx.vocabulary.ops`). Its meaning
+follows from its op and launch, not from node names; later passes keep the symbols with their fake values.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def expected_sizes(graph: TrainingGraph, known: Mapping[str, RowCounts], world_s
     """Finds numbers for the symbols of a graph that `ShardTables` has just rewritten.
 
     Args:
-        known: table -> its rows; of others `RowCounts.unknown` stands for them.
+        known: table -> its rows; other tables count as `RowCounts.unknown`.
     """
     tables = {table.parameter: table for table in graph.tables}
     rows = {name: known.get(name) or RowCounts.unknown(each.num_rows, world_size) for name, each in tables.items()}
@@ -34,13 +33,13 @@ def expected_sizes(graph: TrainingGraph, known: Mapping[str, RowCounts], world_s
 
 
 _Found = Iterator[tuple[Tensor, int]]
-"""Fake values whose first size is a symbol, and what is expected of it."""
+"""(a fake value whose first size is a symbol, the number expected for that size)."""
 
 
 def _of_ids(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
     for launch in graph.find_nodes(op="call_function", target=embrace.all_gather_ids.default):
         names: tuple[str, ...] = launch.meta["tables"]
-        widest = len(names) + sum(rows[name].own for name in names)  # of a rank: its counts, then its ids, padded
+        widest = len(names) + sum(rows[name].own for name in names)  # a rank sends its counts, then its ids, padded
         ranks: int = launch.args[3]
         yield launch.meta["val"], ranks * widest
         (wait,) = launch.users
@@ -78,7 +77,7 @@ def _table(launch: fx.Node) -> str:
 
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
-    """Counts the rows of a table that one row of the launch's grid gets of `count`."""
+    """Counts how many of `count` rows one row of the launch's grid of ranks gets."""
     grid_rows = launch.args[5] if len(launch.args) > 5 else 1
     assert isinstance(grid_rows, int)
     return ceil(count / grid_rows)

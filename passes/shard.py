@@ -76,10 +76,10 @@ class ShardTables:
         tables: parameter names, in the order of their exchange; equal on all ranks.
         renormed: data-parallel tables with `max_norm`: each rank rescales the rows that any rank reads, so that the
             replicas stay equal.
-        rank, world_size: which columns are this rank's.
-        grids: of those of `tables` whose rows are spread too.
-        in_order: gradients leave in the order of `tables`, whatever the graph: where no launcher orders them.
-        rows: table -> how many rows a step is expected to read, where it is known.
+        rank, world_size: decide which columns are this rank's.
+        grids: table -> its grid, where rows are spread over ranks too.
+        in_order: gradients are launched in the order of `tables`, for graphs that no launcher orders.
+        rows: table -> how many rows a step is expected to read, where known.
     """
 
     tables: tuple[str, ...]
@@ -100,7 +100,7 @@ class ShardTables:
 
 @dataclass(frozen=True)
 class _Ids:
-    """The nodes one table's exchange of ids yields."""
+    """The nodes that result from one table's exchange of ids."""
 
     where: dict[fx.Node, fx.Node]
     all_ids: fx.Node
@@ -125,7 +125,7 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> None:
 
 
 def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], world_size: int) -> dict[str, _Ids]:
-    """One exchange for all tables, as early as the batch allows."""
+    """Inserts one exchange of ids for all tables, as early as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
     head = _hoist([node for nodes in id_nodes.values() for node in nodes])
     uniques: list[fx.Node] = []
@@ -160,7 +160,7 @@ def _hoist(nodes: list[fx.Node]) -> fx.Node:
     """Moves what computes `nodes` to the head of the graph; returns the node before which the exchange goes."""
     head = first_after_placeholders(nodes[0].graph)
     cones = (needed for node in nodes for needed in ids_cone(node))
-    for needed in dict.fromkeys(cones):  # once each: a second move would put what they share behind its first users
+    for needed in dict.fromkeys(cones):  # once each: a second move would put a shared node behind its first users
         if needed is head:
             head = head.next
         else:
@@ -204,7 +204,7 @@ def _shard(
 
 
 def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Moves each launch of gradients behind the one of the table before; they are made table by table."""
+    """Moves each launch of gradients behind the launch of the table before it."""
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
@@ -219,11 +219,11 @@ def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids that a table's launches, lookup and sum of gradients read: all of them, or those that a grid sends here.
+    """The ids that a table's launches, lookup and sum of gradients read: all, or those that a grid sends to this rank.
 
     Attributes:
-        ids, counts: of `unpack_ids`, or of `route_grid`.
-        order: of `route_grid`; None: one row of ranks.
+        ids, counts: results of `unpack_ids`, or of `route_grid`.
+        order: a result of `route_grid`; None where the grid has one row.
     """
 
     ids: fx.Node
@@ -233,7 +233,7 @@ class _Route:
     rank: int
 
     def send(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Makes the call that launches rows, or their gradients."""
+        """Makes the call that launches rows or their gradients."""
         ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
@@ -250,7 +250,7 @@ class _Route:
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def padding(self, padding_idx: int) -> int:
-        """The shard's row without gradient, or -1."""
+        """Returns the number, in this rank's shard, of the padding row; -1 where the shard does not have it."""
         row, of_grid = divmod(padding_idx, self.grid.rows)
         return row if padding_idx >= 0 and of_grid == self.grid.place(self.rank)[0] else -1
 
@@ -267,12 +267,12 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
 
 
 def latest_of(ids: _Ids) -> fx.Node:
-    """The last node of the ids' exchange that a lookup needs."""
+    """Returns the last node of the ids' exchange that a lookup needs."""
     return ids.counts
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
-    """Every lookup reads the batch's rows instead of the table; ids become positions among them."""
+    """Makes every lookup read the batch's rows instead of the table; ids become positions among these rows."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -322,7 +322,7 @@ def _row_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Derives sums over a table's lookups again: they have the batch's rows now, not the table's."""
+    """Recomputes the fake values of sums over a table's lookups, whose shape is now that of the batch's rows."""
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)
@@ -330,7 +330,7 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 
 def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
-    """`max_norm` rescales, on every replica, the rows that any rank reads: each rank alone would rescale other ones."""
+    """Makes `max_norm` rescale, on every replica, the rows that any rank reads, so that the replicas stay equal."""
     for node in graph.graph.nodes:
         if node.target is RENORM and argument(node, "indices") in ids.where:
             weight = next(n for n, role in graph.inputs() if role == Parameter(table.parameter))
@@ -339,7 +339,7 @@ def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The chain of copies and earlier renorms a renorm reads, up to the parameter."""
+    """Returns a renorm with the chain of copies and earlier renorms that it reads, up to the parameter."""
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])
@@ -347,7 +347,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def short_name(parameter: str) -> str:
-    """A node name for a table: its parameter's name without the trailing `.weight`.
+    """Makes a node name for a table: its parameter's name without the trailing `.weight`.
 
     >>> short_name("encoder.embedding.weight")
     'encoder_embedding'

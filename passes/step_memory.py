@@ -1,12 +1,11 @@
-"""The memory model of a step: what its forward and backward hold, by time.
+"""Models the memory of a step: the bytes that its forward and backward hold, node by node.
 
-Counted is what a step makes: values saved for the backward, values on their way through a phase, gradients and the
-buckets that they are packed into, results. What is there before it and after it (parameters, the optimizer's state, the
-batch) is not. Views cost nothing; an op that may write into an input that dies makes nothing new. A value that is
-offloaded is held until that has been awaited, and again from where its reload begins.
+The model counts what a step allocates: values saved for the backward, intermediate values of a phase, gradients, their
+buckets, results. It does not count what outlives steps (parameters, optimizer state) or the batch. Views cost nothing;
+an op that may write into an input that dies allocates nothing. An offloaded value is held until its offload is awaited,
+and again from the start of its reload.
 
-Where only the data knows a size, what the graph expects of it counts (`embrace_fx.vocabulary.sizes`); nothing is proved
-by it.
+A data-dependent size counts as the graph expects it (`embrace_fx.vocabulary.sizes`); no limit is proved by it.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_know
 
 @dataclass
 class Storage:
-    """Memory that one node makes, under all names that it has.
+    """The memory that one node allocates, and all values that lie in it.
 
     Attributes:
-        born, dies: the positions, among the step's nodes, of the node that makes it and of the last that reads it; the
-            number of nodes where it outlives the step.
-        known: whether its size is; else it is what is expected of a size that only the data knows.
-        last_forward, first_backward: the last reader in the forward; the first one in the backward, None where none is.
+        born, dies: the positions, among the step's nodes, of the node that makes it and of its last reader; `dies` is
+            the number of nodes where it outlives the step.
+        known: False where its size depends on data: `nbytes` is then an expected size.
+        last_forward, first_backward: positions of its last reader in the forward, its first in the backward (or None).
     """
 
     node: fx.Node
@@ -54,12 +53,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory that a step holds, node by node.
+    """The memory that a step holds at each node.
 
     Attributes:
         nodes: of forward and backward, in the order in which they run.
         backward: the position of the first node of the backward.
-        storages: all that the step makes.
+        storages: all memory that the step allocates.
         by_time: bytes while each node runs.
         memory: node -> the storages that its value lies in.
     """
@@ -76,12 +75,12 @@ class StepMemory:
 
     @property
     def known_peak_bytes(self) -> int:
-        """The most at a time of storages whose sizes are known: what can be proved."""
+        """The peak of the storages whose sizes are known: the part of the peak that can be proved."""
         return max(_by_time([s for s in self.storages if s.known], len(self.nodes)), default=0)
 
     @property
     def saved(self) -> list[Storage]:
-        """The storages that the forward leaves to the backward, in the forward's order."""
+        """The storages that the forward saves for the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
 
     @property
@@ -90,7 +89,7 @@ class StepMemory:
 
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
-    """The memory of a step, as its phases run it; of a graph that is not cut yet, as they will."""
+    """Computes the memory of a step, of its phases or, before partitioning, of the phases to come."""
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
     backward = len(nodes) - len(in_order[-1])
@@ -109,7 +108,7 @@ def _by_time(storages: Sequence[Storage], count: int) -> list[int]:
 
 
 _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
-"""The nodes of each phase, the values that outlive the step, and what placeholders of saved values stand for."""
+"""(the nodes of each phase, the values that outlive the step, placeholder of a saved value -> that value)."""
 
 
 def _phases_to_be(graph: TrainingGraph) -> _Ordered:
@@ -144,12 +143,12 @@ def _phases(graph: TrainingGraph) -> _Ordered:
 def backward_peak(
     nodes: Sequence[fx.Node], saved: Collection[fx.Node], expected: ExpectedSizes = NOTHING_EXPECTED
 ) -> int:
-    """The most bytes that a backward phase holds, were its nodes to run in an order.
+    """Returns the most bytes that a backward phase would hold if its nodes ran in this order.
 
     Args:
-        nodes: without placeholders and output.
-        saved: the placeholders of what the forward has left to it, each of which dies with its last reader.
-        expected: what stands for sizes that only the data knows.
+        nodes: the order, without placeholders and output.
+        saved: the placeholders of values that the forward has saved; each dies with its last reader.
+        expected: numbers in place of data-dependent sizes.
     """
     in_order = [*saved, *nodes]
     outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
@@ -159,7 +158,7 @@ def backward_peak(
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Bytes of a fake tensor, or of several."""
+    """Counts the bytes of a fake tensor, or of several."""
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
     )
@@ -176,10 +175,10 @@ def _memory(
     saved: Mapping[fx.Node, fx.Node],
     expected: ExpectedSizes,
 ) -> dict[fx.Node, list[Storage]]:
-    """Args: `saved`: what placeholders stand for."""
+    """Maps each node to the storages of its value; `saved`: placeholder -> the saved value that it stands for."""
     position = {node: k for k, node in enumerate(nodes)}
     of: dict[fx.Node, list[Storage]] = {}
-    places: dict[fx.Node, dict[int, int]] = {}  # of several results: a list of a thousand is looked at once
+    places: dict[fx.Node, dict[int, int]] = {}  # cached: a node may have a thousand results
 
     def lies_in(value: fx.Node) -> list[Storage]:
         return of.get(saved.get(value, value), [])
@@ -210,20 +209,20 @@ def _memory(
 
 
 def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
-    """Bytes of each of a node's results."""
+    """Counts the bytes of each of a node's results."""
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     workspace = saved_workspace_bytes(node, expected)
     return sizes if workspace is None else [*sizes[:-1], workspace]
 
 
 def _scratch(nodes: Sequence[fx.Node], expected: ExpectedSizes) -> list[Storage]:
-    """Finds what ops make for themselves, where it is known: such memory dies with its op, and has no name."""
+    """Finds the temporaries of ops, where known: such memory dies with its op, and no value lies in it."""
     sizes = ((k, node, scratch_bytes(node, expected)) for k, node in enumerate(nodes))
     return [Storage(node, size, k, k, k, known=_is_known(node)) for k, node, size in sizes if size]
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Tells whether the sizes of a node's results are those of the capture, not of the data."""
+    """Tells whether no size of a node's results depends on data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 
@@ -237,7 +236,7 @@ def _read(storage: Storage, position: int, backward: int) -> None:
 
 
 def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
-    """The inputs whose memory a node's result is."""
+    """Yields the inputs whose memory a node's result shares or reuses."""
     if node.op != "call_function" or _is_item(node):
         return
     if node.target in SHARES_MEMORY or op_name(node) in (OFFLOAD, AWAIT_RELOAD):
@@ -264,7 +263,7 @@ def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
 
 
 def _item(storages: list[Storage], node: fx.Node, places: Mapping[int, int]) -> list[Storage]:
-    """The storage of one of several results."""
+    """Returns the storage of one item of several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):

@@ -4,8 +4,8 @@ Contract
     Analysis only: the graph that comes out has the same nodes; `TrainingGraph.tables` is filled.
     A table is a parameter that at least one lookup (`embedding`, `_embedding_bag`) reads. Its `TableUse`s are the
     lookups, each with the backward nodes that make its share of the table's gradient; everything else that reads the
-    weight, or adds to its gradient, is a dense user. The gradient of an EmbeddingBag's per-sample weights reads the
-    looked-up rows once more, and no others: it is none.
+    weight, or adds to its gradient, is a dense user. The gradient of an EmbeddingBag's per-sample weights is no dense
+    user: it reads only the looked-up rows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Argument `name` of an ATen call, its schema's default included."""
+    """Returns argument `name` of an ATen call, or the default of its schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, parameter in enumerate(node.target._schema.arguments):
         if parameter.name == name:
@@ -104,7 +104,7 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
 
 
 def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Nodes that read the weight, seen through the copies that `max_norm` makes; the weight and those copies."""
+    """Returns (the nodes that read the weight or a copy that `max_norm` makes, the weight and these copies)."""
     readers: list[fx.Node] = []
     copies = [weight]
     for node in copies:
@@ -127,7 +127,7 @@ def _needs_only_shape(node: fx.Node) -> bool:
 
 
 def _gradient_terms(gradient: fx.Node | None) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The terms of the sum that a table's gradient is: (lookups' backward nodes, anything else)."""
+    """Splits the sum that is a table's gradient into its terms: (lookups' backward nodes, anything else)."""
     lookups: list[fx.Node] = []
     others: list[fx.Node] = []
     waiting = [gradient] if gradient is not None else []
@@ -175,7 +175,7 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
 
 
 def _cone(node: fx.Node) -> list[fx.Node]:
-    """The node and all it is computed from; what only gives a size is not followed."""
+    """Returns the node and all nodes that it is computed from; inputs that only give a size are not followed."""
     seen: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
@@ -189,7 +189,7 @@ def _cone(node: fx.Node) -> list[fx.Node]:
 
 
 def ids_cone(node: fx.Node) -> list[fx.Node]:
-    """The call nodes that compute `node`, sizes included, in graph order: what must run before the ids are known."""
+    """Lists the calls that compute `node`, sizes included, in graph order: they must run before the ids are known."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -206,7 +206,7 @@ def draws_randomly(module: fx.GraphModule) -> bool:
 
 
 def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
-    """The function batch -> ids of every use of `tables`, as a graph of its own, roles included.
+    """Extracts a graph, roles included, that computes the ids of every use of `tables` from the batch.
 
     rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
     ->        def ids(batch): ids = batch + 1; return (ids,)

@@ -1,9 +1,9 @@
-"""Every training program takes part in every exchange of the plan: with no rows, and zeros, where its batch uses less.
+"""Every training program joins every exchange of the plan: with no rows, and zeros, where its batch uses less.
 
 Contract
     A batch may leave a branch out, on one rank or on all: the program for it still launches what the plan exchanges,
     so that ranks whose batches take different branches meet in the same collectives. Results and the gradients of
-    what the batch uses are unchanged. Whether a parameter got a gradient from any rank is told apart from its values
+    what the batch uses are unchanged. Ranks count by other means which parameters got a gradient from any rank
     (`embrace_fx.runtime.step.used_parameters`).
 
     rewrite, a table that the graph does not read, a parameter that it gives no gradient:
@@ -34,10 +34,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ExchangedParameter:
-    """A parameter of which something is exchanged.
+    """A parameter whose rows or gradient the ranks exchange.
 
     Attributes:
-        padding_idx: of a sharded table, the row without gradient, -1 for none; None: it is a replica.
+        padding_idx: a sharded table's row without gradient, -1 for none; None for a replica.
     """
 
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class ExchangedParameter:
 
 @dataclass(frozen=True)
 class TakePart:
-    """Completes a training graph by what it lacks of a plan's exchanges.
+    """Adds to a training graph the exchanges of the plan that it lacks.
 
     Attributes:
-        exchanged: by name, in the order of the plan.
-        renormed: whole tables whose ids are exchanged; a graph that does not read them cannot rescale their rows.
+        exchanged: name -> parameter, in the order of the plan.
+        renormed: whole tables with `max_norm`; every graph must read them, to rescale the rows that other ranks read.
     """
 
     exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)
@@ -84,12 +84,12 @@ class TakePart:
 
 
 def _identifier(name: str) -> str:
-    """A parameter's name as one of Python's: a `Sequential`'s begins with a digit."""
+    """Returns a parameter's name as a Python identifier; a name in a `Sequential` begins with a digit."""
     return re.sub(r"\W|^(?=\d)", "_", name)
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """The graph of no batch at all: it reads one parameter, and yields zero.
+    """Makes a training graph that needs no batch: it reads one parameter and returns zero.
 
     return aten.new_zeros(parameter, [])
     """

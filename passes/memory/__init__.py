@@ -1,1 +1,1 @@
-"""Chooses what a step saves for its backward, offloads or computes again, so that it keeps a budget."""
+"""Chooses what a step saves for its backward, offloads or recomputes, so that it keeps a budget."""

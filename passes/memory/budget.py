@@ -1,9 +1,9 @@
-"""A step within a memory budget: what DELTA keeps, offloads, and computes again (arXiv 2203.15980; TACO 2024).
+"""Keeps a step within a memory budget by recomputing and offloading, as DELTA does (arXiv 2203.15980; TACO 2024).
 
 Contract
-    Same values, bit for bit. What the step holds at any time, as predicted on the graph that comes out (`held`), is
-    within the budget, or `ValueError` says the least that can be; a budget as a fraction gives way to that least, for
-    batches differ in what their steps must hold. What the user has checkpointed stays as decided.
+    Same values, bit for bit. The bytes that the rewritten graph's step holds at any time, as predicted
+    (`step_memory`), are within the budget, or `ValueError` names the least that is possible. A budget given as a
+    fraction rises to that least, because batches differ in it. What the user has checkpointed stays as decided.
 
     rewrite:  h = relu(x @ w); y = h @ v; ...; gv = h.t() @ g
     ->        h = relu(x @ w); y = h @ v; ...; h_again = relu(x @ w); gv = h_again.t() @ g
@@ -30,24 +30,24 @@ from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 AIMS = 3
-"""Where a graph holds more than was foreseen, what random draws save say, so often is less aimed at."""
+"""Number of limits tried, each lower, where a graph holds more than foreseen (saved random states, say)."""
 
 BETTERED = 3
-"""Of so many choices, the best, it is tried to give up less."""
+"""Number of best choices for which the search tries to give up fewer storages."""
 
 MOST_TAKEN_BACK = 100
-"""Storages of a choice of which it is tried whether they can be kept all the same."""
+"""Number of storages of a choice that the search tries to keep after all."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Brings what a step holds down to a budget.
+    """Lowers the memory that a step holds to a budget.
 
     Attributes:
-        budget: bytes; a fraction below 1 of what the step holds where everything is saved.
+        budget: bytes; below 1, a fraction of what the step holds when everything is saved.
         compute: how fast nodes run.
         copies: how fast values are offloaded and reloaded; by default none is.
-        told_least: called where a fraction asks for less than can be, with the bytes it asks for and the least.
+        told_least: called with (bytes asked for, least possible bytes) where a fraction asks for too little.
     """
 
     budget: float
@@ -79,7 +79,7 @@ class Memory:
 
 
 def _within(graph: TrainingGraph, free: TrainingGraph, before: StepMemory, limit: int, costs: Costs) -> TrainingGraph:
-    """Searches for a graph within a limit; where there is none, returns what holds the least, `free` at worst."""
+    """Searches for a graph within a limit; where there is none, returns the graph that holds the least, or `free`."""
     written = written_by(graph)
     step = Numbered(before, costs)
     foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
@@ -105,20 +105,18 @@ def _within(graph: TrainingGraph, free: TrainingGraph, before: StepMemory, limit
 
 
 def _counts(growing: Growing) -> list[int]:
-    """Counts of storages to give up first, nine of them evenly spread. More may hold more: what runs again is held,
-    too.
-    """
+    """Spreads up to nine counts of storages to give up: giving up more may hold more, as recomputed values are held."""
     return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
 
 
 def _leanest(foresight: Foresight, sequences: Sequence[Growing], limit: int) -> list[Foreseen]:
-    """Foresees, of each sequence, the choice that holds the least; sorts them by what they hold."""
+    """Finds each sequence's choice with the lowest predicted peak; sorts them by that peak."""
     foreseen = ([foresight.foresee(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
     return sorted((min(each, key=lambda f: f.peak_bytes) for each in foreseen), key=lambda f: f.peak_bytes)
 
 
 class _Search:
-    """Looks for the choice that keeps to a limit at the least time; what cannot be it is not simulated."""
+    """Searches for the fastest choice within a limit, and simulates only choices that can be it."""
 
     def __init__(self, foresight: Foresight, limit: int) -> None:
         self._foresight = foresight
@@ -126,13 +124,13 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[Growing]) -> Foreseen | None:
-        """Finds the choice within the limit that takes the least time; None: there is none."""
+        """Finds the choice within the limit that adds the least time; None: there is none."""
         found = [each for growing in sequences for each in self._first_of(growing)]
         better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda foreseen: foreseen.added_ms, default=None)
 
     def _first_of(self, growing: Growing) -> Iterator[tuple[Foreseen, Growing, int]]:
-        """The choice of a sequence that gives up the least, and how much that is."""
+        """Yields the choice of a sequence that fits by giving up the fewest storages, and their count."""
         tried: dict[int, Foreseen] = {}
 
         def fits(count: int) -> bool:
@@ -159,7 +157,7 @@ class _Search:
         yield tried[high], growing, high
 
     def _taken_back(self, foreseen: Foreseen, growing: Growing, count: int) -> Foreseen:
-        """Keeps what need not be given up once all the others are: the dearest first."""
+        """Keeps each storage without which the choice still fits and is faster, from the last one given up backward."""
         given_up = list(growing.given_up[:count])
         for each in given_up[-MOST_TAKEN_BACK:][::-1]:
             fewer = [other for other in given_up if other is not each]
@@ -170,11 +168,11 @@ class _Search:
 
 
 def apply(graph: TrainingGraph, before: StepMemory, choice: Choice, limit: int, costs: Costs) -> TrainingGraph:
-    """A graph whose backward computes again, and reloads, what the choice says.
+    """Makes the graph whose backward recomputes and reloads what the choice says.
 
     Args:
-        before: what the graph holds.
-        limit: what it is to hold at most, bytes; copies are placed so, where they can be.
+        before: the memory of `graph`.
+        limit: bytes that the step may hold; copies are placed to keep it, where possible.
     """
     result = graph.edit()
     numbers = {before.nodes[k].name: (number, k in choice.kept) for k, number in enumerate(choice.segment)}
@@ -191,10 +189,10 @@ def apply(graph: TrainingGraph, before: StepMemory, choice: Choice, limit: int, 
 
 
 def _offload(graph: TrainingGraph, values: set[str], limit: int, costs: Costs) -> None:
-    """Puts in the copies of values, by name, in place."""
+    """Inserts offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
-    for node in found.nodes:  # the order in which they run: what the backward reads stands behind what the forward does
+    for node in found.nodes:  # in the order in which they run: the forward's nodes before the backward's
         output.prepend(node)
     leaving = values_that_leave(found)
     storages = [s for s in found.saved if id(s) in leaving and leaving[id(s)].name in values]

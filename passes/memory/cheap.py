@@ -1,11 +1,11 @@
-"""Computes cheap values again instead of saving them: masks, casts, pointwise chains, norms along rows.
+"""Recomputes cheap values instead of saving them: masks, casts, pointwise chains, norms along rows.
 
-AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.partitioners`); so does this pass,
-between storages, and only as far as it is free: all that runs again takes at most `AT_MOST` of the step, as predicted.
+AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.partitioners`). So does this pass,
+between storages, while recomputing takes at most `AT_MOST` of the step's predicted time.
 
 Contract
-    Same values, bit for bit; fewer bytes saved, and no more held at any time. A model with checkpointed regions of its
-    own is left as it is: these are decisions already taken.
+    Same values, bit for bit; fewer bytes saved, and no higher peak. A model with checkpointed regions of its own is
+    left unchanged: its user has decided.
 
     rewrite:  h = a + b; y = relu(h); z = y @ w; ...; gh = threshold_backward(g, y, 0); gw = y.t() @ gz
     ->        h = a + b; y = relu(h); z = y @ w; ...; y_again = relu(a + b); ...          where a and b are saved anyway
@@ -30,13 +30,13 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 
 AT_MOST = 0.01
-"""Of a step's time, what runs again may take: less than steps differ among themselves."""
+"""Fraction of a step's time that recomputing may take: less than steps differ among themselves."""
 
 WORTH_BYTES = 2**15
-"""Saved for each op that runs again: what is moved in the time in which an op is called, some 3 us at 10 GB/s."""
+"""Least bytes saved per recomputed op: what moves at 10 GB/s in the 3 us or so that calling an op takes."""
 
 LONGEST = 4
-"""Ops in a row that run again, at most: what a longer chain begins with would be held long before it is read."""
+"""Most ops in a row that are recomputed: the first values of a longer chain would be held long before their reader."""
 
 _MOVES = (
     *("add", "sub", "mul", "div", "neg", "relu", "abs", "sign", "clamp", "clamp_min", "clamp_max", "where"),
@@ -51,7 +51,7 @@ TIMES: dict[str, float] = (
     | {f"aten::{name}": 4.0 for name in _COMPUTES}
     | {f"aten::{name}": 2.0 for name in _OF_ROWS}
 )
-"""Ops that may run again -> how many times as long they are taken to need as moving their bytes does."""
+"""Op that may be recomputed -> its assumed time, as a multiple of the time to move its bytes."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ class RecomputeCheap:
         compute_again(result)
         result.graph.lint()
         result.module.recompile()
-        # What is computed again may be there at one time.
+        # Recomputed values may all be held at one time.
         return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of the forward that a cut has decided on.
+    """The decision of one minimum cut.
 
     Attributes:
-        again: storages that are computed again instead of saved.
-        bytes: by which less is saved.
-        ms: of what runs again.
+        again: storages that are recomputed instead of saved.
+        bytes: by which the saved bytes fall.
+        ms: the time of recomputing.
     """
 
     again: tuple[Storage, ...]
@@ -109,7 +109,7 @@ class _Cuts:
         self._written = written_by(graph)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
-        # What the user may write between forward and backward, unless the backward reads it anyway.
+        # Values that the backward reads anyway: the user may write other inputs between forward and backward.
         self._still_there = {
             value
             for node in found.nodes[found.backward :]
@@ -119,7 +119,7 @@ class _Cuts:
         self._makers = {id(s): self._made_by(s) for s in self._storages}
 
     def chosen(self) -> list[list[fx.Node]]:
-        """Nodes that run again, those of each part by themselves."""
+        """Lists the nodes to recompute, a list for each piece."""
         allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
         regions = []
         for piece in sorted(self._pieces(), key=lambda p: p.ms / p.bytes):
@@ -129,13 +129,13 @@ class _Cuts:
         return regions
 
     def _made_by(self, storage: Storage) -> list[fx.Node]:
-        """The nodes of the forward that make a storage, and write into it."""
+        """Lists the nodes of the forward that make a storage or write into it."""
         nodes = (storage.node, *storage.names)
         return list(dict.fromkeys(n for n in nodes if n in self._forward and op_name(n) and view_of(n) is None))
 
     @cached_property
     def _sources(self) -> dict[int, list[Storage]]:
-        """Storages that may be computed again, by `id` -> those that this reads."""
+        """`id` of a storage that may be recomputed -> the storages that recomputing it reads."""
         found: dict[int, list[Storage]] = {}
         depth: dict[int, int] = {}
         for storage in self._storages:
@@ -148,7 +148,7 @@ class _Cuts:
         return found
 
     def _read_by(self, storage: Storage) -> list[Storage] | None:
-        """The storages that making one reads; None: it is not cheap to make."""
+        """Returns the storages that making this one reads; None: it is not cheap to make."""
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
@@ -166,7 +166,7 @@ class _Cuts:
         return list(read.values())
 
     def _pieces(self) -> Iterator[_Piece]:
-        """The parts that share no storage that may be computed again, each cut by itself."""
+        """Cuts each connected part of the storages, and yields the pieces that save bytes."""
         reads: nx.Graph[int] = nx.Graph()
         reads.add_nodes_from(id(s) for s in self._storages)
         reads.add_edges_from((id(source), key) for key, sources in self._sources.items() for source in sources)
@@ -194,7 +194,7 @@ class _Cuts:
         return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _again(self, needed: Iterable[Storage], saved: set[int]) -> list[Storage]:
-        """Finds the storages to compute again so that all of `needed` are there."""
+        """Finds the storages to recompute so that all of `needed` exist."""
         found: dict[int, Storage] = {}
         waiting = list(needed)
         while waiting:
@@ -207,15 +207,15 @@ class _Cuts:
 
 
 def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """The storages to save, the fewest bytes from which all that is needed can be had: a minimum cut.
+    """Finds, by a minimum cut, the storages with the fewest bytes from which all needed ones can be computed.
 
     Args:
         sizes: bytes of each storage.
-        sources: a storage that may be made again -> those that this reads.
+        sources: storage that may be recomputed -> the storages that this reads.
     """
     flow: nx.DiGraph[tuple[int, bool]] = (
         nx.DiGraph()
-    )  # a storage, and whether it is there: what comes out of its making
+    )  # (storage, False) is the input side of a storage, (storage, True) its output side
     begin, end = (-1, False), (-1, True)
     for k, size in enumerate(sizes):
         flow.add_edge((k, False), (k, True), capacity=size)

@@ -1,10 +1,9 @@
-"""Chooses what a forward keeps, offloads or computes again, so that a step stays within a budget (DELTA).
+"""Chooses what a forward keeps, offloads or recomputes, so that a step stays within a budget (DELTA).
 
-The forward is cut into segments, each to run again as one piece, at places where little is in use. Of what a segment
-would save, some storages are kept all the same: which, is the question. Two orders in which storages are given up
-answer it, DELTA's filter and its knapsack (arXiv 2203.15980, and TACO 2024). A storage that is given up is computed
-again, or copied out and back, whichever costs less. The answer with the least time, as predicted, is taken. Deciding
-changes nothing: `Memory` applies it.
+The forward is cut into segments, each recomputed as one piece, at places where little is in use. Storages are given up
+one after the other in one of two orders, DELTA's filter and its knapsack (arXiv 2203.15980, and TACO 2024); the others
+are kept. A storage that is given up is recomputed, or copied out and back, whichever costs less. Of all choices, the
+one with the least predicted time is taken. This module only decides: `Memory` applies the choice.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from embrace_fx.passes.memory.offload import values_that_leave
 from embrace_fx.passes.step_memory import StepMemory, Storage
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Into how many pieces a forward is cut: all are tried."""
+"""The numbers of segments that are tried."""
 
 SEGMENTS_WITH_COPIES = (1, 2, 4, 8, 16, 32)
-"""Likewise, where values are offloaded besides: fewer, for where copies stand takes longer to foresee."""
+"""The numbers tried where values may be offloaded too: fewer, because placing copies takes longer to simulate."""
 
 NEVER = -1
-"""The segment of a node that does not run again."""
+"""The segment of a node that cannot be recomputed."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision about each of a step's saved values: save it, copy it out, or compute it again.
+    """A decision about each of a step's saved values: save, offload or recompute it.
 
     Attributes:
-        segment: for each node of the forward, the segment that computes it again, or `NEVER`.
-        kept: nodes, by number, that are saved although their segment runs again.
-        offloaded: storages that leave for the host, or a file, until the backward.
+        segment: for each node of the forward, the segment that recomputes it, or `NEVER`.
+        kept: numbers of the nodes that are saved although their segment is recomputed.
+        offloaded: storages that are copied to the host, or a file, until the backward.
     """
 
     segment: Sequence[int]
@@ -49,10 +48,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """A storage that is not simply saved.
+    """A storage that is offloaded or recomputed.
 
     Attributes:
-        names: the nodes that run again, by number; None: it is offloaded.
+        names: numbers of the nodes that are recomputed; None: the storage is offloaded.
     """
 
     storage: Storage
@@ -61,10 +60,10 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Growing:
-    """Choices, each of which gives up one storage more than the one before.
+    """A sequence of choices, each of which gives up one storage more than the one before.
 
     Attributes:
-        kept: nodes that are saved where nothing is given up.
+        kept: numbers of the nodes that are saved where nothing is given up.
     """
 
     segment: Sequence[int]
@@ -75,17 +74,17 @@ class Growing:
         return len(self.given_up)
 
     def first(self, count: int) -> Choice:
-        """Gives up the first so many."""
+        """Makes the choice that gives up the first `count` storages."""
         return self.choice(self.given_up[:count])
 
     def choice(self, given_up: Sequence[GivenUp]) -> Choice:
-        """Gives up some of them."""
+        """Makes the choice that gives up these storages."""
         again = frozenset[int]().union(*(each.names for each in given_up if each.names is not None))
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
 
 
 def choices(step: Numbered, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
-    """Growing choices, for each way of cutting the forward and each order."""
+    """Yields a sequence of choices for each number of segments and each order."""
     held = step.held
     candidates = _candidates(held)
     if not candidates:
@@ -117,14 +116,14 @@ def _in_both_orders(
 
 
 def _candidates(held: StepMemory) -> list[Storage]:
-    """Saved storages that are worth a decision: at least 1 % of the mean size."""
+    """Lists the saved storages that are worth a decision: at least 1 % of the mean size."""
     saved = held.saved
     mean = held.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
 
 
 class _Cut:
-    """Cuts a forward into segments that save about as much each, where the least is in use."""
+    """Cuts a forward into segments that save about the same bytes, at places that few bytes cross."""
 
     def __init__(self, held: StepMemory, able: Sequence[bool]) -> None:
         self._able = able
@@ -139,7 +138,7 @@ class _Cut:
         self._saved = list(accumulate(saved, initial=0))
 
     def segments(self, count: int) -> list[int]:
-        """The segment of each node of the forward."""
+        """Lists, for each node of the forward, its segment."""
         cuts = [self._place(k / count, 0.5 / count) for k in range(1, count)]
         number, found = 0, []
         for position, able in enumerate(self._able):
@@ -148,7 +147,7 @@ class _Cut:
         return found
 
     def _place(self, share: float, around: float) -> int:
-        """Finds a position by which about a share of all bytes has been saved, and few values cross."""
+        """Finds a position that few bytes cross, before which about this share of all saved bytes is saved."""
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - around) * total)
         last = bisect_right(self._saved, (share + around) * total, first)
@@ -157,7 +156,7 @@ class _Cut:
 
 
 def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage]:
-    """The biggest and longest unused of those that are there at the peak, one after the other: argmax of m s."""
+    """Sorts storages by DELTA's filter: at each turn, of those held at the peak, the largest bytes x unread time."""
     held = np.array(step.held.by_time, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
     end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
@@ -177,7 +176,7 @@ def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage
 def _knapsack_order(
     step: Numbered, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[int]
 ) -> list[Storage]:
-    """Sorts storages by the time that giving them up costs for each byte, the least first: the dearest are kept."""
+    """Sorts storages by the time that giving them up costs per byte, the cheapest first: the dearest are kept."""
     segment = [0 if each else NEVER for each in able]
     saved = {name for storage in step.held.saved for name in step.names(storage)}
 
@@ -189,13 +188,13 @@ def _knapsack_order(
 
 
 def _copied_ms(step: Numbered, storage: Storage, idle_ms: float) -> float:
-    """Prices the copies of a storage out and back, the link being idle for `idle_ms` in between."""
+    """Prices the copies of a storage out and back, of which compute hides `idle_ms`."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
 def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Adds up the time to compute a storage again from what is saved besides. It stops counting beyond `most_ms`."""
+    """Adds up the time to recompute a storage from the other saved ones; stops counting beyond `most_ms`."""
     total, seen, waiting = 0.0, set(), [step.position[storage.node]]
     if segment[waiting[0]] == NEVER:
         return inf
@@ -209,8 +208,7 @@ def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequen
 
 
 def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage], copied: Set[int]) -> Growing:
-    """Gives up one storage of `order` after the other: computed again, or, of those in `copied`, offloaded, whichever
-    costs less."""
+    """Decides for each storage of `order` whether giving it up recomputes or, for one in `copied`, offloads it."""
     across = _read_across(step, segment)
     saved = {name for storage in step.held.saved for name in step.names(storage)}
     kept = frozenset(saved | across)
@@ -232,7 +230,7 @@ def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage],
 
 
 def _read_across(step: Numbered, segment: Sequence[int]) -> set[int]:
-    """Finds the values that a segment reads from another one: it runs again from there."""
+    """Finds the values that a segment reads from another one: recomputing the segment starts from them."""
     return {
         value
         for node, own in enumerate(segment)

@@ -1,7 +1,7 @@
-"""Predicts a choice's memory and time without rewriting the graph, because hundreds are compared.
+"""Predicts a choice's memory and time without rewriting the graph, because hundreds of choices are compared.
 
-The forward stays as it is, and so does the backward, but for where its nodes stand. What differs from choice to choice
-is all that is simulated: copies, what they read, and which of the forward's storages the backward still reads.
+The forward's nodes keep their positions; the backward's keep their order. Only differences between choices are
+simulated: recomputed copies, what they read, and which of the forward's storages the backward still reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embrace_fx.passes.memory.place import place
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A choice, the most that the step holds under it, and the time that it adds."""
+    """A choice, the peak of the step under it, and the time that it adds."""
 
     choice: Choice
     peak_bytes: int
@@ -25,7 +25,7 @@ class Foreseen:
 
 
 class Foresight:
-    """Simulates choices for one step. `held` of what comes of one may say otherwise of what random draws save."""
+    """Simulates choices for one step, but for saved random states: `step_memory` may find a bit more."""
 
     def __init__(self, step: Numbered) -> None:
         self._step = step
@@ -33,16 +33,16 @@ class Foresight:
         storages = step.held.storages
         self._born = [s.born for s in storages]
         self._sizes = [s.nbytes for s in storages]
-        # Where a storage dies that the backward reads no more; one that the backward makes, as it does now.
+        # The death of a storage if the backward no longer reads it; of one that the backward makes, as now.
         self._dies = [s.dies if s.born >= self._backward or s.dies == self._count else s.last_forward for s in storages]
         self._read = _read_in_backward(step)
         self._viewed = _viewed_in_backward(step)
 
     def foresee(self, choice: Choice, limit: int) -> Foreseen:
-        """Simulates a choice, without rewriting the graph.
+        """Simulates a choice.
 
         Args:
-            limit: what the step is to hold at most, bytes; copies out of memory are placed so.
+            limit: bytes that the step may hold; offloads and reloads are placed to keep it.
         """
         again = self._computed_again(choice)
         added_ms = sum(self._step.ms[node] for node in again)
@@ -60,11 +60,11 @@ class Foresight:
         return Foreseen(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
-        """The part of what a choice adds that needs no simulation."""
+        """Returns the time of a choice's recomputing, without a simulation."""
         return sum(self._step.ms[node] for node in self._computed_again(choice))
 
     def _computed_again(self, choice: Choice) -> set[int]:
-        """The nodes of which the backward has copies."""
+        """Finds the nodes that the backward recomputes."""
         segment, kept, inputs = choice.segment, choice.kept, self._step.inputs
         found = {node for node in self._read if segment[node] >= 0 and node not in kept}
         waiting = list(found)
@@ -77,9 +77,7 @@ class Foresight:
         return found
 
     def _places(self, choice: Choice, again: set[int]) -> tuple[list[int], dict[int, int]]:
-        """Positions of the step's own nodes under a choice, and one more, the end; positions of copies, in their
-        order.
-        """
+        """Returns (positions of the step's own nodes, and of the end; recomputed node -> its position)."""
         members: dict[int, list[int]] = {}
         begins: dict[int, int] = {}
         for node in sorted(again):
@@ -102,10 +100,10 @@ class Foresight:
             of_copy = node in again
             for storage in memory[node]:
                 lives.read(storage, stands[first], stands[last], of_copy=of_copy and makers[storage] in again)
-        for storage, last in self._viewed.items():  # a view that the backward makes is one of the copy
+        for storage, last in self._viewed.items():  # the backward's own views are views of the copy
             lives.lasts(storage, stands[last], of_copy=makers[storage] in again)
         for node, here in copies.items():
-            for storage in memory[node]:  # a copied view of what is not copied is a view of the original
+            for storage in memory[node]:  # a recomputed view of a storage that is not recomputed views the original
                 lives.lasts(storage, here, of_copy=makers[storage] in again)
             for value in inputs[node]:
                 of_copy = value in again and segment[value] == segment[node]
@@ -114,7 +112,7 @@ class Foresight:
         return lives
 
     def _held(self, lives: _Lives, stands: Sequence[int], copies: Mapping[int, int]) -> list[int]:
-        """Bytes while each node runs, copies among them."""
+        """Lists the bytes held while each node, copies included, runs."""
         end = stands[-1]
         copied = list(lives.dies_copied)
         born = [*(stands[position] for position in self._born), *(copies[self._step.makers[s]] for s in copied)]
@@ -126,7 +124,7 @@ class Foresight:
         return list(accumulate(change[:end]))
 
     def _starts_ms(self, stands: Sequence[int], copies: Mapping[int, int]) -> list[float]:
-        """The time at which each node begins, copies among them; one more: the end of the last."""
+        """Lists the time at which each node, copies included, begins; and the end of the last."""
         ms = [0.0] * stands[-1]
         for node, position in (*enumerate(stands[:-1]), *copies.items()):
             ms[position] = self._step.ms[node]
@@ -135,12 +133,12 @@ class Foresight:
 
 @dataclass(frozen=True)
 class _Lives:
-    """The lives of storages under a choice, by number.
+    """The lifetimes of storages under a choice, by number.
 
     Attributes:
-        dies: the position of the last reader of each original.
-        dies_copied: of the copies of those that are computed again.
-        first_read: of originals that the backward reads: where first.
+        dies: the position of each storage's last reader.
+        dies_copied: recomputed storage -> the position of its copy's last reader.
+        first_read: storage that the backward reads -> the position of its first reader there.
     """
 
     dies: list[int]
@@ -160,7 +158,7 @@ class _Lives:
 
 
 def _read_in_backward(step: Numbered) -> dict[int, tuple[int, int]]:
-    """Nodes of the forward that the backward reads -> the first and the last of their readers there."""
+    """Finds the nodes of the forward that the backward reads -> (first, last) of their readers there."""
     backward = step.held.backward
     found: dict[int, tuple[int, int]] = {}
     for reader in range(backward, len(step.held.nodes)):
@@ -171,7 +169,7 @@ def _read_in_backward(step: Numbered) -> dict[int, tuple[int, int]]:
 
 
 def _viewed_in_backward(step: Numbered) -> dict[int, int]:
-    """Finds storages of the forward that the backward views -> the last node that is such a view, or reads one."""
+    """Finds the storages of the forward that the backward views -> the last node that is such a view, or reads one."""
     backward, storages = step.held.backward, step.held.storages
     found: dict[int, int] = {}
     for node in range(backward, len(step.held.nodes)):

@@ -12,10 +12,10 @@ from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
 def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
-    """The line of a prediction, of one rank.
+    """Computes the line for a predicted timeline of one rank.
 
-    A backward's nodes run in the compute of its spans, one after the other, each as long as its share of all of them;
-    so do a forward's. Where compute waits, as much is held as before.
+    The nodes of a backward are spread over its compute spans, one after the other, each for its share of the time; so
+    are those of a forward. While compute waits, the held bytes stay the same.
     """
     backward, forward = slice(found.backward, None), slice(0, found.backward)
     points: list[MemoryAt] = []
@@ -31,7 +31,7 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """The times at which nodes begin that run within spans: each takes its share of the spans' time."""
+    """Yields the time at which each node begins that runs within spans: each takes its share of the spans' time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return
@@ -45,7 +45,7 @@ def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[fl
 
 
 def _changes(points: Sequence[MemoryAt]) -> Iterator[MemoryAt]:
-    """Drops the points that equal the one before."""
+    """Drops each point with the same bytes as the one before."""
     before = -1
     for point in points:
         if point.held_bytes != before:

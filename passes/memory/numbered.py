@@ -1,4 +1,4 @@
-"""A step with its nodes and storages numbered: what deciding about its memory reads thousands of times."""
+"""A step with its nodes and storages numbered, for a search that reads them thousands of times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from embrace_fx.passes.step_memory import StepMemory, Storage
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, as far as deciding needs them.
+    """The times that a search for a choice needs.
 
     Attributes:
-        node_ms: of a node.
+        node_ms: node -> its milliseconds.
         copies: how fast values are offloaded and reloaded.
     """
 
@@ -28,11 +28,11 @@ class Costs:
 
 
 class Numbered:
-    """A step: nodes are numbered in the order in which they run, storages as in `StepMemory.storages`.
+    """A step whose nodes are numbered in the order in which they run, and storages as in `StepMemory.storages`.
 
     Attributes:
-        ms: of each node.
-        inputs: node -> those that it reads.
+        ms: milliseconds of each node.
+        inputs: node -> the nodes that it reads.
         memory: node -> the storages that its value lies in.
         makers: storage -> the node that makes it.
     """
@@ -52,11 +52,11 @@ class Numbered:
         self.makers: Sequence[int] = [self.position[storage.node] for storage in held.storages]
 
     def number(self, storage: Storage) -> int:
-        """The number of a storage."""
+        """Returns the number of a storage."""
         return self._numbers[id(storage)]
 
     def names(self, storage: Storage) -> list[int]:
-        """The nodes whose values lie in a storage."""
+        """Returns the nodes whose values lie in a storage."""
         return [self.position[node] for node in storage.names]
 
     @cached_property
@@ -65,5 +65,5 @@ class Numbered:
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Milliseconds from the last read of a storage in the forward to the first one in the backward."""
+        """Returns the milliseconds from a storage's last read in the forward to its first in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]

@@ -1,8 +1,8 @@
-"""Saved values leave memory behind their last reader in the forward, and are back before their first in the backward.
+"""Saved values are offloaded behind their last reader in the forward, and reloaded before their first in the backward.
 
 Contract
-    Same values, bit for bit. What leaves is the whole of a storage; what else of it the backward reads, views, it makes
-    again of what has come back. Nothing reads a value whose memory has gone.
+    Same values, bit for bit. A storage is offloaded as a whole; the backward makes other views of it again from the
+    reloaded value. Nothing reads a value whose memory is freed.
 
     rewrite:  h = relu(x); y = h @ v; ...;               gv = h.t() @ g
     ->        h = relu(x); t = offload(h); y = h @ v; ...; s = await_offload(t); ...
@@ -35,9 +35,9 @@ embrace = torch.ops.embrace
 
 
 def values_that_leave(found: StepMemory) -> dict[int, fx.Node]:
-    """Storages (by `id`) that can be copied out and back -> the value that is all of what each holds.
+    """Finds the storages (by `id`) that can be offloaded -> the value that covers all of the storage.
 
-    What a result or a launch lies in stays, and what nothing but compute's own ops have made.
+    A storage in which a result or a launch lies stays in memory.
     """
     backward = set(found.nodes[found.backward :])
     values = {}
@@ -60,7 +60,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """The node that a node is a view of; None: it is no view."""
+    """Returns the node that a node is a view of; None: it is no view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:
@@ -99,7 +99,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Whether another value made like it lies the same way. Compared as text: symbolic sizes stay without guards."""
+    """Tells whether `empty_like` gives a node's value the same strides; compared as text, to add no guards."""
     value = node.meta["val"]
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 
@@ -108,10 +108,10 @@ def _is_dense(node: fx.Node) -> bool:
 
 
 def insert_copies(graph: TrainingGraph, found: StepMemory, copies: Sequence[PlacedCopy], rate: CopyRate) -> None:
-    """Puts offloads and reloads into a joint graph, in place.
+    """Inserts offloads and reloads into a joint graph, in place.
 
     Args:
-        found: what the graph holds without them.
+        found: the memory of the graph without them.
     """
     _Copies(graph, found, rate).insert(copies)
 
@@ -165,7 +165,7 @@ class _Copies:
         return node
 
     def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
-        """Has the backward read what has come back, and views of that."""
+        """Makes the backward read the reloaded value, and views of it."""
         for name in storage.names:
             readers = [user for user in name.users if self._position.get(user, -1) >= self._held.backward]
             if self._position[name] >= self._held.backward or not readers:
@@ -175,7 +175,7 @@ class _Copies:
                 reader.replace_input_with(name, made)
 
     def _made_of(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """A view of a value, made again of what has come back."""
+        """Makes a view of a value again, from the reloaded value."""
         source = view_of(name)
         if name is value:
             return back

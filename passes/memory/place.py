@@ -1,9 +1,9 @@
-"""Places copies out of memory and back in a step: where compute hides them, as near as the limit asks.
+"""Places offloads and reloads in a step: where compute hides them, or nearer to their readers where the limit asks.
 
-An offload begins behind the node that makes its value. It is awaited where it is expected to have ended, or, where that
-would hold too much, as early as behind the value's last reader. A reload is begun so early that it is expected to have
-ended where its reader stands, or, where that would hold too much, as late as right before it. Each lane copies one
-value after the other. What the program waits for all the same is added to the step's time.
+An offload begins behind the node that makes its value. It is awaited where it should have ended or, where that would
+hold too much, as early as behind the value's last reader. A reload begins so early that it should have ended at its
+reader or, where that would hold too much, as late as right before it. Each lane copies one value after the other. The
+time that the program still waits for copies is added to the step's time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class CopyRate:
     """The speed at which values are copied.
 
     Attributes:
-        bytes_per_ms: one way; 0: nothing is.
-        start_ms: of a copy, however few its bytes.
-        share: how much of a copy's time compute loses, where both share cores.
+        bytes_per_ms: one way; 0: nothing is copied.
+        start_ms: the fixed time of a copy.
+        share: the fraction of a copy's time that compute loses, where both share cores.
     """
 
     bytes_per_ms: float = 0.0
@@ -32,7 +32,7 @@ class CopyRate:
     share: float = 0.0
 
     def ms(self, nbytes: int) -> float:
-        """One way."""
+        """Returns the milliseconds of a copy, one way."""
         return self.start_ms + nbytes / self.bytes_per_ms
 
 
@@ -42,11 +42,11 @@ NO_COPIES = CopyRate()
 
 @dataclass
 class PlacedCopy:
-    """The places of one storage's copies, as positions of the nodes that they stand before.
+    """The places of one storage's copies: positions of the nodes before which they are inserted.
 
     Attributes:
-        left: where its offload is awaited; the position of the backward: at the forward's end.
-        comes: where its reload begins.
+        left: where the offload is awaited; the position of the backward stands for the forward's end.
+        comes: where the reload begins.
     """
 
     storage: Storage
@@ -55,14 +55,14 @@ class PlacedCopy:
 
     @property
     def back(self) -> int:
-        """The position at which its reload is awaited."""
+        """The position at which the reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All of a step's copies, what it holds with them at most, and the time that they add."""
+    """All copies of a step, the step's peak with them, and the time that they add."""
 
     copies: tuple[PlacedCopy, ...]
     peak_bytes: int
@@ -80,8 +80,8 @@ def place(
     """Places the copies of saved storages.
 
     Args:
-        by_time: bytes while each node runs, were nothing offloaded.
-        starts_ms: when each node begins; one more: when the last ends.
+        by_time: bytes held while each node runs, were nothing offloaded.
+        starts_ms: when each node begins; and when the last ends.
         backward: the position of the first node of the backward.
     """
     held = np.array(by_time, dtype=np.int64)
@@ -96,7 +96,7 @@ def place(
 
 
 def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[PlacedCopy]:
-    """Each copied as early, or as late, as nothing waits for it."""
+    """Awaits each offload as early, and begins each reload as late, as nothing waits for them."""
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -113,24 +113,24 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
 def _nearer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy so that less is held at the peak, and returns whether there was one."""
+    """Moves one copy so that less is held at the peak; returns False where there is none to move."""
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:
-            copy = min(late, key=lambda c: (c.storage.born, c.left))  # it has had the most time to leave
+            copy = min(late, key=lambda c: (c.storage.born, c.left))  # its offload began first
             held[peak : copy.left] -= copy.storage.nbytes
             copy.left = peak
         return bool(late)
     early = [c for c in copies if c.comes <= peak < c.back]
     if early:
-        copy = max(early, key=lambda c: (c.back, c.storage.born))  # it is read last
+        copy = max(early, key=lambda c: (c.back, c.storage.born))  # its reader comes last
         held[copy.comes : peak + 1] -= copy.storage.nbytes
         copy.comes = peak + 1
     return bool(early)
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Adds up the time that the program waits for copies, and the time that copying takes from its cores."""
+    """Adds up the time that the program waits for copies, and the compute time that copying takes."""
     events: list[tuple[int, int, int]] = []  # position, what happens there, which copy
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]

@@ -1,11 +1,11 @@
-"""Checkpointed regions: the backward computes again what the user's `torch.utils.checkpoint` says, and saves the rest.
+"""The backward recomputes the regions that the user has marked by `torch.utils.checkpoint`; the rest is saved.
 
 Contract
-    Same values, bit for bit: what is computed again runs the same ops on the same inputs, its random numbers drawn from
-    the state that the forward drew them from. Nothing is launched, exchanged or written twice: what a region takes from
-    communication is saved. Saved are a region's inputs, its results where something behind it needs them, and what a
-    selective policy keeps; a region runs again as one piece, just before the first node of the backward that needs it.
-    State that the forward writes (running statistics) is read as it was, and written once.
+    Same values, bit for bit: recomputing runs the same ops on the same inputs, and draws random numbers from the state
+    that the forward drew them from. Nothing is launched, exchanged or written twice: values that a region gets from
+    communication are saved. So are a region's inputs, the results that later nodes need, and what a selective policy
+    keeps. A region is recomputed as one piece, just before the first node of the backward that needs it.
+    State that the forward writes (running statistics) is read as it was before, and written once.
 
     rewrite:  h = relu(x @ w); y = dropped(h @ v, noise = bernoulli(..)); ...; gv = h.t() @ g; ...
     ->        s = random_state(cpu); h = relu(x @ w); y = ...; ...
@@ -40,7 +40,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RecomputeRegions:
-    """Puts copies of checkpointed nodes into the backward of the joint graph."""
+    """Inserts copies of checkpointed nodes into the backward of the joint graph."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not any(node.meta.get("region") for node in graph.graph.nodes):
@@ -53,7 +53,7 @@ class RecomputeRegions:
 
 
 def compute_again(graph: TrainingGraph) -> list[fx.Node]:
-    """Puts copies of the nodes with regions into the backward, in place; the copies. No node has a region then."""
+    """Inserts copies of the nodes with regions into the backward, in place; removes the regions; returns the copies."""
     copies = _Copies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)
@@ -62,13 +62,12 @@ def compute_again(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
-    """Tells whether a node has no effect but its value, and a tensor for its value.
+    """Tells whether a node may be recomputed: its only effect is its value, a tensor.
 
-    A size is saved rather than what it is the size of. A parameter that the forward writes (`max_norm`) is not what it
-    was.
+    Sizes are saved. A reader of a parameter that the forward writes (`max_norm`) would read another value.
 
     Args:
-        written: what the forward writes: parameters, buffers, tensors of the batch.
+        written: the parameters, buffers and batch tensors that the forward writes.
     """
     if not isinstance(node.target, OpOverload):
         source = _source(node)
@@ -94,7 +93,7 @@ def draws(node: fx.Node) -> bool:
 
 
 class _Copies:
-    """The copies of one graph's forward nodes, by level, and where they go."""
+    """Inserts the copies of one graph's forward nodes, by level."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph.graph
@@ -112,7 +111,7 @@ class _Copies:
         self._unwritten: dict[fx.Node, fx.Node] = {}
 
     def insert(self) -> list[fx.Node]:
-        """Puts the copies in."""
+        """Inserts the copies, and returns them."""
         for node in self._backward:
             for value in node.all_input_nodes:
                 self._want(value, self._level(value, node.meta.get("region")))
@@ -128,7 +127,7 @@ class _Copies:
     # -- what is computed again ----------------------------------------------------------------------------------------
 
     def _paths_of(self, members: Members) -> dict[fx.Node, Path]:
-        """The regions of forward nodes, of those that can be computed again."""
+        """Finds the forward nodes that can be recomputed -> the regions that they are in."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
@@ -137,7 +136,7 @@ class _Copies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """The level of the copy that a reader within the regions `reader` reads; None stands for the backward's own."""
+        """Returns the level of the copy that a reader in regions `reader` reads; None: a node of the backward."""
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -146,7 +145,7 @@ class _Copies:
         return min(shared, len(path) - 1) if value in self._kept else shared
 
     def _want(self, value: fx.Node, level: int) -> None:
-        """Notes that a copy of `value` is needed, and those that it needs."""
+        """Records that a copy of `value` is needed, and the copies that it reads."""
         waiting = [(value, level)]
         while waiting:
             value, level = waiting.pop()
@@ -159,7 +158,7 @@ class _Copies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _chains_of(self, members: Members) -> dict[fx.Node, list[fx.Node]]:
-        """Draws that follow each other in the forward, of one generator and of the same regions: by each of them."""
+        """Maps each draw to its chain: the draws in a row, of one generator and in the same regions."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
@@ -178,7 +177,7 @@ class _Copies:
     # -- where it goes -------------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
-        """Puts a region's copies before a node, and those of outer regions that they read."""
+        """Inserts a region's copies before a node, and the copies of outer regions that they read."""
         nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
         for node in nodes:
             for value in node.all_input_nodes:
@@ -203,7 +202,7 @@ class _Copies:
         self._copies[node, len(region)] = copy
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """The parts of chains that `nodes` have."""
+        """Groups those of `nodes` that draw by their chains."""
         found: dict[int, list[fx.Node]] = {}
         for node in nodes:
             if node in self._chains:
@@ -211,7 +210,7 @@ class _Copies:
         return list(found.values())
 
     def _begin(self, first: fx.Node) -> fx.Node:
-        """Begins the replay of a chain, which the region has from its first draw on."""
+        """Inserts the begin of a chain's replay, and saves the random state before the chain's first draw."""
         device = _device(first)
         if first not in self._states:
             with self._rewriter.before(first):
@@ -222,7 +221,7 @@ class _Copies:
         return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
 
     def _read_unwritten(self) -> None:
-        """Copies read state that the forward writes as it was before."""
+        """Makes the copies read state that the forward writes as it was before the forward."""
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         for copy in self._copies.values():
             for value in copy.all_input_nodes:
@@ -236,7 +235,7 @@ class _Copies:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The op that a tuple's item is of; other nodes themselves."""
+    """Returns the op whose result a tuple's item is taken from; any other node itself."""
     while node.op == "call_function" and not isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Communication that runs from one step into the next, as nodes of the phases (EmbRace, ICPP 2022, section 4).
+"""Overlaps communication with the next step, by nodes in the phases (EmbRace, ICPP 2022, section 4).
 
     SubmitRows         a table's rows and gradients are submitted and awaited, and updated before they are read again
     StackRows         the tables of a stack share their nodes
@@ -6,7 +6,7 @@
     ChunkBuckets      a bucket travels in chunks
     UpdateBeforeRead      a bucket is updated where the next forward first reads it (horizontal scheduling)
     AwaitRowsLate         rows are awaited where the forward first computes with them
-    SubmitGradientsEarly  row gradients leave as soon as what they are made of is there
+    SubmitGradientsEarly  row gradients are submitted as soon as their inputs are computed
 
 Contract
     Same nodes otherwise, same values: a parameter is read after its last update, a row after its last one. All work on

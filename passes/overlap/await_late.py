@@ -1,12 +1,11 @@
 """A table's rows are awaited where the forward first computes with them, not where they are looked up.
 
-A model may look up all of its tables at the head of its forward, and read some of them next to the loss: the softmax's
-rows would be waited for before the first layer runs, though they may arrive while it does.
+A model may look up all of its tables at the head of its forward, and read some of them next to the loss: without this
+pass the first layer would wait for the softmax's rows, which may arrive while it runs.
 
 Contract
-    Same nodes, same values. An await of rows is moved down, with what is made of these rows alone, right before the
-    first node that reads any of it; everything else keeps its order. Where nothing that computes lies between, the
-    graph stays as it is.
+    Same nodes, same values. An await of rows is moved down, with the nodes that only depend on these rows, right before
+    their first reader; all other nodes keep their order. Where no node computes in between, the graph is unchanged.
 
     rewrite:  flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); y = mm(x, w); z = mm(y, rows)
     ->        y = mm(x, w); flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); z = mm(y, rows)
@@ -40,7 +39,7 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _Moved:
-    """The nodes of a table that move, in their order, and the reader that they move to."""
+    """The nodes of a table that are moved, in their order, and the reader before which they are put."""
 
     nodes: list[fx.Node]
     reader: fx.Node
@@ -69,9 +68,9 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
 
 
 def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
-    """The awaits of one table, and the light nodes that read nothing but them, each other, and what phases before save.
+    """Returns a table's awaits and the light nodes that read only these, each other and what earlier phases have saved.
 
-    Nobody writes into what a phase has saved, so that it is the same further down.
+    No node writes into a saved value, so that it is the same further down.
     """
     found = set(awaits)
     waiting = [user for node in awaits for user in node.users]
@@ -84,7 +83,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Tells whether a node may move, and is no op of a user, nor one that takes long."""
+    """Tells whether a node may move, is no user's op and takes no long time."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

@@ -1,4 +1,4 @@
-"""Dense gradients: buckets travel in chunks, and are updated where the next forward first reads them.
+"""Buckets of dense gradients travel in chunks, and update parameters where the next forward first reads them.
 
 rewrite, `ChunkBuckets`:
     backward   flat = wait(all_reduce_(bucket)); m1, m2 = unpack_bucket(flat, [p1, p2])
@@ -7,7 +7,7 @@ rewrite, `ChunkBuckets`:
                m1, m2 = unpack_bucket(there1, [p1, p2])
 A sparse exchange (`exchange_gradient_`) is one chunk.
 
-rewrite, `UpdateBeforeRead`, which follows on it:
+rewrite, `UpdateBeforeRead`, which follows:
     backward   there1 = ...; m1, m2 = unpack_bucket(there1, [p1, p2])
     forward    ... p1 ... p2 ...
 ->  backward   hand_over(sent1, k)
@@ -45,10 +45,10 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ChunkBuckets:
-    """Cuts the reduction of every bucket.
+    """Cuts every bucket's AllReduce into chunks.
 
     Attributes:
-        chunks: elements of each chunk, by bucket, in launch order.
+        chunks: for each bucket, in launch order, the elements of each chunk.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -104,8 +104,8 @@ class UpdateBeforeRead:
     """Lets the updates of dense parameters run into the next forward.
 
     Attributes:
-        buckets: what the graph reduces, in launch order.
-        chunks: elements of each chunk, by bucket.
+        buckets: parameters of each bucket, in launch order.
+        chunks: for each bucket, the elements of each chunk.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -156,7 +156,7 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
     parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
-        if not read:  # by this batch, but all the same it is updated
+        if not read:  # this batch does not read the bucket, which is updated all the same
             read = [rewriter.copy_of(elsewhere[bucket[0]])]
         position = {node: n for n, node in enumerate(forward.graph.nodes)}
         readers = [first_user(node) for node in read if node.users] or [forward.graph.output_node()]

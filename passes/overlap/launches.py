@@ -1,4 +1,4 @@
-"""Nodes with the id of a launch, and what all passes of this folder do."""
+"""Inserts and finds nodes with the id of a launch, for all passes of this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.operation_id import OperationId
 
 
 class Phases:
-    """A graph's phases, each copied when it is first asked for: the others stay what they are, and verified."""
+    """A graph's phases, each copied when it is first read, so that the other ones stay verified."""
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
         self._phases = phases
@@ -28,7 +28,7 @@ class Phases:
 
 
 def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> TrainingGraph:
-    """A graph whose phases `rewrite` has changed in place; of an evaluation, the graph itself."""
+    """Returns a copy whose phases `rewrite` has changed in place; the graph itself where it has no backward."""
     if "backward" not in graph.phases:
         return graph
     phases = Phases(graph.phases)
@@ -48,18 +48,18 @@ def launch_node(rewriter: Rewriter, target: Any, *args: Any, launch: OperationId
 
 
 def rename(node: fx.Node, launch: OperationId) -> None:
-    """Makes a node that of another launch."""
+    """Gives a node the id of another launch."""
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 
 
 def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
-    """The calls of an op, in the order of the program."""
+    """Lists the calls of an op, in the order of the program."""
     return list(module.graph.find_nodes(op="call_function", target=target))
 
 
 def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
-    """The calls of an op, one for each table or stack."""
+    """Maps each table or stack to its call of an op."""
     found: dict[str, fx.Node] = {}
     for node in nodes_of(module, target):
         launch: OperationId = node.meta["launch"]
@@ -68,7 +68,7 @@ def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node that nothing reads, and what was computed for it alone."""
+    """Erases a node that nothing reads, and the nodes that only it depended on."""
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes
@@ -78,14 +78,14 @@ def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
 
 
 def drop_unread(module: fx.GraphModule) -> None:
-    """Placeholders of state, or of saved rows, that were read only by what is gone."""
+    """Erases placeholders of parameters and shards that nothing reads any more."""
     for node, role in list(inputs_of(module)):
         if not node.users and isinstance(role, Parameter | Shard):
             module.graph.erase_node(node)
 
 
 def drop_unread_saved(module: fx.GraphModule) -> None:
-    """Placeholders of what earlier phases save, likewise."""
+    """Erases placeholders of saved values that nothing reads any more."""
     for node, role in list(inputs_of(module)):
         if not node.users and isinstance(role, Saved):
             module.graph.erase_node(node)

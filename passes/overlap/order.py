@@ -1,13 +1,13 @@
-"""The backward's compute in another order: what each gradient's submission needs, unit by unit.
+"""Reorders the backward's compute by units: for each submission of gradients, the compute that it needs.
 
-Autograd fixes one order of a backward; the dependences allow many. A gradient of a weight is read by nobody but its
-AllReduce, so that it can wait while what a table's gradient hangs on goes ahead, or the other way round.
+Autograd fixes one order of a backward; the dependences allow many. Only its AllReduce reads a weight's gradient, which
+can therefore be computed after the nodes that a table's gradient depends on, or before them.
 
 Contract
-    Same nodes, same values, bit for bit. A unit is all that is submitted of one table, stack or bucket. The units'
+    Same nodes, same values, bit for bit. A unit is all submissions of one table, stack or bucket. The units'
     submissions follow each other in the given order; each node that computes stands with the first unit that needs it,
-    and within a unit in its old order. What has effects of its own (random draws, awaits, updates, what is computed
-    again, ops that write into what they are given) keeps its order.
+    and within a unit in its old order. Nodes with effects (random draws, awaits, updates, recomputed nodes, ops that
+    write into their arguments) keep their order.
 
     rewrite:  gx = mm(g, w); gw = mm(x, g); submit bucket 0 (gw); rows = backward(gx); submit words (rows)
     ->        gx = mm(g, w); rows = backward(gx); submit words (rows); gw = mm(x, g); submit bucket 0 (gw)
@@ -38,7 +38,7 @@ class OrderCompute:
     """Puts the backward's units into an order.
 
     Attributes:
-        units: names of tables, stacks and buckets; those of the backward that are missing follow, as they stood.
+        units: names of tables, stacks and buckets; the backward's other units follow in their old order.
     """
 
     units: tuple[str, ...]
@@ -66,8 +66,8 @@ class BackwardUnits:
 
     Attributes:
         units: in the order in which the backward submits them.
-        needed_by: node, in the order of the program -> the units that need its value, a bit each, by their place in
-            `units`. Placeholders and the output are not in it.
+        needed_by: node, in the order of the program -> a mask of the units that need its value, a bit each, by their
+            place in `units`. Placeholders and the output are left out.
     """
 
     units: tuple[str, ...]
@@ -88,7 +88,7 @@ class BackwardUnits:
         return cls(units, needed)
 
     def standing(self) -> dict[fx.Node, str]:
-        """Node -> the unit whose submission it stands before; those behind all submissions are left out."""
+        """Maps each node to the unit of the next submission behind it; nodes behind all submissions are left out."""
         found: dict[fx.Node, str] = {}
         among: list[fx.Node] = []
         last = None
@@ -102,12 +102,12 @@ class BackwardUnits:
         return found
 
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
-        """All units: those of an order, then the others."""
+        """Lists all units: those of an order first, then the others."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def ordered(self, order: Sequence[str]) -> list[fx.Node]:
-        """The nodes, each with the first unit of an order that needs it; then those that none needs."""
+        """Lists the nodes, each with the first unit of an order that needs it; last, the nodes that no unit needs."""
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_of(order)
         for node, mask in self.needed_by.items():
@@ -115,7 +115,7 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_of(self, order: Sequence[str]) -> _First:
-        """Mask of units -> the place, in an order, of the first of them; the number of units where there is none."""
+        """Makes the function mask of units -> the place, in an order, of the first one; for no units, their number."""
         place = {unit: k for k, unit in enumerate(self.complete(order))}
         return _First([place[unit] for unit in self.units])
 
@@ -142,7 +142,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """Finds the table, stack or bucket whose gradients a node submits or hands over; None: another node."""
+    """Returns the table, stack or bucket whose gradients a node submits or hands over; None: any other node."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])
@@ -152,10 +152,10 @@ def _unit(node: fx.Node) -> str | None:
 
 
 def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> what must come before it although it does not read it.
+    """Maps each node to the nodes that must stay before it although it does not read them.
 
-    What keeps its order follows what kept its order before. The head, up to its last submission of rows, comes before
-    all: it finishes the step before.
+    Nodes with effects stay behind each other. The head, up to its last submission of rows, stays before all other
+    nodes: it finishes the step before.
     """
     before: dict[fx.Node, list[fx.Node]] = {}
     fixed = [node for node in nodes if node not in member and not may_move(node)]
@@ -169,4 +169,4 @@ def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[f
 
 
 HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
-"""What the head of a backward is made of: the end of the step before, early rows."""
+"""The ops in the head of a backward, which finishes the step before and submits early rows."""

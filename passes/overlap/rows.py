@@ -8,7 +8,7 @@ rewrite:
                part = await_rows(ids, counts, table, "table rows"); flat = join_rows([part], ids, counts, table)
                rows = join_columns(flat, D, 1)
     backward   submit_gradients(grad_rows, ids, counts, table, ..., "table gradients")
-On a grid likewise: what `route_grid` yields is found by the exchange itself, of the parts that it cuts.
+On a grid the rewrite is the same without `route_grid`: the exchange routes each part of the rows by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SubmitRows:
-    """Lets the updates of sharded tables, and their rows, run from one step into the next."""
+    """Overlaps the row gradients and updates of sharded tables with the next step."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return rewrite_phases(graph, _overlap)
@@ -59,7 +59,7 @@ class _Route:
 def _overlap(phases: Phases) -> None:
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
-    head = first_after_placeholders(forward.graph).prev  # the last node before what is to come first
+    head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted behind this node
     outputs = list(outputs_of(backward))
     trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
     for join in [node for node in forward.graph.nodes if node.target in JOINS]:
@@ -76,7 +76,7 @@ def _overlap(phases: Phases) -> None:
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _Route], trained: set[str]
 ) -> fx.Node:
-    """Returns the node behind which the next table's come."""
+    """Rewrites a table's lookup; returns the node behind which the next table's nodes are inserted."""
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
@@ -110,7 +110,7 @@ def _await_rows(
             rewriter, embrace.await_rows.default, ids, counts, table, dtype, launch=rows, name=f"{name}_part"
         )
         flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, table, name=f"{name}_arrived")
-    flat.meta["val"] = wait.meta["val"]  # what later nodes know its unknown size by
+    flat.meta["val"] = wait.meta["val"]  # later nodes read its symbol for the unknown size
     join.target = embrace.join_columns.default
     join.args = (flat, join.meta["val"].shape[1], 1)
     erase_chain(forward.graph, wait, keep={shard, ids})
@@ -118,7 +118,7 @@ def _await_rows(
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
-    """Erases what a forward saved of `route_grid`, and the op: the exchange finds it by itself."""
+    """Erases `route_grid`, and its results that a forward saved: the exchange computes them by itself."""
     for node, role in list(inputs_of(backward)):
         if isinstance(role, Saved) and role.name in saved:
             backward.graph.erase_node(node)

@@ -14,8 +14,8 @@
                    submit_gradients(..., "table prior"); submit_gradients(..., "table delayed [0]")
 
 Contract
-    How many rows a part has only the data tells; the ops find out which they are. The phases are those of a step whose
-    batch was looked ahead to, and whose next batch is known; `variants.py` derives those of all others.
+    The ops find out, from the data, which rows are in a part. The phases are those of a step whose batch was known a
+    step ahead and whose next batch is known; `variants.py` derives those of all other steps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Cuts every exchange of rows in two, and delayed gradients in pieces.
+    """Cuts every exchange of rows in two, and delayed gradients into pieces.
 
     Attributes:
-        pieces: (table or stack, in how many pieces its delayed gradients travel).
+        pieces: (table or stack, number of pieces of its delayed gradients).
     """
 
     pieces: tuple[tuple[str, int], ...]
@@ -103,7 +103,7 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Puts the rest of the step before, then the next batch's early rows, at the head of a backward."""
+    """Inserts, at the head of a backward, the delayed updates of the step before and the next batch's early rows."""
     shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
     routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
     with rewriter.before(first_after_placeholders(rewriter.graph)):
@@ -135,7 +135,7 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
 
 
 def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
-    """The backward's placeholder for one of the forward's."""
+    """Finds or inserts the backward's placeholder with the role of one of the forward's."""
     assert isinstance(value, fx.Node)
     role = value.meta["role"]
     found = (node for node in rewriter.graph.nodes if node.op == "placeholder" and node.meta["role"] == role)
@@ -143,7 +143,7 @@ def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
 
 
 def _shard_of(submitted: fx.Node) -> fx.Node:
-    """The placeholder whose rows are looked up."""
+    """Returns the placeholder of the shard whose rows a node submits."""
     found = submitted.all_input_nodes[0]
     while found.op != "placeholder":
         found = found.all_input_nodes[0]

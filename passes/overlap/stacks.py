@@ -1,4 +1,4 @@
-"""A stack's tables share their nodes: one update, one submission and one await of rows, one submission of gradients.
+"""The tables of a stack share one update, one submission and one await of rows, and one submission of gradients.
 
     rewrite, two tables in a stack, after `SubmitRows`:
         ids        ids, counts = stack_ids([ids1, ids2], [counts1, counts2], first_rows)
@@ -9,7 +9,7 @@
         backward   submit_gradients(cat([grad_rows1, grad_rows2]), ids, counts, stack, ..., "stack gradients")
 
 Contract
-    Same values: what a table's lookups read, and the gradient it gets, are parts of the stack's.
+    Same values: a table's rows and its gradient are parts of the stack's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class StackRows:
-    """Lets the tables of each stack travel together.
+    """Joins the exchanges of each stack's tables.
 
     Attributes:
-        stacks: tables whose rows travel together.
-        rank: whose rows the stacks' are.
+        stacks: the tables whose rows travel together.
+        rank: this rank.
     """
 
     stacks: tuple[Stack, ...]
@@ -67,14 +67,14 @@ class _Member:
 
 
 def _stack(phases: Phases, stack: Stack, rank: int) -> None:
-    """Joins what the phases await and submit of the stack's tables; of those of them that are read."""
+    """Joins the awaits and submissions of those of a stack's tables that the graph reads."""
     forward, backward = phases["forward"], phases["backward"]
     members = _members(forward, stack)
     gradients = by_table(backward, embrace.submit_gradients.default)
     submissions = {table: gradients[table] for table in stack.tables if table in gradients}
     if not members:
         return
-    assert list(members) == list(submissions)  # the planner stacks what has gradients from the same results
+    assert list(members) == list(submissions)  # stacked tables get gradients from the same results
     name = stack.name.replace(" ", "_").replace(".", "_")
     firsts = dict(zip(stack.tables, stack.first_rows, strict=True))
     ids, counts = ([_role(node.submit, k) for node in members.values()] for k in (1, 2))
@@ -86,7 +86,7 @@ def _stack(phases: Phases, stack: Stack, rank: int) -> None:
 
 
 def _members(forward: fx.GraphModule, stack: Stack) -> dict[str, _Member]:
-    """The nodes that serve tables of a stack, in its order."""
+    """Finds the forward's nodes for each table of a stack, in its order."""
     updates, submits, parts = (
         by_table(forward, target)
         for target in (embrace.update_rows.default, embrace.submit_rows.default, embrace.await_rows.default)
@@ -99,7 +99,7 @@ def _members(forward: fx.GraphModule, stack: Stack) -> dict[str, _Member]:
 
 
 def _role(node: fx.Node, k: int) -> str:
-    """The name of what an earlier phase saves for argument `k` of a call."""
+    """Returns the name of the saved value that is argument `k` of a call."""
     value = node.args[k]
     assert isinstance(value, fx.Node)
     name: str = value.meta["role"].name
@@ -109,7 +109,7 @@ def _role(node: fx.Node, k: int) -> str:
 def _stack_ids(
     module: fx.GraphModule, name: str, ids: list[str], counts: list[str], first_rows: list[int]
 ) -> list[fx.Node]:
-    """The stack's ids and counts, which the ids phase saves in place of its tables' ids."""
+    """Makes the ids phase save a stack's ids and counts in place of its tables' ones; returns both."""
     rewriter, outputs = Rewriter(module), list(outputs_of(module))
     saved = {role.name: node for node, role in outputs if isinstance(role, Saved) and node is not None}
     with rewriter.before(module.graph.output_node()):
@@ -127,9 +127,9 @@ def _stack_ids(
 
 
 def _saved(rewriter: Rewriter, values: list[fx.Node]) -> list[fx.Node]:
-    """Placeholders for what the ids phase saves."""
+    """Inserts placeholders for values that the ids phase saves."""
     found = []
-    for value in reversed(values):  # each comes first
+    for value in reversed(values):  # each is inserted as the first node
         placeholder = rewriter.copy_of(value)
         placeholder.meta["role"] = Saved(value.name)
         found.append(placeholder)
@@ -159,7 +159,7 @@ def _rows_together(
         parts = rewriter.call(
             embrace.unstack_rows.default, flat, [each.submit.args[2] for each in members], rank, name=f"{name}_rows"
         )
-        # What later nodes know unknown sizes by.
+        # Later nodes read these values' symbols for unknown sizes.
         parts.meta["val"] = [_as(each.join.meta["val"], dtype, rewriter) for each in members]
         items = [rewriter.item(parts, k, f"{each.join.name}_in_stack") for k, each in enumerate(members)]
         items = [

@@ -1,12 +1,12 @@
-"""Row gradients leave as soon as what they are made of is there, not where autograd has put them.
+"""Row gradients are submitted as soon as their inputs are computed, not where autograd has put them.
 
-Autograd computes in the reverse order of the forward: of two tables that are looked up at its head, both gradients come
-at the end of the backward, though the one that is read next to the loss could be had at its beginning.
+Autograd computes in the reverse order of the forward: the gradients of all tables that are looked up at its head come
+at the end of the backward, although that of a table read next to the loss could be computed at its beginning.
 
 Contract
-    Same nodes, same values. What is computed for a row gradient alone is moved up, with its submissions, right behind
-    the last of its inputs; everything else keeps its order. Random draws, communication, and what is computed again
-    stay where they are; all of it does where a memory budget leaves no room for gradients that come earlier.
+    Same nodes, same values. The nodes that only a row gradient depends on are moved up, with its submissions, right
+    behind the last of their inputs; all other nodes keep their order. Random draws, communication and recomputed nodes
+    are not moved; no node is where a memory budget leaves no room for gradients that come earlier.
 
     rewrite:  g = mul(...); ...; mm(...); ...; rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...)
     ->        g = mul(...); rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...); ...; mm(...); ...
@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """Moves row gradients to where their inputs are complete."""
+    """Moves row gradients right behind the last of their inputs."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -49,7 +49,7 @@ def _rewrite(phases: Phases) -> None:
 
 
 def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
-    """Moves the submissions of one gradient, with what is computed for them alone."""
+    """Moves up the submissions of one gradient, with the nodes that only they depend on."""
     moved = made_for(submissions)
     position = {node: k for k, node in enumerate(graph.nodes)}
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
@@ -60,7 +60,7 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 
 def _head(graph: fx.Graph) -> fx.Node:
-    """The last node of a backward's head, where the step before is finished and early rows are submitted."""
+    """Returns the last node of a backward's head, which finishes the step before and submits early rows."""
     head = [node for node in graph.nodes if op_name(node) in _HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
 
@@ -69,7 +69,7 @@ _HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def made_for(readers: list[fx.Node]) -> set[fx.Node]:
-    """The readers, and the nodes whose values reach nothing but them."""
+    """Returns the readers, and the nodes that only they depend on."""
     found = set(readers)
     waiting = [value for node in readers for value in node.all_input_nodes]
     while waiting:
@@ -81,9 +81,9 @@ def made_for(readers: list[fx.Node]) -> set[fx.Node]:
 
 
 def may_move(node: fx.Node) -> bool:
-    """Tells whether a node computes, and nothing else: wherever its inputs are there, it yields the same.
+    """Tells whether a node may move anywhere behind its inputs: it computes, and has no other effect.
 
-    A user's own op is one as well, unless it says that it writes, or draws.
+    A user's op may, unless its schema says that it writes, or its tags that it draws.
     """
     if node.op != "call_function" or "again" in node.meta:
         return False

@@ -1,10 +1,10 @@
-"""The graphs of steps that know less than the steady one: of their next batch, or of the one that has come.
+"""Derives, from the steady step's graph, those of steps whose own or next batch was not known in advance.
 
     rewrite, `ForwardAs`:
         arrives whole     early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
                           flat = join_rows([early, late], ...)
                       ->  late = await_rows(..., "table rows"); flat = join_rows([late], ...)
-        another batch     likewise, and what was delayed for the sake of the batch that did not come is updated too:
+        another batch     as `arrives whole`; rows delayed for a batch that did not come are updated as well:
                           updated = update_rows(shard, table, "table prior")
                       ->  prior = update_rows(shard, table, "table prior")
                           updated = update_rows(prior, table, "table delayed [0]")
@@ -20,8 +20,8 @@
                       ->
 
 Contract
-    Same values. What is left of a launch class keeps its order, so that one launch order serves all variants. Where
-    nothing is cut, prior gradients are all of them, and late rows likewise.
+    Same values. The launches that remain keep their order, so that one launch order serves all variants. Where nothing
+    is cut, the prior gradients are all gradients and the late rows are all rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ForwardAs:
-    """Makes the forward of the steady step that of another variant."""
+    """Turns the forward of the steady step into that of another variant."""
 
     variant: ForwardVariant
 
@@ -56,7 +56,7 @@ class ForwardAs:
 
 @dataclass(frozen=True)
 class BackwardAs:
-    """Makes the backward of the steady step that of another variant."""
+    """Turns the backward of the steady step into that of another variant."""
 
     variant: BackwardVariant
 
@@ -65,7 +65,7 @@ class BackwardAs:
 
 
 def pass_of(variant: StepVariant) -> ForwardAs | BackwardAs:
-    """The pass that makes a variant of a steady graph."""
+    """Makes the pass that turns a steady graph into a variant."""
     return ForwardAs(variant) if isinstance(variant, ForwardVariant) else BackwardAs(variant)
 
 
@@ -99,7 +99,7 @@ def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: dict[str,
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Has the rows of all pieces updated, too, before they are looked up."""
+    """Inserts the updates by all delayed pieces behind the prior one, before the rows are looked up."""
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
         with rewriter.before(last.next):
@@ -129,7 +129,7 @@ def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 
 def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
-    """Table or stack -> the pieces in which its delayed gradients travel."""
+    """Maps each table or stack to the pieces of its delayed gradients."""
     found: dict[str, list[OperationId]] = {}
     for node in nodes_of(graph.phases["backward"], embrace.submit_gradients.default):
         if _launch(node).part == "delayed":
@@ -138,7 +138,7 @@ def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
 
 
 def is_steady(graph: TrainingGraph) -> bool:
-    """Tells whether steps of a graph take rows apart, so that there are variants of it."""
+    """Tells whether a graph splits rows, so that it has variants."""
     return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))
 
 

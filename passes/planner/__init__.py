@@ -1,1 +1,1 @@
-"""Decides the strategy of every parameter, and the buckets; rewrites nothing."""
+"""Decides the strategy of every parameter and the buckets; rewrites no graph."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from embrace_fx.vocabulary.plan import STRATEGIES, Grid
 
 Strategy = str | Grid | Mapping[str, str | Grid]
-"""A name of `STRATEGIES`, "auto", or a grid for "alltoall"; for all tables, or by patterns of parameters' names."""
+"""A name of `STRATEGIES`, "auto", or a grid ("alltoall" on it); for all tables, or by patterns of parameters' names."""
 
 
 def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` where a strategy is no name, or no mapping of names, or one that does not exist.
+    """Raises `ValueError` where a strategy is neither a name nor a mapping of names, or a name does not exist.
 
     Args:
         where: the call that the error names.
@@ -37,10 +37,10 @@ def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
 def requested_strategies(
     strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
 ) -> dict[str, str | Grid]:
-    """Table or other parameter -> the strategy or grid asked for ("auto" where nothing was).
+    """Maps each table or other parameter to the strategy or grid asked for ("auto" where none was).
 
-    One strategy for all is one for all tables. A pattern may name any trainable parameter, but tables only for
-    "alltoall" and for a grid.
+    A single strategy applies to all tables. A pattern may match any trainable parameter, but for "alltoall" or a grid
+    only tables.
 
     Raises:
         ValueError: a strategy that does not exist, or a pattern that nothing matches.

@@ -16,15 +16,15 @@ def plan_buckets(
     world_size: int,
     alone: Collection[str] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
+    """Cuts parameters into buckets, the last one first: about the order in which the backward yields gradients.
 
-    Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
-    also needed together; those that it does not read stay as they stand. A bucket is of one dtype, and of the size that
-    the cost model wants; what is exchanged sparsely has one of its own.
+    Parameters are cut in the order in which the forward reads them, so that those that are reduced and updated together
+    are also needed together; those that it does not read keep their order. A bucket has one dtype, and the size that
+    the cost model chooses; a parameter with a sparse exchange has its own bucket.
 
     Args:
         reduced: replicas with a gradient.
-        alone: those of them that have a bucket of their own.
+        alone: those of `reduced` that have their own bucket.
     """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     produced = {
@@ -41,7 +41,7 @@ def plan_buckets(
         if isinstance(role, Parameter) and role.name in produced
     }
     together = sum(sizes[name] for name in produced if name not in alone)
-    given = all(node.op == "placeholder" for node in produced.values())  # to a graph of gradients alone
+    given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
     limit = cost.bucket_bytes(cluster, world_size, together, read_later=not given)
     buckets: list[list[str]] = []
     filled, dtype = 0, None

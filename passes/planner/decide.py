@@ -1,4 +1,4 @@
-"""Decides the strategy of every parameter and the buckets. Deciding only: the passes apply what the plan says.
+"""Decides the strategy of every parameter and the buckets; the passes apply the plan.
 
 Contract
     A pure function of the captured graph, the first batches' rows on all ranks, the optimizer's blockers and the
@@ -24,25 +24,25 @@ from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, Pla
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
-"""Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
+"""Shares of a table's rows read by each rank, at which the planner tries whether the strategy depends on the share."""
 
 
 DENSELY = 0.5
-"""Of a table's rows: read by each rank at every step, AllReduce of them all sends about as much as AlltoAll. Below it,
-what links a probe happens to find must not decide between strategies that are nearly as fast: shards win unless whole
-tables are clearly faster."""
+"""Share of a table's rows, read by each rank at every step, at which AllReduce sends about as much as AlltoAll. Below
+it shards win unless whole tables are clearly faster, so that small differences between two probes of the links do not
+change the strategy."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A strategy out of several, with the reason in one line.
+    """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: strategy -> price, of all that were weighed; empty where there was nothing to choose.
-        against: what spoke against the others, where it was not the time.
-        may_travel: the reason that shards of a whole table would have, were they to share another one's start-ups; ""
+        priced: strategy -> price, of all strategies weighed; empty where there was nothing to choose.
+        against: the reason against the other strategies, where it is not their time.
+        may_travel: the reason to be given if a whole table is sharded after all to share another table's start-ups; ""
             where something besides start-ups keeps it whole.
-        sparsely_read: less than `DENSELY` of its rows are.
+        sparsely_read: each rank reads less than `DENSELY` of its rows.
     """
 
     chosen: Priced
@@ -53,7 +53,7 @@ class _Choice:
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The candidates that were weighed, each with what spoke against it."""
+        """Lists the strategies weighed, each with the reason against it."""
         return tuple(
             Candidate(
                 each.strategy,
@@ -91,15 +91,15 @@ def decide(  # noqa: PLR0913
         rows_by_rank: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
         cluster: the links that strategies are compared on, and buckets and blocks cut for.
-        sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed, rows being drawn at
-            random as often as `rows_by_rank` says.
-        rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
-            there at random.
+        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for
+            as many random rows as `rows_by_rank` says.
+        rows_at_home: table -> how many of each rank's rows are in its own row of a grid; of other tables, the random
+            share.
         current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
-            and shards stay as they lie.
-        schedule: that will be followed. Under "none" each table's rows travel alone, so that gradients can be summed in
-            the order of the reference.
-        rows_as, buckets_as: in which formats sharded tables' rows and AllReduced gradients travel.
+            and shards keep their grid.
+        schedule: the schedule that steps will follow. Under "none" each table's rows travel alone, so that gradients
+            can be summed in the order of the reference.
+        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
 
     Raises:
         ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
@@ -151,7 +151,7 @@ def _choice(
     rows_by_rank: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, str | Grid],
 ) -> _Choice:
-    """Chooses a parameter's strategy, the others aside."""
+    """Chooses a parameter's strategy independently of other parameters."""
     if not fact.trainable:
         return _Choice(nothing_sent("frozen"), "takes no gradient")
     if fact.local:
@@ -189,7 +189,7 @@ def _decision(
 
 
 def _rows(table: Table, by_rank: tuple[int, ...], pricing: Pricing) -> RowCounts | None:
-    """Predicts the rows of a table that steps read; None where no rank can tell."""
+    """Predicts how many rows of a table steps read; None where no rank knows."""
     if not any(by_rank):
         return None
     lies = pricing.sparsity.get(table.parameter)
@@ -204,10 +204,10 @@ def _travelling(
     choices: Mapping[str, _Choice],
     pricing: Pricing,
 ) -> dict[str, _Choice]:
-    """Whole tables that are better off sharded where shards of a stack share their start-ups.
+    """Finds whole tables that should be sharded because shards of a stack share their start-ups.
 
-    Those whose AlltoAll adds less than their AllReduce once neither pays a start-up: where one that is sharded anyway
-    is in their stack, or where together they save more than the start-ups of one.
+    Without start-ups, their AlltoAll adds less to a step than their AllReduce. They are sharded where their stack has a
+    table that is sharded anyway, or where together they save more than the start-ups of one table.
     """
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
     gains_ms = {name: _gain_ms(choice, pricing.in_use.get(name)) for name, choice in whole.items()}
@@ -226,7 +226,7 @@ def _travelling(
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Prices what a step saves by shards that share start-ups; the strategy in use wins near ties."""
+    """Predicts the time that a step saves by shards that share start-ups; near ties favour the strategy in use."""
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
         return whole_ms - _near(choice.sparsely_read) * sharded_ms
@@ -234,7 +234,7 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _near(sparsely_read: bool) -> float:
-    """Times what shards take: what whole tables must stay below to be chosen."""
+    """Returns the factor on the time of shards that whole tables must stay below to be chosen."""
     return CLEARLY if sparsely_read else 1.0
 
 
@@ -247,7 +247,7 @@ def _stackable(table: Table, fact: ParameterFacts, world_size: int) -> Stackable
 
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
-    """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
+    """Chooses for a parameter that no lookup reads: by default AllReduce, as only the user may know of zeros."""
     priced = pricing.of_dense(fact, ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES))
     assert isinstance(wanted, str)  # grids are for tables
     if wanted == "auto":
@@ -259,7 +259,7 @@ def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Ch
 def _of_table(
     pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
 ) -> _Choice:
-    """Chooses for a table: what is legal comes first, then what was asked for, then what is cheaper."""
+    """Chooses for a table: first by what is legal, then by what was asked for, then by price."""
     priced = pricing.of_table(table, fact, rows, wanted)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     wanted = "alltoall" if isinstance(wanted, Grid) else wanted
@@ -312,7 +312,7 @@ def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: s
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
-    """Tells whether more or fewer rows read would make another strategy the best, by itself or with others."""
+    """Tells whether the best strategy, alone or in a stack, depends on how many rows are read."""
     anywhere = replace(pricing, sparsity={}, in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
@@ -325,7 +325,7 @@ def _worth_a_change(in_use: Priced, best: Priced) -> bool:
 
 
 def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
-    """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
+    """Returns the cheapest sparse exchange, if AllReduce adds more to a step and a legal AlltoAll clearly more."""
     if pricing.world_size == 1:
         return None
     cheapest = min((priced[name] for name in EXCHANGES if name in priced), key=lambda each: each.predicted_ms)
@@ -335,7 +335,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
 
 
 def _slower(other: Priced, chosen: Priced) -> str:
-    """Explains by their times that one candidate was chosen over another."""
+    """Explains, by predicted times, why one candidate was chosen over another."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1:

@@ -1,7 +1,7 @@
-"""Prices every strategy of a parameter: time, bytes, memory, and what stands against it.
+"""Prices every strategy of a parameter: time, bytes, memory, and the reason why it is not legal.
 
 Contract
-    Prices only: which strategy is chosen is the planner's. A table's shards are priced as they lie, once they do.
+    This module only prices; `decide.py` chooses. Existing shards are priced on their grid.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, ch
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
 CLEARLY = 0.8
-"""Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
-AlltoAll's: what a sparse exchange of replicas must stay below, which needs the whole table on every rank; and of
-columns': what a grid must."""
+"""Factor on a predicted time that a rival must stay below: on that of the strategy in use, for a table to change; on a
+legal AlltoAll's, for a sparse exchange, which needs the whole table on every rank; on that of columns, for a grid."""
 
 INDEX_BYTES = 8
-"""Of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
+"""Bytes of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
 
 
 RESIDUAL_BYTES = 4
-"""Of an element, in what rounding has left out (`embrace_fx.runtime.ranks.rounding`)."""
+"""Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.rounding`)."""
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Facts about a parameter that the graph does not hold, and the planner needs."""
+    """Facts about a parameter that the planner needs and the graph does not hold."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,12 +68,11 @@ class Priced:
     """A strategy with its price.
 
     Attributes:
-        predicted_ms: of a step that has nothing else to exchange.
-        sharing_ms: the same where start-ups are shared, of an AllReduce with its bucket and of an AlltoAll with all
-            tables of its stack.
-        blocker: why it is not legal, or None.
-        rests: of shards: rows without gradient move when they are read next.
-        norm_bytes: of what is sent, squares of rows.
+        predicted_ms: the time it adds to a step that exchanges nothing else.
+        sharing_ms: the same where an AllReduce shares its start-ups with its bucket, and an AlltoAll with its stack.
+        blocker: why the strategy is not legal, or None.
+        rests: shards whose rows without gradient are updated when they are next read.
+        norm_bytes: the part of the sent bytes that is squares of rows.
         travels_as: the format on the wire.
     """
 
@@ -92,26 +90,26 @@ class Priced:
 
     @property
     def start_ups_ms(self) -> float:
-        """The start-ups that this exchange is spared where it shares them with others."""
+        """The start-up time that this exchange saves where it shares start-ups with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """Prices what this table adds to a step. Buckets exist under every plan; other sharded tables may not."""
+        """The time that this table adds to a step. Buckets exist under every plan; other sharded tables may not."""
         return self.predicted_ms if self.strategy == "alltoall" else self.sharing_ms
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """All that prices depend on besides the parameter; `cluster` is `links` as one rank per machine, for times.
+    """All that prices depend on besides the parameter; for times, `cluster` is `links` as one rank per machine.
 
     Attributes:
-        sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed.
-        rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
-            there at random.
-        in_use: parameter -> what the plan in use decided of it.
-        schedule: that will be followed.
-        rows_as, buckets_as: in which formats sharded tables' rows and AllReduced gradients travel.
+        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated.
+        rows_at_home: table -> how many of each rank's rows are in its own row of a grid; of other tables, the random
+            share.
+        in_use: parameter -> its decision in the plan in use.
+        schedule: the schedule that steps will follow.
+        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
     """
 
     graph: TrainingGraph
@@ -131,7 +129,7 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """Prices a table's candidates, the strategy asked for and that in use; shards on the present or best grid."""
+        """Prices the candidates, the strategy asked for and the one in use; shards on the present or best grid."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
@@ -142,7 +140,7 @@ class Pricing:
         return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
-        """Prices a parameter that no lookup reads; its gradient counts as one without zeros."""
+        """Prices a parameter that no lookup reads, as if its gradient had no zeros."""
         packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
         return self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, strategies)
 
@@ -154,7 +152,7 @@ class Pricing:
         around: cost.Work,
         strategies: Collection[str],
     ) -> dict[str, Priced]:
-        """Strategies of replicas, and the `upkeep` and the work `around` the exchange that all of them need."""
+        """Prices strategies of replicas, all of which need `upkeep` and the work `around` the exchange."""
         priced = {}
         wire = Wire(fact.itemsize, self.buckets_as)
         for strategy in strategies:
@@ -168,7 +166,7 @@ class Pricing:
                 held += INDEX_BYTES * rows.num_units  # every server's index set, kept from step to step
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
-            if rounds:  # what is left out, by the rank and of the share that it adds up
+            if rounds:  # the residuals: of the rank's own gradient, and of the share that it adds up
                 held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
             of_strategy = self._priced(
                 strategy,
@@ -182,12 +180,12 @@ class Pricing:
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
-        """Prices shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
+        """Prices shards as asked for, or on their present grid; else by columns, or on a grid that is clearly faster.
 
-        Bytes are the same. But by columns a rank handles a piece of every row that any rank reads, N u pieces of D / N
-        columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C
-        (`shard_work`). Of the grids with useful columns it is the one with most columns: they share the work evenly
-        whatever the ids, rows only as far as ids are spread.
+        Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of
+        D / N columns, with u rows read by each rank. On a grid of R rows it handles only rows of its own row of ranks:
+        N u / R pieces of D / C columns (`shard_work`). Of the grids with useful columns, the one with most columns is
+        priced: columns share the work evenly whatever the ids, rows only as far as ids are spread.
         """
         if isinstance(wanted, Grid):
             check_grid(wanted, fact.name, fact.shape, self.world_size)
@@ -203,7 +201,7 @@ class Pricing:
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
-        """Shards on a grid; None, or one row: by columns."""
+        """Prices shards on a grid; by columns where it is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
@@ -229,7 +227,7 @@ class Pricing:
         return replace(priced, rests=rests, norm_bytes=norms.sent_bytes, travels_as=travels_as)
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """The AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
+        """Prices the AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
         found = self.sparsity.get(table.parameter)
@@ -237,9 +235,7 @@ class Pricing:
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
     def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
-        """Decides between sweep and replay: (rows without gradient rest until they are read, the work of moving
-        them).
-        """
+        """Decides between sweep and replay: (rows without gradient rest until read, the work of updating them)."""
         if fact.moving in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
@@ -259,14 +255,12 @@ class Pricing:
         blocker: str | None = None,
         grid: Grid | None = None,
     ) -> Priced:
-        """A single rank exchanges nothing, in no time."""
+        """Makes a price; on a single rank the times are 0."""
         times_ms = (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
         return Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """The sparsity of a table's gradient in rows. A table read densely, or by ids that only the forward knows,
-        counts as dense.
-        """
+        """Returns the sparsity of a table's gradient in rows: dense if read densely or by ids of the forward."""
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
         assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
@@ -279,7 +273,7 @@ class Pricing:
 
 
 def shard_blocker(table: Table) -> str | None:
-    """Names the reason for which a table's columns cannot be spread, whatever the cost; None: they can."""
+    """Names the reason why a table cannot be sharded, whatever the cost; None: it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if not kinds.isdisjoint((FROM_GRADIENT, FROM_ROWS)):
@@ -304,13 +298,13 @@ def nothing_sent(strategy: str) -> Priced:
 
 
 def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
-    """A gradient without zeros."""
+    """Returns the sparsity of a gradient without zeros."""
     num_rows = fact.shape[0] if fact.shape else 1
     return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """Counts what one rank sends per step, beyond the gradient, so that the replicas of a whole table stay equal."""
+    """Counts what one rank sends per step, besides the gradient, to keep the replicas of a table equal."""
     upkeep = cost.Exchange(0, 0)
     if world_size == 1 or not rows_by_rank:
         return upkeep

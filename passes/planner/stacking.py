@@ -1,9 +1,9 @@
-"""Finds sharded tables whose rows and gradients travel together: a model with 26 tables sends no 26 times the messages.
+"""Finds sharded tables whose rows and gradients can travel in shared messages.
 
 Contract
     Tables of a stack lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
-    from the same results. Nothing is computed between their lookups, nor between the places at which their gradients
-    can be had (`passes/overlap/submit_early.py` moves them there): none waits longer for another than packing takes.
+    from the same results. No node computes between their lookups, nor between the places where their gradients are
+    complete (`passes/overlap/submit_early.py` moves them there): none waits longer for another than packing takes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Stack
 
 STACK_BYTES = 2**30
-"""Of a rank's part of a stack: what a rank holds twice for a moment, when its tables become one."""
+"""Most bytes of a rank's part of a stack, which a rank holds twice for a moment when the tables are joined."""
 
 
 @dataclass(frozen=True)
 class Stackable:
-    """A sharded table, and what it must have in common with others.
+    """A sharded table, and the properties that tables of a stack must share.
 
     Attributes:
-        param_group: of the optimizer that updates it.
-        part_bytes: of a rank's part, the largest.
+        param_group: the number of the param group that updates it.
+        part_bytes: bytes of the largest part on any rank.
     """
 
     table: Table
@@ -38,11 +38,11 @@ class Stackable:
 
 
 def plan_stacks(graph: TrainingGraph, tables: Collection[Stackable]) -> tuple[Stack, ...]:
-    """The stacks of two or more tables, in the order of their lookups.
+    """Finds the stacks of two or more tables, in the order of their lookups.
 
     Args:
         graph: the captured graph.
-        tables: those that are sharded by columns.
+        tables: the tables sharded by columns.
     """
     fit = [each for each in tables if all(use.padding_idx < 0 for use in each.table.uses)]
     if len(fit) < 2:
@@ -76,24 +76,22 @@ class _Order:
         self._position = {name: k for k, name in enumerate(self._nodes)}
         self._computes = [k for k, node in enumerate(graph.graph.nodes) if computes(node)]
         computing = set(self._computes)
-        self._had: dict[fx.Node, int] = {}  # the position of the last node that computes for a value, itself included
+        self._had: dict[fx.Node, int] = {}  # value -> position of the last computing node that it depends on, or is
         for k, node in enumerate(graph.graph.nodes):
             before = max((self._had[value] for value in node.all_input_nodes), default=0)
             self._had[node] = k if k in computing else before
 
     def lookup(self, table: Table) -> int:
-        """The position of the first one."""
+        """Returns the position of a table's first lookup."""
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: Table) -> int:
-        """The position from which the gradient can be had, behind the last node that computes for it; -1 of a table
-        without any.
-        """
+        """Returns the position of the last node that computes for a table's gradient; -1 where it has none."""
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Stackable, other: Stackable) -> bool:
-        """Tells whether two tables can be neighbours in a stack."""
+        """Tells whether one table can follow the other in a stack."""
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return self._common(one) == self._common(other) and not any(
             first < 0 or any(first < at < last for at in self._computes) for first, last in between

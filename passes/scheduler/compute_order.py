@@ -1,17 +1,16 @@
-"""Searches the order of a backward's compute together with the order of launches.
+"""Searches for an order of a backward's compute, together with the order of launches.
 
 Contract
     A pure function of a step and of the units of its backward: the same order on every machine. A new order is taken
-    only where the step, by simulation with its own best launch order, becomes shorter by `LEAST_GAIN`, and what the
-    backward holds at most stays within `held_limit`; otherwise the order stays as it is. The search is bounded by a
-    count of orders tried, not by time.
+    only where the step, simulated with its own best launch order, becomes shorter by `LEAST_GAIN`, and the backward's
+    peak stays within `held_limit`. The search is bounded by a count of orders tried, not by time.
 
-    starts   as it stands; tables first; tables first but for the first k buckets
-    moves    one unit to another place, while that lowers what no order of launches can fall below (`link_bound.py`)
+    starts   the present order; tables first; the first k buckets, then tables
+    moves    one unit to another place, while that lowers the bound of all launch orders (`link_bound.py`)
 
 The bound takes a hundredth of a simulation, and the search of launches nearly always reaches it.
-What each atom of compute takes is estimated (`node_cost`), scaled so that what stands before each submission takes what
-was measured there.
+The time of each atom of compute is estimated (`node_cost`), and scaled so that the compute before each submission takes
+the time measured there.
 
 Source: out-of-order back-propagation (Oh et al., EuroSys 2022) defers gradients of weights; here gradients of tables
 are moved as well, and the simulated step decides.
@@ -31,22 +30,22 @@ from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import is_submission
 
 TRIED, LOOKED_AT = 2000, 500_000
-"""So many orders may a search try, and so many operations may these have together: about a second of one core."""
+"""Most orders that a search tries, and most operations of all of them together: about a second of one core."""
 
 LEAST_GAIN = 0.002
-"""Of the step: less is not worth a change."""
+"""Fraction of the step; a smaller gain is not worth a change."""
 
 Held = Callable[[Sequence[str]], int]
-"""Order of units -> bytes that a backward in that order holds at most."""
+"""Order of units -> peak bytes of a backward in that order."""
 
 
 @dataclass(frozen=True)
 class Atoms:
-    """A backward's compute, in pieces that are moved together.
+    """A backward's compute in atoms: nodes that the same units need, which are moved together.
 
     Attributes:
-        units: as they stand.
-        ms: mask of the units that need a piece (a bit each, by their place in `units`) -> its milliseconds.
+        units: the units in their present order.
+        ms: mask of the units that need an atom (a bit each, by their place in `units`) -> its milliseconds.
     """
 
     found: BackwardUnits
@@ -58,11 +57,11 @@ class Atoms:
 
     @classmethod
     def of(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
-        """Makes the atoms of a backward that stands in the order of its units.
+        """Makes the atoms of a backward.
 
         Args:
             node_ms: estimated milliseconds of a node.
-            measured: unit -> what its compute takes, as the backward stands; of others the estimates hold.
+            measured: unit -> measured milliseconds of its compute in the present order; of other units, estimates hold.
         """
         standing = found.standing()
         estimated = dict.fromkeys(found.units, 0.0)
@@ -71,7 +70,7 @@ class Atoms:
         scale = {unit: measured[unit] / each for unit, each in estimated.items() if unit in measured and each}
         ms: dict[int, float] = {}
         for node, mask in found.needed_by.items():
-            if mask and not is_submission(node):  # what is submitted is the launcher's work
+            if mask and not is_submission(node):  # submissions are the launcher's work
                 ms[mask] = ms.get(mask, 0.0) + node_ms(node) * scale.get(standing.get(node, ""), 1.0)
         for place, unit in enumerate(found.units):
             if unit in measured and not estimated[unit]:
@@ -79,7 +78,7 @@ class Atoms:
         return cls(found, ms)
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
-        """Unit -> milliseconds of the compute that stands with it in an order."""
+        """Maps each unit to the milliseconds of the compute that stands with it in an order."""
         found = dict.fromkeys(self.found.complete(order), 0.0)
         names, first = tuple(found), self.found.first_of(order)
         for mask, each in self.ms.items():
@@ -88,7 +87,7 @@ class Atoms:
 
 
 def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
-    """A step whose backward computes its units in another order."""
+    """Returns the step with its backward's units in another order."""
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
         replace(each, duration_ms=durations[each.name]) if each.name in durations else each for each in steps.operations
@@ -101,14 +100,14 @@ def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph
 def search(
     steps: StepGraph, name: str, source: str, atoms: Atoms, held: Held, held_limit: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """The schedule of a step, and the order of its backward's units that it is meant for; empty: nothing is moved.
+    """Finds the best schedule of a step and its order of the backward's units; an empty order: nothing is moved.
 
-    The units' own order is one to be tried as well: autograd computes some of what a unit needs long before it.
+    The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
     Args:
         name, source: as `launch_order.schedule`.
-        held: what a backward holds in an order.
-        held_limit: bytes that it may hold.
+        held: predicts a backward's peak in an order.
+        held_limit: most bytes of that peak.
     """
     stands = schedule(steps, name, source)
     if name == "none" or len(atoms.units) < 2:
@@ -123,7 +122,7 @@ def search(
 
 
 class _Search:
-    """Tries orders, each once, until so many are tried."""
+    """Tries orders, each once, until `TRIED` or `LOOKED_AT` is reached."""
 
     def __init__(self, steps: StepGraph, atoms: Atoms, held: Held, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
@@ -132,7 +131,7 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
-        """The best order found; empty where none is better than what stands."""
+        """Searches, and returns the best order found; empty where none is better than the present one."""
         best: tuple[str, ...] = ()
         best_ms = one_link_ms(self._steps)
         for start in (self._atoms.units, *self._starts()):
@@ -168,7 +167,7 @@ class _Search:
 
 
 def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Each unit at each other place: near ones first."""
+    """Yields the orders that differ by one unit's place; short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):
             for source, target in ((place, place + distance), (place + distance, place)):

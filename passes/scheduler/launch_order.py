@@ -1,11 +1,11 @@
 """Orders a step's communication at compile time: one launch sequence, the same on all ranks.
 
 Contract
-    A pure function of the step's graph. A schedule never deadlocks, is by its own simulation never slower than the
-    order in which communication becomes ready, and is the same on every machine: ties are broken by name, and the
-    search is bounded by a count, not by time.
+    A pure function of the step's graph. A schedule never deadlocks, is in simulation never slower than the order in
+    which communication becomes ready, and is the same on every machine: ties are broken by name, and the search is
+    bounded by a count, not by time.
 
-    order(key)                while the link is free: of those that are ready, launch the one with the least key
+    order(key)                while the link is free: launch the ready communication with the least key
     policies                  readiness | paper: two such keys
     schedule                  the best policy's order, then moves and swaps that shorten the step
 
@@ -30,13 +30,13 @@ _WARM_UP_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Ready:
-    """A communication that is ready while the link is free.
+    """A communication that is ready to be launched while the link is free.
 
     Attributes:
-        operation: itself.
+        operation: the communication.
         ready_ms: when its dependences ended.
-        needed_at: how many compute operations the program runs, from the window's start, before the first that needs
-            it; infinite where none does.
+        needed_at: number of compute operations, from the window's start, before the first one that needs it; infinite
+            where none does.
     """
 
     operation: Operation
@@ -49,22 +49,22 @@ Key = Callable[[Ready], Any]
 
 
 def readiness(candidate: Ready) -> float:
-    """First come, first served: the naive order."""
+    """Orders communication as it becomes ready: the naive order."""
     return candidate.ready_ms
 
 
 def paper(candidate: Ready) -> tuple[int, float]:
-    """The embedding chain, then what the next forward needs first, then delayed rows (EmbRace, section 4)."""
+    """Orders the embedding chain first, then by need in the next forward, then delayed rows (EmbRace, section 4)."""
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
 
 
 POLICIES: tuple[Key, ...] = (paper, readiness)
-"""In order of preference where two are equally fast."""
+"""In order of preference, where two are equally fast."""
 
 
 def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
-    """The launch order that a priority queue leads to in simulated time.
+    """Computes the launch order of a priority queue in simulated time.
 
     Raises:
         ValueError: the step has no order at all.
@@ -74,11 +74,11 @@ def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
 
 
 def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedule:
-    """The launch order of a step.
+    """Computes the launch order of a step.
 
     Args:
-        name: one of `SCHEDULES`; "none" is launched as it becomes ready.
-        source: where the durations of `steps` come from: "cost model" or "profile".
+        name: one of `SCHEDULES`; under "none" communication is launched as it becomes ready.
+        source: the origin of the durations in `steps`: "cost model" or "profile".
 
     Raises:
         ValueError: an unknown name, or a step that has no order at all.
@@ -95,7 +95,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
 
 
 def quick_ms(steps: StepGraph) -> float:
-    """Milliseconds of a step in the best policy's order, without a search."""
+    """Simulates the milliseconds of a step in the best policy's order, without a search."""
     machine = LinkMachine(steps)
     return min(machine.run(_queue(machine, key), WINDOWS).step_ms for key in POLICIES)
 
@@ -104,7 +104,7 @@ def quick_ms(steps: StepGraph) -> float:
 
 
 def _queue(machine: LinkMachine, key: Key) -> list[int]:
-    """`order`, in indices: several windows in a row, for what the last of them finds the link busy with."""
+    """Computes `order`, in indices, of the last of several windows: it finds the link as busy as in training."""
     queue = _Queue(machine, key)
     for _ in range(_WARM_UP_WINDOWS - 1):
         queue.window()
@@ -121,11 +121,11 @@ class _Queue:
         self._processor = self._link = 0.0  # when they are free
         self._finished: list[list[float]] = []  # ends of operations, window by window
         self._ends: list[float | None] = []  # of this window
-        self._ran = 0  # compute operations of this window
-        self._copies: list[int] = []  # of it, to come
+        self._ran = 0  # compute operations of this window that have run
+        self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:
-        """The launches of the next window, in the order in which the queue lets them go."""
+        """Simulates the next window, and returns its launches in the order in which they leave the queue."""
         machine, begun = self._machine, self._processor
         self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
         waiting, order = list(range(machine.count, machine.copying)), list[int]()
@@ -133,7 +133,7 @@ class _Queue:
         while waiting:
             times = {k: ready for k in waiting if (ready := self._ready(k)) is not None}
             if not times:
-                machine.sequence([*order, *waiting])  # whatever stands first is blocked
+                machine.sequence([*order, *waiting])  # raises: the first one waiting is blocked
                 raise AssertionError("expected a blocked order to be refused")
             self._link = max(self._link, min(times.values()))
             launched = min(
@@ -153,7 +153,7 @@ class _Queue:
         return self._key(Ready(operation, times[k] - begun, self._needed[k])), operation.name
 
     def _compute(self) -> None:
-        """Runs the program until it waits for what has not been launched."""
+        """Runs the program until it waits for a communication that has not been launched."""
         while self._ran < self._machine.count:
             while self._copies and self._ready(self._copies[0]) is not None:
                 self._copy()
@@ -165,14 +165,14 @@ class _Queue:
             self._ran += 1
 
     def _copy(self) -> None:
-        """Runs the next copy, whose dependences have ended."""
+        """Runs the next copy; its dependences have ended."""
         first, *self._copies = self._copies
         ready = self._ready(first)
         assert ready is not None
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready(self, k: int) -> float | None:
-        """The time at which the dependences of operation `k` end; None while one of them has no end yet."""
+        """Returns the time at which the dependences of operation `k` end; None while one of them has no end yet."""
         ready = 0.0
         for distance, before in self._machine.dependences(k):
             if distance > len(self._finished):
@@ -185,7 +185,7 @@ class _Queue:
 
 
 def _needed_at(machine: LinkMachine) -> list[float]:
-    """`Ready.needed_at` of each operation."""
+    """Computes `Ready.needed_at` of each operation."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]

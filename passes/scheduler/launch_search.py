@@ -1,8 +1,8 @@
-"""Local search: from some launch orders of a step to a faster one.
+"""Improves launch orders of a step by local search.
 
 Contract
     The order returned is legal and no slower than the best of those given. The search is bounded by a count, not by
-    time, and draws the same numbers everywhere: its result is the same on every machine.
+    time, and draws the same random numbers everywhere: its result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from embrace_fx.passes.scheduler.link_machine import TOLERANCE, LinkMachine, WindowTimes
 
 SEARCH_STARTS = 500_000
-"""So many starts of operations may the search compute: less than half a second of one core."""
+"""Most starts of operations that the search simulates: less than half a second of one core."""
 SHAKES = 8
-"""It ends after so many shaken orders in a row that lead to none better."""
+"""The search ends after this many shaken orders in a row that lead to no better one."""
 
 
 def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
-    """The fastest of the orders, then local search: moves that take a critical launch out of others' way, then any
-    move; then the same from a shaken order, until the budget is spent or no order can be faster.
+    """Improves the fastest of the orders by local search: first moves that take a critical launch out of others' way,
+    then any move; then the same from a shaken order, until the budget is spent or no order can be faster.
 
     Args:
-        bound_ms: what no order can fall below.
+        bound_ms: a lower bound for every order.
     """
     search = _Search(machine, bound_ms)
     step_ms, _, best = min((search.step_ms(order), k, order) for k, order in enumerate(orders))
@@ -40,13 +40,13 @@ def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> li
 
 
 class _Search:
-    """Evaluates orders until so many starts of operations are computed."""
+    """Evaluates orders until `SEARCH_STARTS` starts of operations are simulated."""
 
     def __init__(self, machine: LinkMachine, bound_ms: float) -> None:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
         self.bound_ms = bound_ms * (1 + TOLERANCE)
-        self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
+        self._draw = random.Random(0).random  # of its methods, the one with equal numbers on all machines and versions
 
     def run(self, order: list[int]) -> WindowTimes | None:
         """Simulates an order; None: it deadlocks."""
@@ -59,7 +59,7 @@ class _Search:
         return run.step_ms if run is not None else float("inf")
 
     def descend(self, order: list[int], step_ms: float) -> tuple[list[int], float]:
-        """Takes moves that shorten the step until none does."""
+        """Applies moves that shorten the step until none does."""
         better = True
         while better and step_ms > self.bound_ms:
             better = False
@@ -73,7 +73,7 @@ class _Search:
         return order, step_ms
 
     def shaken(self, order: list[int]) -> list[int]:
-        """A legal order a few moves away, or the order itself."""
+        """Returns a legal order a few random moves away, or the order itself."""
         for _ in range(3):
             moved = _moved(order, self._below(len(order)), self._below(len(order)))
             if self.machine.blocked(moved) is None:
@@ -84,7 +84,7 @@ class _Search:
         run = self.run(order)
         assert run is not None
         for first, last in _critical_blocks(self.machine.critical(run, order), order):
-            # A block of launches without a gap is left sooner only if another of them is its first, or its last.
+            # A block of launches without a gap ends sooner only with another first or another last launch.
             for k in range(last, first, -1):
                 yield _moved(order, k, first)
             for k in range(first, last):
@@ -112,7 +112,7 @@ def _moved(order: list[int], source: int, target: int) -> list[int]:
 
 
 def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
-    """First and last position of launches that directly follow each other on a critical path, once each."""
+    """Yields, once each, (first, last) position of launches that follow each other directly on a critical path."""
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()
     block: list[tuple[int, int]] = []  # (window, position)

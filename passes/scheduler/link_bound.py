@@ -1,10 +1,10 @@
-"""A lower bound for a step under any order of launches, whose transfers share one link.
+"""Computes a lower bound for a step under any order of launches, whose transfers share one link.
 
 Contract
-    A pure function of a step, for its order of compute as it stands. No schedule of it is faster, whatever its launch
-    order and however its transfers are cut: what is handed over from some operation on, and needed up to another one,
-    must be sent between these two, while the link carries one transfer at a time; the compute outside of that comes on
-    top. The bound is the most that any two operations yield.
+    A pure function of a step, for its present order of compute. No schedule of it is faster, whatever its launch
+    order and however its transfers are cut: all transfers submitted after some operation and needed before another
+    must be sent between these two, one at a time; the compute outside of the two comes on top. The bound is the
+    maximum over all pairs of operations.
 
 Source: heads, bodies and tails on one machine (Carlier 1982), here in a step that repeats itself.
 """
@@ -17,12 +17,11 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def one_link_ms(steps: StepGraph) -> float:
-    """Milliseconds that a step takes at least; copies between device and host, which have lanes of their own, do not
-    count."""
+    """Computes the bound in milliseconds; copies between device and host, which have their own lanes, do not count."""
     chain, size = steps.compute_order, len(steps.compute_order)
     place = {name: k for k, name in enumerate(chain)}
     released: dict[str, int] = {}  # transfer -> place of the last operation it waits for, in the window where it leaves
-    needed: dict[str, int] = {}  # of the first one that waits for it
+    needed: dict[str, int] = {}  # transfer -> place of the first operation that waits for it
     for each in steps.dependences:
         if each.before in place and each.after not in place:
             at = place[each.before] - each.distance * size
@@ -41,7 +40,7 @@ def one_link_ms(steps: StepGraph) -> float:
     lasts, of_last = np.unique([needed[name] for name in bound], return_inverse=True)
     between_ms = np.zeros((len(firsts), len(lasts)))
     np.add.at(between_ms, (of_first, of_last), [ms[name] for name in bound])
-    # (first, last) -> all that leaves at `first` or later and is needed at `last` or earlier.
+    # (first, last) -> all transfers that leave at `first` or later and are needed at `last` or earlier.
     between_ms = between_ms[::-1].cumsum(0)[::-1].cumsum(1)
     durations_ms = np.array([ms[name] for name in chain])
     ends_ms = durations_ms.cumsum()

@@ -1,13 +1,13 @@
-"""The machine on which launch orders are tried: one processor and one link, simulated.
+"""Simulates launch orders on a machine with one processor and one link.
 
 Contract
-    One processor runs the compute operations in the program's order; one link carries the communications strictly in
-    launch order, so that the head of the line, until its dependences have ended, blocks those behind it. Windows follow
-    each other; all launches of one leave before those of the next. An order in which the head of the line would wait
-    for one behind it is refused, never simulated. Offloads and reloads run on lanes of their own, each in the order in
-    which the program submits them.
+    One processor runs the compute operations in the program's order. One link carries the communications strictly in
+    launch order: the head of the line blocks those behind it until its dependences have ended. Windows follow each
+    other; all launches of one leave before those of the next. An order in which the head of the line would wait for
+    one behind it is refused, never simulated. Offloads and reloads each run on their own lane, in the order in which
+    the program submits them.
 
-    Operations are numbers: compute is 0 to C - 1 in the program's order, communications follow, by name, then copies.
+    Operations are numbers: compute is 0 to C - 1 in the program's order; communications follow, by name; then copies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from embrace_fx.vocabulary.operation_id import BETWEEN
 from embrace_fx.vocabulary.schedule import Operation, Span, StepGraph, Timeline, Wait
 
 WINDOWS = 8
-"""At most so many are simulated in a row until one repeats the one before it."""
+"""Most windows simulated in a row until one repeats the one before it."""
 TOLERANCE = 1e-9
-"""Relative: smaller differences of times are rounding."""
+"""Relative; smaller differences of times are rounding errors."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome of a launch order.
+    """The simulated outcome of a launch order.
 
     Attributes:
-        step_ms: from one window to the next, in the steady state.
+        step_ms: time from one window to the next, in the steady state.
         timeline: the last two windows, as on one rank.
         critical_path: (window, name) of the operations of `timeline` that determine its length, in order.
     """
@@ -42,7 +42,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """Starts and ends by window and operation's index; the windows simulated."""
+    """Starts and ends of the simulated windows, by window and operation's index."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -52,8 +52,8 @@ class WindowTimes:
 class LinkMachine:
     """One step on the machine.
 
-    A simulation needs few of the dependences: between compute operations the program's order says it all, and so does
-    the launch order between communications; of the compute operations that a communication needs, the last decides.
+    A simulation needs few of the dependences: compute operations follow the program's order and communications the
+    launch order; of the compute operations that a communication needs, only the last one matters.
     """
 
     def __init__(self, steps: StepGraph) -> None:
@@ -67,7 +67,7 @@ class LinkMachine:
         self.index = {o.name: k for k, o in enumerate(self.operations)}
         self.reach = max((d.distance for d in steps.dependences), default=0)
         size = len(self.operations)
-        self.needs: list[list[int]] = [[] for _ in range(size)]  # of the same window
+        self.needs: list[list[int]] = [[] for _ in range(size)]  # operations of the same window
         self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (distance, operation)
         self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # communications of communications
         released = [-self.count * (self.reach + 1)] * size  # the last compute operation, counted from the window's
@@ -83,7 +83,7 @@ class LinkMachine:
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """A copy starts once the program has submitted it, and the one before it on its lane has ended."""
+        """Orders copies: one starts once the program has submitted it and the one before it on its lane has ended."""
         self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
         lanes: dict[str, list[int]] = {}
         last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
@@ -97,11 +97,10 @@ class LinkMachine:
             self.needs_earlier[line[0]].append((1, line[-1]))
 
     def _put_backward_first(self, released: list[int]) -> None:
-        """Within a class, launches of the forward come after all of the backward.
+        """Makes, within a class, launches of the forward depend on all launches of the backward.
 
-        A class is launched in one order, whatever happens. Gradients may be asked for before the forward has submitted
-        anything (to clip them, or because the next batch is not the one looked ahead to): were one behind a launch of
-        the forward, it would never leave.
+        A class is always launched in one order. A gradient may be awaited before the forward has submitted anything
+        (to clip it, or because another batch came than expected): behind a launch of the forward it would never leave.
         """
         between = self.index.get(str(BETWEEN))
         if between is None:
@@ -141,15 +140,15 @@ class LinkMachine:
         return tuple(self.operations[k].name for k in order)
 
     def blocked(self, order: Sequence[int]) -> tuple[int, int] | None:
-        """The first launch that waits for one that is not launched before it, and that one; None: legal.
+        """Finds (the first launch that waits for one behind it, that one); None: the order is legal.
 
-        Only dependences inside a window matter: windows are launched one after the other.
+        Only dependences inside a window matter, because windows are launched one after the other.
         """
         found = self._sequence(order)
         return found if isinstance(found, tuple) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
-        """All operations of a window, each after what it waits for.
+        """Sorts all operations of a window so that each comes after those it waits for.
 
         Raises:
             ValueError: there is no such sequence.
@@ -240,13 +239,13 @@ class LinkMachine:
                     return WindowTimes(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
             else:
                 repeats = 0
-        # No repetition: windows that alternate, or a link that falls behind compute that nothing makes wait for it.
+        # No repetition: windows alternate, or the link falls behind compute that does not wait for it.
         middle = windows // 2
         rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
         return WindowTimes(starts, ends, max(rates))
 
     def critical(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
-        """(window, operation) of the last two windows, walked back from the last compute operation."""
+        """Walks back from the last compute operation over two windows; returns the path as (window, operation)."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
         previous |= {after: (0, before) for before, after in pairwise(order)}
@@ -259,7 +258,7 @@ class LinkMachine:
         while window >= first:
             path.append((window, k))
             start = run.starts[window][k]
-            # The lane itself comes first: had the others been earlier, it would have started no sooner.
+            # The lane comes first: had the other causes ended earlier, the operation would have started no sooner.
             causes = [
                 *([previous[k]] if k in previous else []),
                 *((0, p) for p in self.needs[k]),
@@ -297,11 +296,11 @@ class LinkMachine:
         return Simulation(run.step_ms, Timeline(spans, shown, 1, self.steps.dependences), path)
 
     def dependences(self, k: int) -> list[tuple[int, int]]:
-        """(distance, operation) of what an operation waits for, apart from its lane."""
+        """Lists (distance, operation) of all that an operation waits for, besides its lane."""
         return [*((0, p) for p in self.needs[k]), *self.needs_launches[k], *self.needs_earlier[k]]
 
     def any_sequence(self) -> list[int]:
-        """A window's operations, each after what it depends on, whatever the launch order."""
+        """Sorts a window's operations so that each comes after its dependences, under no particular launch order."""
         done = [False] * len(self.operations)
         sequence: list[int] = []
         ran, waiting = 0, list(range(self.count, len(self.operations)))
@@ -324,7 +323,7 @@ class LinkMachine:
 
 
 def _shifted(before: list[float], after: list[float]) -> bool:
-    """Tells whether a window is the one before it, later by one length."""
+    """Tells whether a window repeats the one before it, shifted in time."""
     if not after:
         return True
     shift = after[0] - before[0]

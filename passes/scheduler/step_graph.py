@@ -1,20 +1,19 @@
-"""One window of a model's training as a `StepGraph`: its compute, its communication, and what depends on what.
+"""Describes one window of training as a `StepGraph`: its compute, its communication, and their dependences.
 
 Contract
-    Reads the phases that run: every submission and every await is a node with the id of its launch. Between them lies
-    compute, cut into operations under the ids that the runtime's recorder uses. Nothing is described a second time: a
-    dependence is there because a node is.
+    Reads the phases that run: every submission and every await is a node with the id of its launch. The compute between
+    them is cut into operations under the ids that the runtime's recorder uses. Every dependence follows from a node.
 
-    backward   early rows                what is left of the step before, and the next batch's early rows
-               backward <table, bucket>  what ends with the submission of its gradients
-               backward up to <copy>     what ends where a value is reloaded, or its reload awaited
+    backward   early rows                the rest of the step before, and the next batch's early rows
+               backward <table, bucket>  ends with the submission of its gradients
+               backward up to <copy>     ends where a value's reload begins or is awaited
                end of backward
-    between    your code, optimizer step, loader: once they have been measured
-               optimizer step, next batch: on what rows' norms are, where an optimizer adds them up
-    forward    update <table>            what ends with the submission of its rows
+    between    your code, optimizer step, loader: once they have been measured. Where an optimizer adds up row
+               norms, it waits for the gradients, and their updates wait for the norms
+    forward    update <table>            ends with the submission of its rows
                start of forward
-               rows <table>, update <bucket>: what follows on an await; then forward <table, bucket>
-               forward up to <copy>: what ends where a value is offloaded, or its offload awaited
+               rows <table>, update <bucket>: follow an await; then forward <table, bucket>
+               forward up to <copy>: ends where a value's offload begins or is awaited
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what travels in a window, as far as the graph does not say them.
+    """Bytes sent in a window that the graph does not hold.
 
     Attributes:
-        sent: launch -> bytes one rank sends, where they have been measured or are otherwise known.
+        sent: launch -> bytes one rank sends, where measured or otherwise known.
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
         ids_bytes: of the AllGather of ids, on each rank.
         norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
-        buckets_as: in which format buckets travel.
+        buckets_as: the format in which buckets travel.
     """
 
     sent: Mapping[OperationId, int]
@@ -73,10 +72,10 @@ class Block:
     """A compute operation of a program.
 
     Attributes:
-        ms: estimated milliseconds, from the sizes of what its nodes read and write.
-        awaits: launches and copies that it waits for, with how many windows before they were submitted.
-        submits: nodes that submit something behind it.
-        copies: nodes that begin a copy behind it.
+        ms: estimated milliseconds of its nodes.
+        awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
+        submits: nodes that submit a launch at its end.
+        copies: nodes that begin a copy at its end.
     """
 
     id: OperationId
@@ -87,7 +86,7 @@ class Block:
 
 
 def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
-    """The compute operations of a window, in the order of the program.
+    """Lists the compute operations of a window, in the order of the program.
 
     Args:
         node_ms: milliseconds of a node.
@@ -96,7 +95,7 @@ def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
     found = [early, *_of_backward(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
     of_forward = list(_of_forward(graph.phases["forward"], between, node_ms))
-    if ids and IDS not in map(launch_of, between.submits):  # at their own turn, by the calling thread
+    if ids and IDS not in map(launch_of, between.submits):  # the calling thread exchanges this batch's ids itself
         between.submits += ids
         for block in of_forward:
             if any(_is_lookup(node) for node in block.submits):
@@ -134,7 +133,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
 
 def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     segment: Block | None = Block(START)
-    waiting = Block(START)  # for what is awaited
+    waiting = Block(START)  # its compute lies before the next await
     for node in forward.graph.nodes:
         if op_name(node) in COPY_OPS:
             yield _up_to(node, segment or waiting)
@@ -166,10 +165,10 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
 def cut_at_copies(
     module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
 ) -> Iterator[Block]:
-    """A phase in which nothing is launched, cut where copies begin and end; the last piece is `what`.
+    """Cuts a phase without launches where copies begin and end; the last block has the id `what`.
 
     Args:
-        before_ms: of what is computed before it.
+        before_ms: milliseconds of compute before the phase, added to its first block.
     """
     block = Block(what, before_ms)
     for node in module.graph.nodes:
@@ -181,7 +180,7 @@ def cut_at_copies(
 
 
 def build_alone(found: Sequence[Block]) -> StepGraph:
-    """The window of one process: its compute, in order, and its copies."""
+    """Builds the window of a single process: its compute, in order, and its copies."""
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     for block in found:
@@ -196,7 +195,7 @@ def build_alone(found: Sequence[Block]) -> StepGraph:
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
-    """Ends a block at a node that begins or awaits a copy, and lets the rest of it begin anew behind the node."""
+    """Ends a block at a node that begins or awaits a copy; `block` continues behind the node."""
     ended = Block(compute_up_to(node), block.ms, _copies_taken(block))
     block.ms = 0.0
     if op_name(node) in (OFFLOAD, RELOAD):
@@ -207,14 +206,14 @@ def _up_to(node: fx.Node, block: Block) -> Block:
 
 
 def _copies_taken(block: Block) -> list[tuple[OperationId, int]]:
-    """The copies that a block waits for, which the part of it that ends here has waited for."""
+    """Moves the copies that a block waits for out of it, to the part that ends here."""
     found = [each for each in block.awaits if each[0].lane in COPIES]
     block.awaits = [each for each in block.awaits if each[0].lane not in COPIES]
     return found
 
 
 def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
-    """The operation that a node completes, where it puts to use what has been awaited."""
+    """Returns the operation of a node that uses awaited rows or an awaited bucket; None: any other node."""
     match op_name(node):
         case "embrace::join_rows":
             return compute_id("rows", _source(node).what)
@@ -224,7 +223,7 @@ def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
 
 
 def _source(node: fx.Node) -> OperationId:
-    """The launch of the first await among a node's inputs."""
+    """Returns the launch of the first await among a node's inputs."""
     return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
 
 
@@ -235,7 +234,7 @@ def _launch(node: fx.Node) -> OperationId:
 
 
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
-    """Estimated milliseconds of each compute operation."""
+    """Estimates the milliseconds of each compute operation."""
     return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute, graph.expected))}
 
 
@@ -246,11 +245,11 @@ def build(
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
-    """The window of a graph.
+    """Builds the window of a graph.
 
     Args:
-        graph: with the phases that run.
-        durations: compute operation -> milliseconds; those that are missing take no time.
+        graph: a graph with phases.
+        durations: compute operation -> milliseconds; an operation that is missing takes no time.
     """
     operations: list[Operation] = []
     dependences: list[Dependence] = []
@@ -282,7 +281,7 @@ def build(
 
 
 def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """The same with the exchange of rows' squares, once the gradients of these tables are here, where there are any."""
+    """Adds the exchange of rows' squares, behind these tables' gradients, where an optimizer needs any."""
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
         return steps
@@ -290,7 +289,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
     gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
     awaited = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
-    updates = [name for name in awaited if name != str(END)]  # where gradients are not awaited in the backward itself
+    updates = [name for name in awaited if name != str(END)]  # END: gradients that the backward itself awaits
     optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(
         steps,
@@ -305,7 +304,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
 
 
 def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
-    """The operation of a copy that a node begins, and what of the window before it needs."""
+    """Returns the operation of a copy that a node begins, and its dependences on the window before."""
     launch = _launch(node)
     operation = Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,))
     if op_name(node) == OFFLOAD:
@@ -314,13 +313,13 @@ def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
 
 
 def _pieces(found: Sequence[Block]) -> dict[str, int]:
-    """Table -> in how many pieces its delayed gradients travel."""
+    """Maps each table to the number of pieces of its delayed gradients."""
     launches = [_launch(node) for block in found for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
 
 def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mapping[str, int], world_size: int) -> int:
-    """Bytes that one rank sends. Until they are measured, half of a batch's rows count as early and half as delayed."""
+    """Returns the bytes that one rank sends; until measured, half of a batch's rows count as early, half as delayed."""
     if launch == IDS:
         return sizes.ids_bytes * (world_size - 1)
     if launch.kind == "all_reduce":

@@ -1,9 +1,9 @@
-"""Rows of tables beyond memory in a step's graph: read before they are looked up, written behind.
+"""Adds to a step's graph the reads and writes of rows of tables beyond memory.
 
 Contract
-    Reads and writes of a table are one operation each, in a lane that they share. A read is asked for some windows
-    before the lookups that need it, as far as the loader is ahead and slots have room; without that, in the middle of
-    the program, which waits for it. A write follows the lookups that have taken its rows' slots.
+    A table has one read and one write operation per window, in one lane. A read is submitted some windows before the
+    lookups that need it, as far as the loader is ahead and slots have room; otherwise in the middle of the program,
+    which waits for it. A write follows the lookups that have taken its rows' slots.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from embrace_fx.vocabulary.operation_id import BETWEEN, OperationId, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 MOST_AHEAD = 2
-"""Windows: the lane has a steady rate, so that rows asked for earlier still come no later."""
+"""Most windows by which reads are submitted early; the lane has a steady rate, so that more would gain nothing."""
 WRITES_BEHIND = 2
-"""Windows by which writes may fall behind: then lookups wait for slots."""
+"""Windows by which writes may fall behind; then lookups wait for slots."""
 
 
 def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """The same with the windows known by which its rows are asked for early.
+    """Sets the number of windows by which a table's rows are read early.
 
     Args:
-        batches: that the loader is ahead. Of several ranks each learns a call later what the others will ask for.
+        batches: how many the loader is ahead; one less counts with several ranks, which learn a call later what the
+            others will read.
     """
     room = memory.slots // max(memory.at_once, 1) - 1
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
 
 
 def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """The same with rows read and written as fast as was measured.
+    """Sets the measured speed of a table's reads and writes.
 
     Args:
-        byte_ms: milliseconds of a byte, of reads and writes.
+        byte_ms: read or write operation -> milliseconds per byte.
     """
     read, write = (byte_ms.get(storage_id(kind, table), 0.0) * memory.record_bytes for kind in ("read", "write"))
     first, *others = memory.storage
@@ -43,7 +44,7 @@ def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float])
 
 
 def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
-    """The window with the reads and writes of tables beyond memory."""
+    """Adds the reads and writes of tables beyond memory to a window."""
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():
         readers = lookups(steps, table)
@@ -59,7 +60,7 @@ def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph
 
 
 def lookups(steps: StepGraph, table: str) -> list[str]:
-    """The compute that looks a table's rows up, in the program's order: what sends them; of one process its forward."""
+    """Lists, in order, the compute that looks a table's rows up before they are sent; of one process, its forward."""
     sent = {o.name for o in steps.operations if o.kind == "lookups" and table in o.serves}
     found = {d.before for d in steps.dependences if d.after in sent and d.before in steps.compute_order}
     if not sent:
@@ -68,6 +69,6 @@ def lookups(steps: StepGraph, table: str) -> list[str]:
 
 
 def _just_before(steps: StepGraph, name: str) -> tuple[str, int]:
-    """The operation of the program before another one, and whether it is in the window before."""
+    """Returns (the compute operation before another one, 1 if it is in the window before else 0)."""
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

@@ -1,1 +1,1 @@
-"""Proves of every rewritten graph, and of two windows of a schedule, what all passes must keep."""
+"""Verifies the invariants of every rewritten graph, and of two windows of a schedule."""

@@ -1,6 +1,6 @@
-"""Invariants of what a backward computes again (`passes/memory`): it is what the forward computed, bit for bit.
+"""Invariants of recomputed values (`passes/memory`): they are the forward's, bit for bit.
 
-A node that is computed again says of which it is the copy: `node.meta["again"]`.
+`node.meta["again"]` of a recomputed node is the name of the node that it is a copy of.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def computed_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A copy calls the op of the node that it is of, on the same values, or copies of them; nothing that a rank sends
-    or waits for, and no state that the forward writes, is in it."""
+    """A copy calls the op of its original on the same values, or copies of them; it launches and awaits nothing, and
+    reads no state that the forward writes."""
     nodes = {node.name: node for node in graph.graph.nodes}
     written = {role.of for _, role in graph.outputs() if isinstance(role, Mutation)}
     for node in (node for node in nodes.values() if "again" in node.meta):
@@ -42,9 +42,9 @@ def computed_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Itera
 
 
 def drawn_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Random numbers are drawn again from the state before they were drawn, in that order, and from nowhere else."""
+    """Random numbers are drawn again from the state before their first draw, in the same order, and from no other."""
     drawn: dict[torch.device, list[str]] = {}
-    states: dict[str, tuple[torch.device, int]] = {}  # state -> how many draws came before it
+    states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
     replays: dict[torch.device, _Replay] = {}
     for node in (node for module in running_modules(graph) for node in module.graph.nodes):
         name = op_name(node)
@@ -82,7 +82,7 @@ def drawn_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator
 
 @dataclass
 class _Replay:
-    """A replay that has begun: by which node, after how many draws of the forward, and what was drawn since."""
+    """A replay that has begun: the node that began it, the number of the forward's draws before it, the draws since."""
 
     begin: str
     after: int
@@ -90,7 +90,7 @@ class _Replay:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
-    """A node's call, as text to compare; a copy stands for its original."""
+    """Returns a node's call as text to compare; a copy stands for its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 
@@ -98,7 +98,7 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 def _origin(node: fx.Node) -> str:
     if op_name(node) == "embrace::copy_unwritten":
         node = node.all_input_nodes[0]
-    while op_name(node) in COPY_OPS:  # out of memory and back
+    while op_name(node) in COPY_OPS:  # an offloaded and reloaded value stands for the value itself
         node = node.all_input_nodes[0]
     return str(node.meta.get("again", node.name))
 

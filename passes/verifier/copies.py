@@ -1,4 +1,4 @@
-"""Invariants of what leaves memory and comes back, and of what a step holds at most (`passes/memory`)."""
+"""Invariants of offloaded values, and of a step's peak memory (`passes/memory`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import launch_of, op_name
 
 _READERS = {OFFLOAD: AWAIT_OFFLOAD, AWAIT_OFFLOAD: RELOAD, RELOAD: AWAIT_RELOAD}
-"""The one op that may read what an op yields."""
+"""Op -> the only op that may read its result."""
 
 
 def copies_in_pairs(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Each offload is awaited once, then reloaded once, which is awaited once; nothing else reads a value on its way,
-    or outside. Both ends of a copy have its id, and print it."""
+    """Each offload is awaited once and then reloaded once, and the reload is awaited once; no other node reads a value
+    in between. Both ends of a copy have its id, and print it."""
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
     copying = [node for node in nodes if op_name(node) in COPY_OPS]
     times = Counter(str(launch_of(node)) for node in copying if op_name(node) in (OFFLOAD, RELOAD))
@@ -44,11 +44,11 @@ def copies_in_pairs(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[V
 
 
 def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Behind the await of an offload, nothing reads what has left, nor a view of it, in any phase."""
+    """Behind the await of an offload, no node of any phase reads the offloaded value or a view of it."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
-    freed: dict[str, str] = {}  # value -> the await behind which it is gone
-    views: dict[str, set[str]] = {}  # value -> the names of its memory
+    freed: dict[str, str] = {}  # value -> the await that freed it
+    views: dict[str, set[str]] = {}  # value -> the names of all values in its memory
     for module in running_modules(graph):
         saved = {node: role.name for node, role in inputs_of(module) if isinstance(role, Saved)}
         for node in module.graph.nodes:
@@ -78,9 +78,7 @@ def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
 
 
 def within_memory_limit(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Refuses a step that, with its copies where they stand, holds more than its limit. Sizes that only the data knows
-    count as nothing.
-    """
+    """Refuses a step that, with its copies as placed, holds more than its limit; data-dependent sizes count as 0."""
     if graph.memory_limit is None:
         return
     found = step_memory(graph)

@@ -1,7 +1,7 @@
 """Compares a node's recorded fake value with what its op yields; the graph's fake mode keeps no trace of it.
 
-Deriving is local: a node's op is run on the recorded values of its inputs. If every node agrees, all values follow from
-those of the placeholders, and a node that a pass has not touched need not be run again.
+A node's op is run on the recorded values of its inputs. If every node agrees, all values follow from those of the
+placeholders, and a node that no pass has changed need not be run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embrace_fx.passes.rewriter import Derived, derives
 
 
 def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
-    """The mode of the module's fake values; a fresh one where it has no tensors."""
+    """Returns the fake mode of a module's values; a new one where it has no tensors."""
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, FakeTensor):
@@ -32,7 +32,7 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
 
 
 def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
-    """A context in which ops run under `mode` and leave neither guards nor pending symbols in its shape environment."""
+    """Makes a context in which ops run under `mode` and add no guards or pending symbols to its shape environment."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(derives(mode))
@@ -43,7 +43,7 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
 
 
 def is_derived(node: fx.Node) -> bool:
-    """Tells whether a node's value is what a pass has derived from the very fake values that its inputs have now."""
+    """Tells whether a pass has computed a node's value from the very fake values that its inputs have now."""
     derived: Derived | None = node.meta.get("derived")
     return (
         derived is not None
@@ -55,7 +55,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def _is_of(value: Any, argument: Any) -> bool:
-    """Tells whether `value` is what an argument stands for: of nodes their values, the same objects."""
+    """Tells whether `value` equals an argument, in which a node stands for its fake value, the same object."""
     if isinstance(argument, fx.Node):
         return value is argument.meta.get("val")
     if isinstance(argument, list | tuple):
@@ -66,7 +66,7 @@ def _is_of(value: Any, argument: Any) -> bool:
 
 
 def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Whether the node of the same name in `verified` computes the same from, and to, the very same fake values."""
+    """Whether the node of the same name in `verified` makes the same call with the very same fake values."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -90,7 +90,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
-    """(the value expected, the one recorded) where they differ in dtype, device, layout or shape; None where not.
+    """Returns (value expected, value recorded) if they differ in dtype, device, layout or shape, else None.
 
     To be called within `nothing_recorded(mode)`.
     """
@@ -124,9 +124,9 @@ def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]
 
 
 def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Whether two values are alike, given that sizes which depend on data get new symbols each time they are derived.
+    """Tells whether two values are alike; data-dependent sizes are new symbols each time they are computed.
 
-    The new symbols must stand for the recorded sizes one to one, and those must be unknown as well.
+    The new symbols must correspond one to one to the recorded sizes, which must be data-dependent too.
     """
     a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
     if [_kind(leaf) for leaf in a] != [_kind(leaf) for leaf in b]:
@@ -162,7 +162,7 @@ def _sizes(leaf: Any) -> tuple[Any, ...]:
 
 
 def _expression(size: Any) -> Any:
-    """The sympy expression of a symbolic size, a plain one as it is."""
+    """Returns the sympy expression of a symbolic size; a plain size unchanged."""
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 

@@ -54,7 +54,7 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
     }
 )
-"""Python functions that compute sizes: they take and give numbers, never tensors."""
+"""Python functions that compute sizes: they take and return numbers, never tensors."""
 
 
 class VerificationError(RuntimeError):
@@ -73,9 +73,9 @@ def verify(
     Args:
         after: the pass that made `graph`, for the message.
         captured: the graph the pipeline started from; it says which parameters train, and which results and mutations
-            the forward has. None: `graph` stands for itself.
-        previous: a graph that has been verified and whose fake values `graph` may share; a module of it that `graph`
-            has too is not looked at again, nor are nodes that are unchanged since then derived again.
+            the forward has. None: `graph` itself.
+        previous: a verified graph whose fake values `graph` may share; modules that both have are not checked again,
+            and the values of unchanged nodes are not computed again.
 
     Raises:
         VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
@@ -88,7 +88,7 @@ def verify(
         is_verified = previous is not None and module in (previous.module, before)
         for of_a_module in _OF_WHAT_PHASES_SAVE if is_verified else _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
-        # A phase is made of nodes of the joint graph, which are verified by now.
+        # A phase consists of nodes of the joint graph, which are verified by now.
         verified = verified | _by_name(module)
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
     for of_the_graph in _OF_THE_GRAPH:
@@ -100,11 +100,11 @@ def verify(
 
 @dataclass(frozen=True)
 class Scope:
-    """One module of a graph, and what is known when its turn comes.
+    """One module of a graph, and what is known before it is checked.
 
     Attributes:
         phase: "joint", or the name of the phase.
-        verified: nodes whose values are known to be right, by name.
+        verified: name -> node whose value is known to be right.
         handed_on: names of the values that earlier phases save.
     """
 
@@ -115,7 +115,7 @@ class Scope:
 
 
 def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
-    """Every input of a node is a node of this graph and stands before it; one output node, the last."""
+    """Every input of a node is a node of this graph and stands before it; the last node is the only output."""
     defined: set[fx.Node] = set()
     nodes = list(scope.module.graph.nodes)
     for node in nodes:
@@ -131,7 +131,7 @@ def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
 
 
 def known_targets(scope: Scope) -> Iterator[Violation]:
-    """Nodes call dispatcher ops, `getitem` and size arithmetic only: of opaque Python nothing could be known."""
+    """Nodes only call dispatcher ops, `getitem` and size arithmetic: opaque Python could do anything."""
     for node in scope.module.graph.nodes:
         if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
             yield Violation(node, "placeholder, get_attr, call_function or output", node.op, "inline the call")
@@ -157,10 +157,10 @@ def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
 
 
 def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
-    """Nothing but its wait reads a launch; what is reduced in place is the launch's own, and unread from then on.
+    """Only its wait reads a launch, and no other node reads a buffer from its reduction in place on.
 
     Reading the buffer after the wait would be as wrong as before it: the value depends on where the reader stands, and
-    nothing in the graph holds it there.
+    no edge of the graph keeps it there.
     """
     for launch in filter(is_launch, scope.module.graph.nodes):
         for reader in launch.users:
@@ -178,7 +178,7 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
     mode = fake_mode_of(scope.module)
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
     changed = [node for node in scope.module.graph.nodes if not (is_derived(node) or unchanged(node, scope.verified))]
-    with nothing_recorded(mode):  # nothing is yielded in here: the caller may never resume, and the mode would stay on
+    with nothing_recorded(mode):  # no yield inside: a caller that never resumes would leave the mode on
         found = {node: disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
 
@@ -238,7 +238,7 @@ _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
 )
 
 _OF_WHAT_PHASES_SAVE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (values_have_roles,)
-"""Of a module's invariants, those that hold or not by what other modules are."""
+"""The invariants of a module that depend on other modules."""
 
 _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
     parameters_updated_once,
@@ -284,7 +284,7 @@ def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
     buffers: dict[fx.Node, set[fx.Node]] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}  # by buffer, in the order of the graph
     for node in module.graph.nodes:
-        # The launch starts a buffer anew: who reads through its wait reads the reduced value, as it should.
+        # A launch's result counts as a new buffer: readers of its wait rightly read the reduced value.
         aliased = [] if node in launches else aliased_inputs(node)
         buffers[node] = set().union(*(buffers[value] for value in aliased)) or {node}
         for buffer in set().union(*(buffers[value] for value in node.all_input_nodes)):

@@ -1,4 +1,4 @@
-"""Proves of a schedule that rows of tables beyond memory are there before they are looked up, and find room."""
+"""Verifies that a schedule reads rows of tables beyond memory before they are looked up, and has slots for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
-    """Raises where a schedule looks rows up before they are read, evicts those of a later step, or holds too many.
+    """Raises where a schedule looks rows up before they are read, evicts rows of a later step, or holds too many.
 
-    Rows of a step have slots from when they are asked for until its last lookup: together with those of all steps that
-    are asked for meanwhile they must be no more than there are slots. Then no row that has been read ahead has to leave
-    before its step, for rows of no step leave first. Slots are as many as fit the bytes that were asked for.
+    A step's rows have slots from the submission of their read until the step's last lookup. Together with the rows of
+    all steps whose reads are submitted meanwhile, they must fit the slots. Then no prefetched row is evicted before its
+    step, because rows of no step are evicted first. There are as many slots as fit the bytes that were asked for.
 
     Args:
-        memory: of each table beyond memory.
+        memory: table beyond memory -> its rows in memory.
 
     Raises:
-        ValueError: saying which.
+        ValueError: names the table and the operations.
     """
     order = {name: place for place, name in enumerate(steps.compute_order)}
     for table, of in memory.items():
@@ -44,11 +44,11 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _asked_meanwhile(ahead_in_window: int, distance: int) -> int:
-    """Counts the windows whose rows are asked for before those of this window have been looked up.
+    """Counts the windows whose reads are submitted before this window's rows have been looked up.
 
     Args:
-        ahead_in_window: how many places of the program a read is asked for behind a window's last lookup, negative
-            where before it.
-        distance: for which window after its own.
+        ahead_in_window: how many places of the program a read's submission stands behind the last lookup of its
+            window; negative: before it.
+        distance: how many windows after its submission a read is needed.
     """
     return max(0, distance - (ahead_in_window > 0))

@@ -1,12 +1,12 @@
-"""The invariant of a step's variants: what is in flight where a phase begins, and where it ends.
+"""The invariant of a step's variants: the launches in flight where a phase begins, and where it ends.
 
 Contract
-    A variant says what the phases before have left to it, and what it leaves to those that follow. Each phase is
-    checked by itself against that; two phases that follow each other in a run agree on it. So in any run of steps each
-    launch has one submission and one await, in this order, no row is looked up before its last update, and no update
-    is lost or applied twice.
+    A variant says which launches earlier phases have left in flight, and which it leaves to later ones. Each phase is
+    checked by itself against that; phases that follow each other agree on it. So in any sequence of steps each launch
+    has one submission and then one await, no row is looked up before its last update, and no update is lost or applied
+    twice.
 
-    | phase    | variant         | is left to it                        | leaves                          |
+    | phase    | variant         | in flight where it begins            | in flight where it ends         |
     |----------|-----------------|--------------------------------------|---------------------------------|
     | forward  | arrives cut     | prior, delayed, early rows, chunks   | delayed; ids, if one is coming  |
     |          | arrives whole   | prior, chunks                        | ids, if one is coming           |
@@ -32,7 +32,7 @@ Launches = frozenset[OperationId]
 
 
 def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """The phase of another variant than the steady one awaits, submits and looks up what its variant says, in order."""
+    """The phase of a variant, the steady one aside, awaits, submits and looks up what its variant says, in order."""
     varied = graph.varied
     if varied is None:
         return
@@ -58,7 +58,7 @@ def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[
 
 
 def ends(varied: Varied) -> tuple[Launches, Launches]:
-    """The launches under way where the phase of a variant begins, and those where it ends."""
+    """Returns the launches in flight where the phase of a variant begins, and those where it ends."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.kind == "gradients")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -74,7 +74,7 @@ def ends(varied: Varied) -> tuple[Launches, Launches]:
 
 
 def _looked_up(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
-    """Rows are looked up after their last update. Late rows have none that is delayed: they were cut so."""
+    """Yields a violation where rows are looked up before their last update; late rows have no delayed update."""
     gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
     if launch.part == "late" and rows_id(launch.what, "early") in under_way:
         gradients = {each for each in gradients if each.part != "delayed"}

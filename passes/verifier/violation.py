@@ -1,4 +1,4 @@
-"""The violation by which an invariant says where it does not hold."""
+"""The value by which an invariant reports where it does not hold."""
 
 from __future__ import annotations
 

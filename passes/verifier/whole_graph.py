@@ -37,7 +37,7 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice.
 
-    Those of the captured graph train, and those a pass gave a gradient (one that only other ranks' batches use).
+    A parameter trains that has a gradient in the captured graph, or from a pass (only other ranks' batches use it).
     """
     found = _gradients(graph)
     for name in _gradients(captured) | found:
@@ -57,12 +57,12 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Refuses launches that could differ between ranks, and phases that launch anything else than the joint graph,
-    group by group.
+    """Refuses launches that could differ between ranks, and phases that do not launch what the joint graph does, group
+    by group.
 
-    A rank does not see the others' graphs here. What it can see: that nothing in a launch's identity depends on its
-    own batch, that a group has one size, and that cutting the graph changed no group's order. That the identities are
-    equal on all ranks is for the runtime to compare, by `sequence_hash`.
+    A rank sees only its own graph: it checks that no launch's identity depends on the batch, that a group has one size,
+    and that partitioning changed no group's order. The runtime compares the identities between ranks, by
+    `sequence_hash`.
     """
     sizes: dict[str, int] = {}
     for module in (graph.module, *graph.phases.values()):
@@ -74,7 +74,7 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
     yield from _users_order(graph)
     if not graph.phases or overlaps_steps(graph):
-        return  # an overlapped order is the schedule's; `handed_over_once` sees that nothing was lost
+        return  # the schedule decides the order; `handed_over_once` checks that no launch was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):
@@ -83,13 +83,13 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
 
 
 def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
-    """The roles of the outputs that have a value."""
+    """Yields the roles of the outputs that have a value."""
     for module in running_modules(graph):
         yield from (role for value, role in outputs_of(module) if value is not None)
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """Counts the parts of each parameter's gradient that are yielded: "dense", "ids", "rows", "pending rows"."""
+    """Counts, for each parameter, the outputs of its gradient by part: "dense", "ids", "rows", "pending rows"."""
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:

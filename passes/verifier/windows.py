@@ -1,11 +1,11 @@
-"""Invariants of what runs from one step into the next, over two windows: a backward and the forward after it, twice.
+"""Invariants of communication that overlaps the next step, over two windows: a backward and the forward after it.
 
 Contract
-    Each is a function of a graph's phases, as they run under any schedule. A launch that is submitted in a window is
-    awaited in it, or, of what runs under the next step (delayed gradients, ids), in the window after it; so that what
-    holds from one window to the next holds for all.
+    Each is a function of a graph's phases, which are the same under any schedule. A launch is awaited in the window of
+    its submission or (delayed gradients, ids) in the window after it, so that what holds from one window to the next
+    holds for all.
 
-    What only a schedule decides, `blocked` checks: that no await stands still for ever behind the launch order.
+`blocked` checks what only a schedule decides: that no await waits for ever behind the launch order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_s
 
 @dataclass
 class _Places:
-    """The nodes of a launch, with their places in the window."""
+    """The submissions and awaits of a launch, with their places in the window."""
 
     submitted: list[tuple[int, fx.Node]] = field(default_factory=list)
     awaited: list[tuple[int, fx.Node]] = field(default_factory=list)
 
 
 def window(graph: TrainingGraph) -> list[fx.Node]:
-    """The nodes of a window: a backward, and the forward after it."""
+    """Lists the nodes of a window: a backward, and the forward after it."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def _is_steady(graph: TrainingGraph) -> bool:
-    """Whether windows of an overlapped graph follow each other: one with a variant's phase stands between others."""
+    """Tells whether windows of an overlapped graph repeat; a graph with a variant's phase runs only once in between."""
     return graph.varied is None and overlaps_steps(graph)
 
 
@@ -66,9 +66,9 @@ def _crosses(launch: OperationId) -> bool:
 
 
 def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """In an overlapped graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
+    """An overlapped graph has each exchange of the joint graph: as itself, as a submission, or as an await.
 
-    A stack's exchange is that of each of its tables. Early and delayed parts, and chunks but the first, come besides.
+    A stack's exchange counts for each of its tables. Early and delayed parts, and further chunks, are not counted.
     """
     if not overlaps_steps(graph):
         return
@@ -96,11 +96,11 @@ _HANDED_OVER = {
     "embrace::submit_gradients": ("embrace::all_to_all_gradients",),
     "embrace::join_rows": ("embrace::all_to_all_rows",),
 }
-"""What stands for an exchange of the joint graph in an overlapped one."""
+"""Op of an overlapped graph -> the exchange of the joint graph that it stands for."""
 
 
 def launches_told(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Every submission and every await has the id of its launch, and the text that is printed is that id's."""
+    """Every submission and every await has the id of its launch, and prints it."""
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.overlap.launches.launch_node"
@@ -120,10 +120,10 @@ def submitted_and_awaited_once(graph: TrainingGraph, captured: TrainingGraph) ->
 
 
 def awaited_after_submitted(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """An await follows the submission that it is meant for: in its window, or of the window before."""
+    """An await follows its submission: in the same window, or in the window after it."""
     for launch, places in _places(graph).items() if _is_steady(graph) else ():
         if len(places.submitted) != 1 or len(places.awaited) != 1:
-            continue  # told by `submitted_and_awaited_once`
+            continue  # `submitted_and_awaited_once` reports it
         (submission, _), (end, node) = places.submitted[0], places.awaited[0]
         if _crosses(launch) != (end < submission):
             where = (
@@ -138,8 +138,8 @@ def awaited_after_submitted(graph: TrainingGraph, captured: TrainingGraph) -> It
 def rows_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Rows are looked up after their last update, and no update follows the lookup in its phase.
 
-    Early rows of the next batch are none of this one's, but may be among the delayed ones of the step before; late
-    rows, and all of them where nothing is split, are among those with prior gradients.
+    Early rows of the next batch are not among this batch's rows, but may be among the delayed rows of the step before.
+    Late rows, and all rows where nothing is split, are among the rows with prior gradients.
     """
     if not _is_steady(graph):
         return
@@ -171,7 +171,7 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 
 def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Refuses a forward that joins fewer parts of a table's rows than were sent."""
+    """A forward joins all parts of a table's rows that were sent."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if _is_steady(graph) else []
     for node in graph.phases["forward"].graph.nodes if _is_steady(graph) else ():
         if op_name(node) != "embrace::join_rows":
@@ -185,7 +185,7 @@ def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viola
 
 
 def gradients_cut_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A table's gradient travels whole, or as prior ones and all pieces of the delayed ones: each row's once."""
+    """A table's gradient travels whole, or as prior and all pieces of delayed gradients: each row once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if _is_steady(graph) else ():
         if launch.kind in ("gradients", "delayed"):
@@ -208,7 +208,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 
 
 def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """The chunks of a bucket are all of it, each element once."""
+    """The chunks of a bucket cover each of its elements once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) == "embrace::submit_chunk":
@@ -227,7 +227,7 @@ def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Nobody reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
+    """No node reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
     if not overlaps_steps(graph):
         return
     flying: dict[fx.Node, frozenset[OperationId]] = {}
@@ -250,7 +250,7 @@ def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> It
 
 
 def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A parameter whose update is left to the next forward is read there after its update, which follows all chunks."""
+    """A parameter that the next forward updates is read there after its update, which follows all chunks' awaits."""
     if not overlaps_steps(graph):
         return
     forward = graph.phases["forward"]
@@ -298,17 +298,17 @@ INVARIANTS = (
     chunks_unread_in_flight,
     parameters_current,
 )
-"""In this order: one may rely on those before it."""
+"""Checked in this order: an invariant may rely on those before it."""
 
 
 # ---- a launch order ----
 
 
 def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
-    """Names the reason for which steps would stand still for ever under a launch order; None: they would not.
+    """Names the reason why steps would deadlock under a launch order; None: they would not.
 
-    Launches leave strictly in the order, window after window, each once it is submitted; the program stands still at an
-    await until that launch has left. Two windows are walked through: the second meets what the first has left behind.
+    Launches leave strictly in the order, window after window, each once it is submitted; the program waits at an await
+    until that launch has left. Two windows are simulated: the second begins with the first one's launches in flight.
     """
     places = _places(graph)
     submitted = {launch for launch, each in places.items() if each.submitted}
@@ -338,10 +338,10 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
 
 
 def held_bytes(graph: TrainingGraph, sent_bytes: Mapping[OperationId, int]) -> int:
-    """The most bytes that are on their way at any place of the program, from submission to await, over two windows.
+    """Returns the most bytes in flight, from submission to await, at any place of the program, over two windows.
 
     Args:
-        sent_bytes: of each launch.
+        sent_bytes: launch -> bytes that one rank sends.
     """
     held = most = 0
     on_the_way: set[tuple[int, OperationId]] = set()
@@ -361,10 +361,10 @@ def held_bytes(graph: TrainingGraph, sent_bytes: Mapping[OperationId, int]) -> i
 def check_launches(
     graph: TrainingGraph, order: Sequence[OperationId], sent_bytes: Mapping[OperationId, int], bound_bytes: int
 ) -> None:
-    """Raises where the steps of a graph would stand still under a launch order, or hold too much.
+    """Raises where the steps of a graph would deadlock under a launch order, or have too many bytes in flight.
 
     Raises:
-        ValueError: saying which await would never end, or how many bytes would be on their way.
+        ValueError: names the await that would never end, or the bytes that would be in flight.
     """
     if (reason := blocked(graph, order)) is not None:
         raise ValueError(f"{reason}.")
