@@ -36,7 +36,6 @@ from embrace_fx.runtime.exchanges.steps import run
 from embrace_fx.runtime.flow.bucket_updates import BucketExchange, BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
@@ -128,12 +127,13 @@ class Scheduling:
         launcher: Launcher
         if on is None:
             at_once = len(order) if self._gradients_alone else IN_FLIGHT
-            launcher = Launcher(order, of_forward, recorder, at_once=at_once)
+            launcher = Launcher(order, of_forward, recorder, communicator, at_once=at_once)
         else:
-            launcher = StreamLauncher(order, of_forward, recorder, on, communicator.channels(device))
+            channels = communicator.channels(device)
+            launcher = StreamLauncher(order, of_forward, recorder, communicator, on, channels)
             communicator.look_each_time(launcher.looks())
         communicator.in_turn = launcher.in_turn
-        wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
+        pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # what other buckets have left out
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
@@ -141,11 +141,8 @@ class Scheduling:
         self._flow = Flow(
             self._setting.announcements,
             launcher,
-            {
-                name: RowExchange(table, communicator, launcher, pieces.get(name, 0), wait)
-                for name, table in tables.items()
-            },
-            BucketUpdates(plan.buckets, state.parameter, communicator, launcher, wait, by_bucket),
+            {name: RowExchange(table, communicator, launcher, pieces.get(name, 0)) for name, table in tables.items()},
+            BucketUpdates(plan.buckets, state.parameter, communicator, launcher, by_bucket),
             looks_ahead=self.looks_ahead,
             warn=warn,
             after_announcement=self._after_announcement,

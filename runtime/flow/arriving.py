@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
-from embrace_fx.runtime.flow.under_way import UnderWay
+from embrace_fx.runtime.flow.row_gradient import Sent
 from embrace_fx.runtime.tables.own_step import hyperparameters, same_options
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
@@ -29,7 +29,7 @@ class Arriving:
 
     def __init__(self, table: RowTable | StackedTable) -> None:
         self._table = table
-        self.rows: list[UnderWay] = []
+        self.rows: list[Sent] = []
         self.routing: Routing | None = None
         self.late: Selection | None = None
         self._ids: Tensor | None = None

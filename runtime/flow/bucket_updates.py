@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -24,14 +23,10 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.tables.held_gradient import GONE, Late
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
-
-GONE = (
-    "expected the compiled model to be there still, where a gradient of its last backward is read, found that it has "
-    "gone while the gradient was on its way. Keep the model, or read the gradient before."
-)
 
 
 class PendingGradient(Tensor):
@@ -41,32 +36,29 @@ class PendingGradient(Tensor):
     at is from then on an ordinary gradient.
 
     Attributes:
-        bucket: the gradients among which it is.
+        late: the gradients among which it is.
         place: which of them it is.
     """
 
-    bucket: _Landing
+    late: Late[Tensor]
     place: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, bucket: _Landing, place: int) -> PendingGradient:
+    def __new__(cls, like: Tensor, late: Late[Tensor], place: int) -> PendingGradient:
         made: PendingGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.bucket, made.place = bucket, place
+        made.late, made.place = late, place
         return made
 
     @property
     def landed(self) -> Tensor | None:
         """The real one; None: nobody has waited for it."""
-        found = self.bucket.gradients
+        found = self.late.landed
         return None if found is None else found[self.place]
 
     def resolve(self) -> Tensor:
-        if self.landed is None:
-            self.bucket.land()
-        assert self.landed is not None
-        return self.landed
+        return self.late.now()[self.place]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -92,20 +84,12 @@ BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""
 
 
-@dataclass(eq=False)
-class _Landing:
-    """The gradients of a bucket, as what stands in for them knows them.
+class _Bucket:
+    """One bucket's gradients, from their submission to their update.
 
     Attributes:
-        land: waits for them, and sets `gradients`.
+        gradients: once they have landed.
     """
-
-    land: Callable[[], None]
-    gradients: Sequence[Tensor] | None = None
-
-
-class _Bucket:
-    """One bucket's gradients, from their submission to their update."""
 
     def __init__(self, parameters: list[nn.Parameter], flat: Tensor, tickets: list[Ticket]) -> None:
         self.parameters = parameters
@@ -114,25 +98,26 @@ class _Bucket:
         self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.stepped: dict[int, nn.Parameter] = {}
         """Parameters that `updates` covers, by identity: a tensor's hash is a call of Python."""
-        self.landing: Callable[[], _Landing | None] = lambda: None
-        """Finds what has been put into `.grad` of the parameters to know of them, as long as someone holds that."""
+        self.gradients: Sequence[Tensor] = ()
+        self.late: Callable[[], Late[Tensor] | None] = lambda: None
+        """Finds what has been put into `.grad` of the parameters, as long as someone holds that."""
 
     def stands_in(self, n: int) -> bool:
         """Tells whether `.grad` of the n-th parameter is what was put there, and nobody has looked at it."""
         found = self.parameters[n].grad
-        if not isinstance(found, PendingGradient) or found.place != n or found.bucket.gradients is not None:
+        if not isinstance(found, PendingGradient) or found.place != n or found.landed is not None:
             return False
-        return found.bucket is self.landing()
+        return found.late is self.late()
 
     def is_held(self) -> bool:
         """Tells whether someone holds what was put into `.grad`."""
-        return self.landing() is not None
+        return self.late() is not None
 
     def arrived(self, gradients: Sequence[Tensor]) -> None:
         """Tells whoever still holds a stand-in."""
-        landing = self.landing()
-        if landing is not None and landing.gradients is None:
-            landing.gradients = gradients
+        self.gradients = gradients
+        if (late := self.late()) is not None and late.landed is None:
+            late.landed = gradients
 
 
 class BucketUpdates:
@@ -141,7 +126,6 @@ class BucketUpdates:
     Args:
         buckets: parameter names by bucket.
         parameter: finds a parameter by name.
-        wait: waits for a ticket (and takes the time of it).
         exchanges: by bucket, those that are not AllReduced.
     """
 
@@ -151,7 +135,6 @@ class BucketUpdates:
         parameter: Callable[[str], nn.Parameter],
         communicator: Communicator,
         launcher: Launcher,
-        wait: Callable[[Ticket], Tensor],
         exchanges: Mapping[int, BucketExchange],
     ) -> None:
         self._exchanges = exchanges
@@ -160,7 +143,6 @@ class BucketUpdates:
         self._parameter = parameter
         self._communicator = communicator
         self._launcher = launcher
-        self._wait = wait
         self._waiting: dict[int, _Bucket] = {}
         self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
@@ -189,7 +171,7 @@ class BucketUpdates:
         if ticket is None and (bucket := self._waiting.get(self._bucket_of[launch.what])) is not None:
             ticket = next((each for each in bucket.tickets if each.id == launch), None)
         if ticket is not None:
-            self._wait(ticket)
+            self._launcher.wait(ticket)
 
     @property
     def waiting(self) -> bool:
@@ -238,22 +220,21 @@ class BucketUpdates:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             return
         for k in buckets:
-            bucket, landing = self._waiting[k], self._landing(k)
+            bucket, late = self._waiting[k], self._late(k)
             for n, parameter in enumerate(bucket.parameters):
                 if id(parameter) not in without:
-                    parameter.grad = PendingGradient(parameter, landing, n)
+                    parameter.grad = PendingGradient(parameter, late, n)
 
-    def _landing(self, k: int) -> _Landing:
+    def _late(self, k: int) -> Late[Tensor]:
+        """The gradients of a bucket, which refer to the model weakly."""
         bucket = self._waiting[k]
-        # Weakly: autograd's owner of `.grad` is nothing that the garbage collector sees, so that a gradient that kept
-        # all this, and with it its own parameter, would keep it for ever.
         itself, of_bucket = ref(self), ref(bucket)
-        landing = _Landing(lambda: _land_for(itself(), k, of_bucket()))
-        bucket.landing = ref(landing)
-        return landing
+        late = Late(lambda: _landed(itself(), k, of_bucket()))
+        bucket.late = ref(late)
+        return late
 
-    def wanted(self, k: int, bucket: _Bucket) -> None:
-        """Lands a gradient of a bucket, which someone uses."""
+    def wanted(self, k: int, bucket: _Bucket) -> Sequence[Tensor]:
+        """Lands the gradients of a bucket, of which someone uses one."""
         # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
         with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             if self._waiting.get(k) is not bucket:  # dropped since
@@ -262,6 +243,7 @@ class BucketUpdates:
                 self.await_update(k)
             else:
                 self.materialise()
+        return bucket.gradients
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -281,7 +263,7 @@ class BucketUpdates:
                 gradient = None if id(parameter) in tables else parameter.grad
                 if gradient is None:
                     continue
-                if isinstance(gradient, PendingGradient) and gradient.bucket.gradients is not None:
+                if isinstance(gradient, PendingGradient) and gradient.landed is not None:
                     parameter.grad = gradient.landed  # put back by an assignment such as `p.grad *= 2`
                 bucket, n = place_of.get(id(parameter), (None, 0))
                 is_late = bucket is not None and id(parameter) not in bucket.stepped and bucket.stands_in(n)
@@ -355,16 +337,16 @@ class BucketUpdates:
 
     def _land(self, bucket: _Bucket) -> list[Tensor]:
         for ticket in bucket.tickets:
-            self._wait(ticket)
+            self._launcher.wait(ticket)
         return unpack_bucket(bucket.flat, bucket.parameters)
 
 
-def _land_for(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> None:
-    """Has a gradient that someone uses land.
+def _landed(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> Sequence[Tensor]:
+    """Has gradients of which someone uses one land.
 
     Raises:
         RuntimeError: the compiled model is gone, and with it what would have brought the gradient.
     """
     if updates is None or bucket is None:
         raise RuntimeError(GONE)
-    updates.wanted(k, bucket)
+    return updates.wanted(k, bucket)

@@ -18,7 +18,6 @@ from embrace_fx.runtime.flow.forward_segments import ForwardSegments
 from embrace_fx.runtime.flow.head import announce, read
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -63,12 +62,10 @@ class Flow:
         self.communicator = announcements.communicator
         self.streams = streams
         self.launcher = launcher
-        launcher.noted = self.communicator.progress.note
         self.recorder = launcher.recorder
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
-        self.wait = waiting(self.communicator, self.recorder)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement
@@ -178,7 +175,7 @@ class Flow:
     def _route(self, ahead: Ahead) -> Ahead | None:
         """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
         if not ahead.routed:
-            ahead.arrive(self.wait)
+            ahead.arrive(self.launcher.wait)
             ahead.routed = True
         return ahead if ahead.usable else None
 

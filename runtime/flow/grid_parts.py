@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
-from embrace_fx.runtime.kernels import join_columns, join_columns_into, split_columns, split_selected_columns
+from embrace_fx.runtime.kernels import (
+    coalesce,
+    join_columns,
+    join_columns_into,
+    split_columns,
+    split_selected_columns,
+)
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.vocabulary.plan import Grid
 
@@ -33,6 +39,7 @@ class GridPart:
         positions: (U,) of this rank's rows among those of its batch, grouped by the grid's rows; None: all of them, on
             a grid of one row.
         columns: of the grid.
+        selection: which of the batch's rows these are; None: all.
     """
 
     ids: Tensor
@@ -40,6 +47,7 @@ class GridPart:
     own: Sequence[int]
     positions: Tensor | None
     columns: int
+    selection: Selection | None
 
     @staticmethod
     def of(routing: Routing, selection: Selection | None, grid: Grid, rank: int) -> GridPart:
@@ -49,11 +57,11 @@ class GridPart:
             ids, sizes = ids.index_select(0, selection.positions), selection.counts
             positions = selection.own(routing, rank)
         if grid.rows == 1:
-            return GridPart(ids, [(size,) for size in sizes], (sizes[rank],), positions, grid.columns)
+            return GridPart(ids, [(size,) for size in sizes], (sizes[rank],), positions, grid.columns, selection)
         own_ids, by_row, order = route_grid(ids, torch.tensor(sizes, device="cpu"), rank, grid.rows, grid.columns)
         positions = order if positions is None else positions.index_select(0, order)
         counts = by_row.tolist()
-        return GridPart(own_ids, counts, counts[rank], positions, grid.columns)
+        return GridPart(own_ids, counts, counts[rank], positions, grid.columns, selection)
 
     def join(self, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """The rows that have arrived, in their places among those of the batch.
@@ -78,3 +86,13 @@ class GridPart:
         if len(self.own) == 1:
             return split_selected_columns(rows, self.positions, self.columns)
         return split_selected_grid(rows, self.positions, self.own, self.columns)
+
+    def summed(
+        self, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients (M, d) of all ranks that have arrived, flat, as one for each row: ids (K,), rows (K, d)."""
+        how = (self.ids, flat.to(dtype), columns, padding_idx, scale)
+        if self.selection is not None:
+            return self.selection.coalesce(*how)
+        ids, rows = coalesce(*how)
+        return ids, rows

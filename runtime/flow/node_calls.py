@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.row_gradient import RowGradient
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight, by_row
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, bucket_name, compute_id
@@ -100,9 +101,9 @@ class NodeCalls:
         padding_idx: int,
         scale: float,
         name: str,
-    ) -> None:
+    ) -> RowGradient:
         self._recorder.mark(compute_id("backward", launch.what))
-        self._flow.exchanges[launch.what].submit_gradient(launch, rows, ids, counts, padding_idx, scale)
+        return self._flow.exchanges[launch.what].submit_gradient(launch, rows, ids, counts, padding_idx, scale)
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
         self._recorder.mark(compute_id("backward", launch.what))
@@ -149,7 +150,7 @@ class NodeCalls:
         if isinstance(launch, InFlight):
             return self._flow.communicator.wait(launch)
         self._segments.stand()
-        value = self._flow.wait(launch)
+        value = self._flow.launcher.wait(launch)
         if self._segments.runs:
             self._recorder.mark(compute_id("rows", launch.id.what))
             self._segments.begin(compute_id("forward", launch.id.what))

@@ -17,22 +17,18 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.arriving import Arriving
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
-from embrace_fx.runtime.flow.under_way import StepGradient, UnderWay, Wait, waits_for
-from embrace_fx.runtime.kernels import coalesce
+from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held_gradient import Rows, merged
+from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import UpdateRule
@@ -46,7 +42,6 @@ class RowExchange:
     Args:
         table: the shard.
         delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
-        wait: waits for a ticket (and takes the time of it).
     """
 
     def __init__(
@@ -55,18 +50,16 @@ class RowExchange:
         communicator: Communicator,
         launcher: Launcher,
         delayed_chunks: int,
-        wait: Wait,
     ) -> None:
         self.table = table
         self._communicator = communicator
         self._grid = table.grid or Grid(1, communicator.world_size)
         self._launcher = launcher
         self.delayed_chunks = delayed_chunks
-        self._wait = wait
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
         self.splitter = RowSplitter(table.shape[0], local.device)
-        self._gradients: list[StepGradient] = []
+        self._gradients: list[RowGradient] = []  # one that no step has taken comes last
         self.arriving = Arriving(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
@@ -100,9 +93,9 @@ class RowExchange:
         Args:
             like: a tensor of the table's device.
         """
-        for part in self.arriving.rows:
-            if part.ticket.id == launch:
-                return self._wait(part.ticket)
+        for ticket, _ in self.arriving.rows:
+            if ticket.id == launch:
+                return self._launcher.wait(ticket)
         return like.new_empty((0,), dtype=dtype)
 
     def rows(self) -> Tensor:
@@ -110,17 +103,17 @@ class RowExchange:
         assert self._routing is not None
         shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
-        for each in self.arriving.rows:
-            joined = each.part.join(self._wait(each.ticket), joined, shape)
+        for ticket, part in self.arriving.rows:
+            joined = part.join(self._launcher.wait(ticket), joined, shape)
         self.arriving.arrived()
         assert joined is not None
         return joined.view(-1)
 
     def _send_rows(
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
-    ) -> UnderWay:
+    ) -> Sent:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        return UnderWay(part, self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts))
+        return self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
@@ -186,32 +179,34 @@ class RowExchange:
 
     def submit_gradient(
         self, launch: OperationId, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float
-    ) -> None:
-        """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed."""
+    ) -> RowGradient:
+        """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed.
+
+        Returns: the gradient of this backward, which a step may take once it has been delivered.
+        """
         if launch.part == "delayed":
-            routing = self._routing
+            routing, gradient = self._routing, self._gradients[-1]
             assert routing is not None
             assert self._split is not None
             self._delayed = self._delayed or self._split.delayed()
-            part = self._send_gradient(launch, rows, routing, self._delayed[launch.number])
-            self._gradients[-1].parts.append(part)
-            return
+            self._send_gradient(gradient, launch, rows, routing, self._delayed[launch.number])
+            return gradient
         self.apply_delayed()
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
             routing, self._split = Routing.of(ids, counts), None
             self.arriving.stale = True  # they were chosen for not being among that one's rows
-        selection = None if self._split is None else self._split.prior
-        first = self._send_gradient(launch, rows, routing, selection)
-        self._gradients.append(StepGradient(padding_idx, scale, first))
+        gradient = RowGradient(self.table, self._launcher, (self._dtype, self._columns, padding_idx, scale))
+        self._send_gradient(gradient, launch, rows, routing, None if self._split is None else self._split.prior)
+        self._gradients.append(gradient)
+        return gradient
 
     def _send_gradient(
-        self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
-    ) -> UnderWay:
+        self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
+    ) -> None:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        ticket = self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1])
-        return UnderWay(part, ticket, selection)
+        gradient.parts[launch] = self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -230,37 +225,14 @@ class RowExchange:
         """Tells whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
         if not self._gradients or self._gradients[-1].step is not None:
             return False
-        latest = self._gradients[-1]
-        if any(waits_for(table, latest) for table in self.table.members):
+        if self._gradients[-1].is_unseen:
             return True
-        self._gradients.remove(latest)  # dropped, or someone has looked at it
+        self._gradients.pop()  # dropped, or someone has looked at it
         return False
-
-    def deliver(self, absent: Collection[str] = ()) -> None:
-        """Makes a backward's gradient what `.grad` of the tables is, or adds it to what it was.
-
-        Args:
-            absent: names of tables that this backward gives no gradient, of those of a stack.
-        """
-        latest = self._gradients[-1]
-        late = latest.late(self.table, self.arrive)
-        for k, table in enumerate(self.table.members):
-            if table.name in absent:
-                continue
-            held = table.open_gradient()
-            if held.is_zero:
-                held.will_be(partial(late, k), latest)
-            else:
-                for rows in late(k):
-                    held.add_rows(*rows)
 
     def may_step(self) -> bool:
         """Tells whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
-        return (
-            self.waiting
-            and all(waits_for(table, self._gradients[-1]) for table in self.table.members)
-            and self.table.can_wait()
-        )
+        return self.waiting and self._gradients[-1].may_wait()
 
     def begin_step(self) -> None:
         """Applies what the last step has left: an optimizer is about to step."""
@@ -268,15 +240,13 @@ class RowExchange:
 
     def step(self) -> UpdateRule:
         """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
-        step = self._gradients[-1].step = self.table.begin_step()
+        step = self._gradients[-1].take()
         self.stepped_at_once(moved_all=step.moves_all)
         return step
 
     def land(self) -> Rows:
-        """Waits for all of the gradient that a step has taken; the step alone has it from here on."""
-        gradient = self._gradients[-1]
-        parts, gradient.parts = gradient.parts, []
-        return merged(self.arrive(gradient, parts))
+        """Waits for all of the gradient that a step has taken; the step has it from here on."""
+        return self._gradients[-1].rows()
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
@@ -292,39 +262,28 @@ class RowExchange:
                 if launch.part != "delayed":
                     self.materialise()
                 return
-            landed = not gradient.parts
-            mine = [part for part in gradient.parts if part.ticket.id == launch]
-            gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
-            arrived = [self._arrive(gradient, part) for part in mine]
-            if landed or (launch.part == "delayed" and not gradient.parts):
-                gradient.step.finish(arrived)
+            if gradient.apply(launch):
                 self._gradients.remove(gradient)
-            else:
-                for rows in arrived:
-                    gradient.step.apply(*rows)
 
     def apply_prior(self) -> None:
         """Applies all parts of taken gradients but delayed ones, where no node of a program has applied them."""
         if not self.waiting:
             with self._launcher.hurrying():  # rows of this forward stand before them
-                for part in [part for gradient in self._gradients for part in gradient.parts]:
-                    if part.ticket.id.part != "delayed":
-                        self.update(part.ticket.id)
+                for launch in [launch for gradient in self._gradients for launch in gradient.parts]:
+                    if launch.part != "delayed":
+                        self.update(launch)
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""
-        stepped = [gradient for gradient in self._gradients if gradient.step is not None]
-        for gradient in stepped:
-            assert gradient.step is not None
-            gradient.step.finish(self.arrive(gradient, gradient.parts))
+        for gradient in self._gradients:
+            if gradient.step is not None:
+                gradient.finish()
         self._gradients = [gradient for gradient in self._gradients if gradient.step is None]
 
     def materialise(self) -> None:
         """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
         if self.waiting:
-            for table in self.table.members:
-                if waits_for(table, self._gradients[-1]):
-                    table.open_gradient().land()
+            self._gradients[-1].land()
         self.discard()
 
     def discard(self) -> None:
@@ -334,16 +293,3 @@ class RowExchange:
     def forget_rows(self) -> None:
         """Forgets what was looked up early: parameters may have been written since."""
         self.arriving.forget()
-
-    def arrive(self, gradient: StepGradient, parts: Sequence[UnderWay]) -> list[Rows]:
-        """The rows of parts of a gradient, once they are here."""
-        with self._launcher.hurrying():  # rows of a forward to come may stand before them
-            return [self._arrive(gradient, part) for part in parts]
-
-    def _arrive(self, gradient: StepGradient, part: UnderWay) -> Rows:
-        flat = self._wait(part.ticket).to(self._dtype)
-        how = (part.part.ids, flat, self._columns, gradient.padding_idx, gradient.scale)
-        if part.selection is not None:
-            return part.selection.coalesce(*how)
-        ids, rows = coalesce(*how)
-        return ids, rows

@@ -26,13 +26,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.launch.window import LaunchWindow
-from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.communicator import Communicator, InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -51,6 +52,7 @@ class Launcher:
         order: the launch order of a window.
         of_forward: those of them that the forward submits; all others are the backward's.
         recorder: told of every launch that completes.
+        communicator: told of every submission; in a wait for one that never comes it names the ranks that are missing.
         channel: the group that carries a class. Launches of one channel never overtake each other.
         at_once: how many may be on the way: more where none is more urgent than another.
     """
@@ -60,13 +62,14 @@ class Launcher:
         order: Iterable[OperationId],
         of_forward: Iterable[OperationId],
         recorder: Recorder,
+        communicator: Communicator,
         channel: Mapping[Lane, str] = LANE_GROUP,
         at_once: int = IN_FLIGHT,
     ) -> None:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
-        self.noted: Callable[[OperationId], None] = lambda which: None  # told of every submission
         self.recorder = recorder
+        self._communicator = communicator
         self._state = LaunchQueue(recorder, channel, at_once)
         self._state.windows.append(LaunchWindow(self._order))
         self._start()
@@ -185,8 +188,15 @@ class Launcher:
                 self._enter(ticket)
         else:
             self._enter(ticket)
-        self.noted(which)
+        self._communicator.progress.note(which)
         return ticket
+
+    def wait(self, ticket: Ticket) -> Tensor:
+        """Waits for the value of a launch; the recorder is told of a wait that takes time."""
+        if ticket.done:
+            return ticket.wait()
+        with self._communicator.watching(ticket.id), self.recorder.waiting(ticket.id):
+            return ticket.wait()
 
     def _enter(self, ticket: Ticket) -> None:
         """Has a ticket wait for its turn."""

@@ -32,7 +32,7 @@ from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.launch.window import LaunchWindow
-from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.communicator import Communicator, InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -235,7 +235,7 @@ class StreamLauncher(Launcher):
     """Enqueues launches on streams, in the schedule's order.
 
     Args:
-        order, of_forward, recorder, channel: as for `Launcher`.
+        order, of_forward, recorder, communicator, channel: as for `Launcher`.
     """
 
     def __init__(
@@ -243,11 +243,12 @@ class StreamLauncher(Launcher):
         order: Iterable[OperationId],
         of_forward: Iterable[OperationId],
         recorder: Recorder,
+        communicator: Communicator,
         streams: Streams,
         channel: Mapping[Lane, str] = LANE_GROUP,
     ) -> None:
         self._streams = streams
-        super().__init__(order, of_forward, recorder, channel)
+        super().__init__(order, of_forward, recorder, communicator, channel)
 
     def _start(self) -> None:
         self._issuer = _Issuer(self._state, self._streams)

@@ -81,11 +81,9 @@ class Delivery:
             self.state.tables[table].add_gradient(parts["ids"], parts["rows"])
         self._note_sums(rows)
         self._deliver_buckets([role for role in roles if isinstance(role, PendingGradients)], absent)
-        for role in roles:
-            if isinstance(role, PendingRows):
-                assert self.flow is not None
-                exchange = self.flow.exchanges[role.table]
-                exchange.discard() if absent.issuperset(role.tables) else exchange.deliver(absent)
+        for role, value in zip(roles, outputs, strict=True):
+            if isinstance(role, PendingRows) and not absent.issuperset(role.tables):
+                value.deliver(absent)
                 self._note_sums(name for name in role.tables if name not in absent)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,39 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
+Landed = TypeVar("Landed", Tensor, Sequence[Rows])
+
+GONE = (
+    "expected the compiled model to be there still, where a gradient of its last backward is read, found that it has "
+    "gone while the gradient was on its way. Keep the model, or read the gradient before."
+)
+
+
+class Late(Generic[Landed]):
+    """Gradients on their way, of a table or a stack or a bucket, as what stands in for them in `.grad` knows them.
+
+    Args:
+        land: waits for them. It refers to the model weakly: autograd's owner of `.grad` is nothing that the garbage
+            collector sees, so that a gradient that kept its model, and with it its own parameter, would keep it for
+            ever.
+
+    Attributes:
+        landed: the gradients, of one parameter after the other; None: nobody has waited for them.
+    """
+
+    def __init__(self, land: Callable[[], Sequence[Landed]]) -> None:
+        self._land = land
+        self.landed: Sequence[Landed] | None = None
+
+    def now(self) -> Sequence[Landed]:
+        """The gradients, once they are here.
+
+        Raises:
+            RuntimeError: the model is gone, and with it what would have brought them.
+        """
+        if self.landed is None:
+            self.landed = self._land()
+        return self.landed
 
 
 class _Viewer:
@@ -45,7 +79,6 @@ class HeldGradient(Held):
         no_dense: why it cannot be dense; "": it can.
 
     Attributes:
-        source: what it waits for, or waited for last.
         unreduced: whether it is of backwards under `no_sync` alone, of this rank.
     """
 
@@ -62,11 +95,10 @@ class HeldGradient(Held):
         self._local = None
         self._no_dense = no_dense
         self.origin = origin
-        self.source: object = None
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
         self._seen = AsSeen()  # its memory, as the norms are of it
-        self._late: Callable[[], Sequence[Rows]] | None = None
+        self._late: tuple[Late[Sequence[Rows]], int] | None = None  # and which of those it is
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
@@ -82,16 +114,21 @@ class HeldGradient(Held):
         """Whether it has been zeroed, or never been anything else."""
         return self._is_zero and self._late is None
 
-    def will_be(self, late: Callable[[], Sequence[Rows]], source: object) -> None:
-        """Leaves it to `late` to wait for the gradient; `source` says of which one."""
+    def waits_for(self, late: Late[Sequence[Rows]]) -> bool:
+        """Whether it is one of these, and nobody has looked at it."""
+        return self._late is not None and self._late[0] is late
+
+    def will_be(self, late: Late[Sequence[Rows]], k: int) -> None:
+        """Makes it the k-th of gradients on their way."""
         self.set_zero()
-        self._late, self._is_zero, self.source = late, False, source
+        self._late, self._is_zero = (late, k), False
 
     def land(self) -> None:
         """Waits for what is on its way."""
-        if (late := self._late) is not None:
+        if self._late is not None:
+            late, k = self._late
+            self._rows = list(late.now()[k])
             self._late = None
-            self._rows = list(late())
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient, its ids unique."""

@@ -15,7 +15,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.streams import CudaStreams
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from tests.support.launches import ID, NAMES, OF_FORWARD, ORDER
 
 WINDOWS, CYCLES = 150, 200_000
@@ -29,7 +29,7 @@ def main() -> None:
 def overwritten(windows: int) -> int:
     """Launches in so many windows; returns how many values did not arrive as they were sent."""
     device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
-    launcher = StreamLauncher(ORDER, OF_FORWARD, Recorder(), CudaStreams(device))
+    launcher = StreamLauncher(ORDER, OF_FORWARD, Recorder(), Communicator(None), CudaStreams(device))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for window in range(windows):
         tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]

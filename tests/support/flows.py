@@ -92,8 +92,8 @@ def ids_program() -> IdsProgram:
 
 def listening_flow(table: Listening, warn: Callable[[], None], order: Iterable[OperationId] = ()) -> Flow:
     """A flow of one table and no buckets. Its launcher is to be closed."""
-    launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], Recorder())
     communicator = Communicator(None)
+    launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], Recorder(), communicator)
     return Flow(
         Announcements(communicator),
         launcher,

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.node_calls import NodeCalls
-from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -91,9 +90,8 @@ class Deferred(Training):
         self._communicator = communicator
         self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
-        self.launcher = Launcher(order, (), Recorder())
-        wait = waiting(communicator, self.launcher.recorder)
-        buckets = BucketUpdates(BUCKETS, self.parameter, communicator, self.launcher, wait, {})
+        self.launcher = Launcher(order, (), Recorder(), communicator)
+        buckets = BucketUpdates(BUCKETS, self.parameter, communicator, self.launcher, {})
         self.flow = Flow(
             Announcements(communicator),
             self.launcher,

@@ -16,7 +16,7 @@ from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
 LANE_OF: dict[str, Lane] = {
@@ -119,7 +119,7 @@ def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = Non
             "threading",
             SimpleNamespace(Condition=Watched, RLock=threading.RLock),
         )
-        return Launcher(order, OF_FORWARD, recorder or Recorder())
+        return Launcher(order, OF_FORWARD, recorder or Recorder(), Communicator(None))
 
 
 def rest(launcher: Launcher) -> None:

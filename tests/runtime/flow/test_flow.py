@@ -10,6 +10,7 @@ import torch
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
@@ -149,7 +150,7 @@ def test_what_a_phase_leaves_out_is_not_waited_for(steps: Steps) -> None:
 
 
 def test_what_is_left_out_is_of_the_phase_itself() -> None:
-    launcher = Launcher([EARLY, PRIOR, IDS, LATE], [IDS, LATE], Recorder())
+    launcher = Launcher([EARLY, PRIOR, IDS, LATE], [IDS, LATE], Recorder(), Communicator(None))
 
     assert launcher.absent([LATE, PRIOR], forward=True) == (IDS,)
     assert launcher.absent([LATE, PRIOR], forward=False) == (EARLY,)

@@ -199,8 +199,8 @@ class Training:
         order = [PRIOR, *self.pieces]
         order.insert(self.draw.randrange(1, 1 + len(order)), LATE)  # which wait for the prior ones
         order.insert(self.draw.randrange(1 + len(order)), EARLY)
-        self.launcher = Launcher(order, [LATE], Recorder())
-        self.exchange = RowExchange(self.table, communicator, self.launcher, chunks, lambda ticket: ticket.wait())
+        self.launcher = Launcher(order, [LATE], Recorder(), communicator)
+        self.exchange = RowExchange(self.table, communicator, self.launcher, chunks)
         self.number = 0
         self.split = 0  # steps whose gradients were cut in two
 
@@ -237,10 +237,10 @@ class Training:
         scale = 1 / self.communicator.world_size
         own = gradients[batch.own(self.communicator.rank)].contiguous()
         for launch in (PRIOR, *self.pieces) if cut else (PRIOR,):
-            self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
+            found = self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
         self.launcher.leave_backward()
-        self.exchange.deliver()
-        parts = [part.part.ids.tolist() for part in self.exchange._gradients[-1].parts]
+        found.deliver()
+        parts = [part.ids.tolist() for _, part in found.parts.values()]
         assert sorted(functools.reduce(operator.iadd, parts, [])) == sorted(batch.ids.tolist())
         if cut:
             assert following is not None

@@ -15,7 +15,7 @@ from hypothesis import given
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -36,7 +36,8 @@ class Device:
     ) -> None:
         self.streams = streams or NotedStreams()
         self.left = threading.Event()  # something has
-        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams, channel)
+        communicator = Communicator(None)
+        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), communicator, self.streams, channel)
 
     def submit(self, *names: str) -> list[Ticket]:
         return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
