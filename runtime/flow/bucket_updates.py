@@ -26,7 +26,7 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held_gradient import GONE, Late
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
-from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
+from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
 
 
 class PendingGradient(Tensor):
@@ -142,14 +142,19 @@ class BucketUpdates:
         self._bucket_of = {bucket_name(k): k for k in range(len(buckets))}
         self._parameter = parameter
         self._communicator = communicator
-        self._launcher = launcher
+        self._launcher, self._recorder = launcher, launcher.recorder
         self._waiting: dict[int, _Bucket] = {}
         self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
+    def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
+        """Launches a bucket that is waited for in the same backward: `all_reduce_` or `exchange_gradient_`."""
+        self._recorder.mark(compute_id("backward", launch.what))
+        return self._launch(launch, flat, 0, flat.numel())
+
+    def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
         """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
         exchange = self._exchanges.get(self._bucket_of[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
@@ -161,17 +166,21 @@ class BucketUpdates:
             cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
         )
 
-    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
+    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
         """Submits a chunk, to be waited for by its id, or taken over with its bucket."""
-        self._submitted[launch] = self.launch(launch, flat, start, length)
+        self._recorder.mark(compute_id("backward", launch.what))
+        self._submitted[launch] = self._launch(launch, flat, start, length)
+        return flat
 
-    def await_chunk(self, launch: OperationId) -> None:
+    def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
         """Waits for a chunk, if it is on its way: its gradient may have been used, or dropped, before."""
+        self._recorder.stand()
         ticket = self._submitted.pop(launch, None)
         if ticket is None and (bucket := self._waiting.get(self._bucket_of[launch.what])) is not None:
             ticket = next((each for each in bucket.tickets if each.id == launch), None)
         if ticket is not None:
             self._launcher.wait(ticket)
+        return value
 
     @property
     def waiting(self) -> bool:
@@ -192,8 +201,8 @@ class BucketUpdates:
         """Forgets chunks that a backward has submitted, which has been given up: they are no bucket's."""
         self._submitted.clear()
 
-    def take_over(self, k: int, flat: Tensor) -> None:
-        """Takes a packed bucket over, all of whose chunks have been submitted."""
+    def hand_over(self, flat: Tensor, k: int) -> None:
+        """Takes a packed bucket over, all of whose chunks have been submitted; an optimizer will have it in flight."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since
         mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
         tickets = [self._submitted.pop(launch) for launch in mine]
@@ -299,6 +308,13 @@ class BucketUpdates:
         with self._launcher.hurrying():
             for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(map(id, bucket.parameters))]:
                 self.await_update(k)
+
+    def update_bucket(self, parameters: Any, k: int) -> Any:
+        """Calls `await_update` in a forward, which goes on with the parameters."""
+        self.await_update(k)
+        self._recorder.mark(compute_id("update", bucket_name(k)))
+        self._recorder.begin_segment(compute_id("forward", bucket_name(k)))
+        return parameters
 
     def await_update(self, k: int) -> None:
         """Applies what an optimizer has taken over of a bucket; other gradients of it become ordinary ones."""

@@ -14,7 +14,6 @@ from typing import Any
 from embrace_fx import cost
 from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, Coming, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
-from embrace_fx.runtime.flow.forward_segments import ForwardSegments
 from embrace_fx.runtime.flow.head import announce, read
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
@@ -42,7 +41,6 @@ class Flow:
 
     Attributes:
         of_table: exchanges by table alone: those of a stack have one.
-        segments: what the forward computes, for the recorder.
         awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
     """
 
@@ -75,7 +73,6 @@ class Flow:
         self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
-        self.segments = ForwardSegments(launcher.recorder)
         self.awaits_ids = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
@@ -156,7 +153,7 @@ class Flow:
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
-        self.segments.begin(START)
+        self.recorder.begin_segment(START)
 
     def _land_waiting(self) -> None:
         """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
@@ -180,7 +177,7 @@ class Flow:
         return ahead if ahead.usable else None
 
     def end_forward(self) -> None:
-        self.segments.end()
+        self.recorder.end_forward()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
         """Chooses the graph of the next backward, the same on all ranks.
@@ -236,7 +233,7 @@ class Flow:
     def give_up_forward(self) -> None:
         """Forgets a forward that has failed, all of whose launches have been submitted."""
         self._coming = self._ahead = None
-        self.segments.forget()
+        self.recorder.forget_forward()
         self._forget_rows()
 
     def give_up_backward(self) -> None:

@@ -9,6 +9,8 @@
 The nodes of a program say which of these is sent, awaited or applied when; here is how.
 
 Contract
+    A call of a node takes what its op takes, behind the launch that it is of, and tells the recorder what the calling
+    thread has computed up to there.
     A row is looked up after its last update; each row is updated once per step, with the options of that step.
     Every rank knows which rows every rank reads, so that all cut alike and no sizes are exchanged.
 
@@ -26,13 +28,13 @@ from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Spl
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import Communicator, Counts
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import UpdateRule
-from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
 
 
@@ -55,6 +57,7 @@ class RowExchange:
         self._communicator = communicator
         self._grid = table.grid or Grid(1, communicator.world_size)
         self._launcher = launcher
+        self._recorder = launcher.recorder
         self.delayed_chunks = delayed_chunks
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
@@ -67,13 +70,19 @@ class RowExchange:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+    def submit_rows(
+        self, launch: OperationId, shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
+    ) -> None:
         """Looks a batch's rows up and sends them: all of them, or late ones if early ones have left.
 
         Args:
             launch: which part. Early ones are those of the batch that `cut` was told of.
             ids, counts: of the batch whose rows they are, unless they are early.
         """
+        self._submit_rows(launch, ids, counts, dtype)
+        self._recorder.mark(compute_id("update", launch.what) if self._recorder.in_forward else EARLY)
+
+    def _submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
         arriving = self.arriving
         if launch.part == "early":
             split = self._split
@@ -87,18 +96,17 @@ class RowExchange:
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows(launch, arriving.routing, arriving.late, dtype))
 
-    def await_rows(self, launch: OperationId, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A part of this rank's rows as it arrived, flat; empty where early rows were not sent apart.
-
-        Args:
-            like: a tensor of the table's device.
-        """
+    def await_rows(
+        self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
+    ) -> Tensor:
+        """A part of this rank's rows as it arrived, flat; empty where early rows were not sent apart."""
+        self._recorder.stand()
         for ticket, _ in self.arriving.rows:
             if ticket.id == launch:
                 return self._launcher.wait(ticket)
-        return like.new_empty((0,), dtype=dtype)
+        return ids.new_empty((0,), dtype=dtype)
 
-    def rows(self) -> Tensor:
+    def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
         assert self._routing is not None
         shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
@@ -107,13 +115,15 @@ class RowExchange:
             joined = part.join(self._launcher.wait(ticket), joined, shape)
         self.arriving.arrived()
         assert joined is not None
+        self._recorder.mark(compute_id("rows", table))
+        self._recorder.begin_segment(compute_id("forward", table))
         return joined.view(-1)
 
     def _send_rows(
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
     ) -> Sent:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        return self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
+        return self._launch_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
@@ -125,8 +135,20 @@ class RowExchange:
         """Has all rows of the table take the steps they have skipped."""
         self.table.settle()
 
-    def send_rows(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Launches the AlltoAll of looked-up columns (M, d)."""
+    def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
+        """Launches the rows of a batch, of which nothing leaves early or late: columns (M, d)."""
+        ticket = self._launch_rows(launch, columns, by_row(counts))
+        self._recorder.mark(compute_id("update", launch.what))
+        return ticket
+
+    def all_to_all_gradients(
+        self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
+    ) -> Ticket:
+        """Launches the gradients of a batch's rows, likewise: flat (U * D,) by destination."""
+        self._recorder.mark(compute_id("backward", launch.what))
+        return self._launch_gradients(launch, flat, by_row(counts), embedding_dim)
+
+    def _launch_rows(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
         width = self.table.shape[1]
         return self._launcher.submit(
             launch,
@@ -134,8 +156,7 @@ class RowExchange:
             (columns.shape[0] - self._kept(counts)) * columns.shape[1] * columns.element_size(),
         )
 
-    def send_gradients(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
-        """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
+    def _launch_gradients(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
         kept = self._kept(counts) * self._columns
         return self._launcher.submit(
             launch,
@@ -177,13 +198,22 @@ class RowExchange:
         """Treats all gradients of a backward that starts as prior ones, unless `cut` follows."""
         self._split = None
 
-    def submit_gradient(
-        self, launch: OperationId, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float
+    def submit_gradients(
+        self,
+        launch: OperationId,
+        rows: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        table: str,
+        padding_idx: int,
+        scale: float,
+        name: str,
     ) -> RowGradient:
         """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed.
 
         Returns: the gradient of this backward, which a step may take once it has been delivered.
         """
+        self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
             routing, gradient = self._routing, self._gradients[-1]
             assert routing is not None
@@ -206,7 +236,7 @@ class RowExchange:
         self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
     ) -> None:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        gradient.parts[launch] = self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
+        gradient.parts[launch] = self._launch_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -251,6 +281,13 @@ class RowExchange:
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
         self.arriving.stepped(moved_all=moved_all)
+
+    def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
+        """Calls `update`; the shard orders nodes."""
+        self.update(launch)
+        if not self._recorder.in_forward:
+            self._recorder.mark(EARLY)
+        return shard
 
     def update(self, launch: OperationId) -> None:
         """Applies a part of what a step has taken; with the last part, what the step does to all other rows.

@@ -135,6 +135,8 @@ class Recorder:
         self.clock: Clock = clock or HostClock()
         self.recording: Recording | None = None
         self.tally = Tally()
+        self._segment: OperationId | None = None  # what the forward computes; None: no forward runs
+        self._stands = False
 
     def window(self) -> None:
         """Notes that a backward begins."""
@@ -154,6 +156,32 @@ class Recorder:
             recording.marks.append((operation, recording.window, now))
             if self._bytes_in_use is not None:
                 recording.memory.append((now, self._bytes_in_use()))
+
+    # A forward's compute is told segment by segment: when it stands still for what is awaited, and when it ends.
+
+    @property
+    def in_forward(self) -> bool:
+        """Tells whether a forward runs."""
+        return self._segment is not None
+
+    def begin_segment(self, operation: OperationId) -> None:
+        """Notes that the forward computes this from here on."""
+        self._segment, self._stands = operation, False
+
+    def stand(self) -> None:
+        """Notes that a forward's compute stands still, until what is awaited is put to use."""
+        if self._segment is not None and not self._stands:
+            self.mark(self._segment)
+        self._stands = True
+
+    def end_forward(self) -> None:
+        """Notes that the forward ends."""
+        self.stand()
+        self.forget_forward()
+
+    def forget_forward(self) -> None:
+        """Notes that no forward runs any more."""
+        self._segment = None
 
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """A context in which the thread, or its stream, stands still for a launch."""

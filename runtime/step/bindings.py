@@ -14,11 +14,11 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.flow.node_calls import NodeCalls
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -28,6 +28,7 @@ from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
+from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
 
@@ -62,7 +63,7 @@ class Bindings:
         self._announcements = announcements
         communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
-        self._calls = NodeCalls(flow) if flow is not None else None
+        self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
         self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
@@ -70,7 +71,7 @@ class Bindings:
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             "embrace::round_rows": communicator.rounding.round_rows,
-            **({"_c10d_functional::wait_tensor": self._calls.wait_for} if self._calls is not None else {}),
+            **({"_c10d_functional::wait_tensor": partial(_wait_for, flow)} if flow is not None else {}),
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -141,7 +142,7 @@ class Bindings:
         return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = None if self._calls is None else self._calls.kernel(node)
+        found = None if self._flow is None else _call_of(self._flow, node)
         return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -153,6 +154,55 @@ class Bindings:
             return announcements.all_gather_ids(unique, num_rows, group, group_size, names)
 
         return all_gather_ids
+
+
+_OF_EXCHANGE = frozenset(
+    {
+        *("embrace::submit_rows", "embrace::await_rows", "embrace::all_to_all_rows"),
+        *("embrace::submit_gradients", "embrace::update_rows", "embrace::all_to_all_gradients"),
+    }
+)
+"""Ops that are methods of a table's exchange."""
+
+
+def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
+    """Makes the function that a node calls whose communication is the flow's; None: another node.
+
+    It takes what the op takes, and has the launch that the node is of.
+    """
+    op, launch = op_name(node), launch_of(node)
+    if op == "embrace::join_rows":
+        return partial(flow.exchanges[node.args[3]].join_rows)
+    if op in ("embrace::hand_over", "embrace::update_bucket"):
+        return partial(flow.buckets.hand_over if op == "embrace::hand_over" else flow.buckets.update_bucket)
+    if launch is None:
+        return None
+    if op in _OF_EXCHANGE:
+        return partial(getattr(flow.exchanges[launch.what], op.removeprefix("embrace::")), launch)
+    match op:
+        case "embrace::submit_ids":
+            return lambda *_: flow.submit_ids()
+        case "embrace::await_ids":
+            return lambda *_: flow.await_ids()
+        case "embrace::submit_chunk":
+            return partial(flow.buckets.submit_chunk, launch)
+        case "embrace::await_chunk":
+            return partial(flow.buckets.await_chunk, launch)
+        case "_c10d_functional::all_reduce_" | "embrace::exchange_gradient_":
+            return partial(flow.buckets.launch_bucket, launch)
+    return None
+
+
+def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
+    """The value of a launch: one that goes through the launcher, or one of the thread's own."""
+    if isinstance(launch, InFlight):
+        return flow.communicator.wait(launch)
+    flow.recorder.stand()
+    value = flow.launcher.wait(launch)
+    if flow.recorder.in_forward:
+        flow.recorder.mark(compute_id("rows", launch.id.what))
+        flow.recorder.begin_segment(compute_id("forward", launch.id.what))
+    return value
 
 
 def _copy(copies: Copies, recorder: Recorder | None, node: fx.Node) -> Callable[..., Any]:

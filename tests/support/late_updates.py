@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.flow.node_calls import NodeCalls
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -101,7 +100,7 @@ class Deferred(Training):
             warn=lambda: None,
             after_announcement=lambda: None,
         )
-        self.calls = NodeCalls(self.flow)
+        self.buckets = buckets
         state = ModelState(nn.ParameterDict(self.parameters))
         self.stepping = Stepping(state, communicator, lambda names, reason: None)
         self.stepping.follow(self.flow, self.launcher.recorder)
@@ -112,7 +111,7 @@ class Deferred(Training):
     def backward(self) -> None:
         self.launcher.enter_forward()
         for number in reversed(range(len(BUCKETS))):
-            self.calls.update_bucket([], number)
+            self.buckets.update_bucket([], number)
         trained = [name for bucket in BUCKETS for name in bucket]
         gradients = dict(
             zip(
@@ -126,11 +125,11 @@ class Deferred(Training):
         for k, bucket in enumerate(BUCKETS):
             flat, start = pack_bucket([gradients[name] for name in bucket], 1 / WORLD), 0
             for i, length in enumerate(self._chunks[k]):
-                self.calls.submit_chunk(chunk_id(k, i), flat, start, length, "")
+                self.buckets.submit_chunk(chunk_id(k, i), flat, start, length, "")
                 start += length
-            self.flow.buckets.take_over(k, flat)
+            self.buckets.hand_over(flat, k)
         self.launcher.leave_backward()
-        self.flow.buckets.deliver(range(len(BUCKETS)))
+        self.buckets.deliver(range(len(BUCKETS)))
         self.step += 1
 
     def synchronize(self) -> None:

@@ -212,11 +212,12 @@ class Training:
         self.early += bool(exchange.arriving.rows)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
-            exchange.update(PRIOR)
-            exchange.submit_rows(LATE, batch.ids, batch.counts, torch.float64)
+            shard = exchange.update_rows(PRIOR, self.table.local)
+            assert shard is self.table.local
+            exchange.submit_rows(LATE, shard, batch.ids, batch.counts, "t", torch.float64, "")
         for launch in (EARLY, LATE):
-            exchange.await_rows(launch, batch.ids, torch.float64)
-        rows = exchange.rows().view(-1, self.reference.weight.shape[1])
+            exchange.await_rows(launch, batch.ids, batch.counts, "t", torch.float64, "")
+        rows = exchange.join_rows((), batch.ids, batch.counts, "t").view(-1, self.reference.weight.shape[1])
         expected = self.reference.weight.detach()[batch.ids]
         torch.testing.assert_close(rows, expected[batch.own(self.communicator.rank)], rtol=1e-12, atol=1e-12)
         return batch.factors * (1 + expected)
@@ -233,11 +234,12 @@ class Training:
             self.exchange.forget_cut()
             self.launcher.skip([EARLY, *self.pieces])
         if cut:
-            self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
+            self.exchange.submit_rows(EARLY, self.table.local, batch.ids, batch.counts, "t", torch.float64, "")
         scale = 1 / self.communicator.world_size
         own = gradients[batch.own(self.communicator.rank)].contiguous()
         for launch in (PRIOR, *self.pieces) if cut else (PRIOR,):
-            found = self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
+            of_batch = (own, batch.ids, batch.counts, "t")
+            found = self.exchange.submit_gradients(launch, *of_batch, self.padding_idx, scale, "")
         self.launcher.leave_backward()
         found.deliver()
         parts = [part.ids.tolist() for _, part in found.parts.values()]

@@ -79,15 +79,15 @@ ROWS, COUNTS = torch.tensor([1, 2]), torch.tensor([2])
     [
         ("forward", embrace.submit_rows.default, LATE, (ROWS, ROWS, COUNTS, "t", torch.float32, "rows"), "submit_rows"),
         ("forward", embrace.await_rows.default, LATE, (ROWS, COUNTS, "t", torch.float32, "t rows"), "await_rows"),
-        ("forward", embrace.update_rows.default, PRIOR, (ROWS, "t", "t prior"), "update"),
-        ("backward", embrace.update_rows.default, DELAYED, (ROWS, "t", "t delayed"), "update"),
+        ("forward", embrace.update_rows.default, PRIOR, (ROWS, "t", "t prior"), "update_rows"),
+        ("backward", embrace.update_rows.default, DELAYED, (ROWS, "t", "t delayed"), "update_rows"),
         ("backward", embrace.submit_rows.default, EARLY, (ROWS, ROWS, COUNTS, "t", torch.float32, ""), "submit_rows"),
         (
             "backward",
             embrace.submit_gradients.default,
             PRIOR,
             (ROWS, ROWS, COUNTS, "t", -1, 1.0, "t prior"),
-            "submit_gradient",
+            "submit_gradients",
         ),
     ],
 )  # fmt: skip
@@ -97,10 +97,6 @@ def test_a_node_calls_its_tables_exchange_with_its_own_launch(
     overlapped.call(phase, node(target, launch), *args)
 
     assert overlapped.table.heard == [(told, launch)]
-
-
-def test_an_update_passes_on_the_value_that_it_orders(overlapped: Bound) -> None:
-    assert overlapped.call("forward", node(embrace.update_rows.default, PRIOR), ROWS, "t", "t prior") is ROWS
 
 
 def test_the_next_batchs_ids_are_the_flows(overlapped: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
