@@ -16,10 +16,9 @@ from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.planning.fitting import without_tables
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
-from embrace_fx.runtime.tables.part import Origin
+from embrace_fx.runtime.tables.part import Origin, Part, become_part, local_part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tables.table_part import TablePart, become_part, local_part
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms
 from embrace_fx.runtime.tiers.record_file import TierError
@@ -252,9 +251,9 @@ def place_tiered(
     initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
     memory = _made(setting, name, slots, columns, initial, first, shape[0])
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
-    if not isinstance(parameter, TablePart):
+    if not isinstance(parameter, Part):
         become_part(parameter, like, Layout.of_table(place), Origin(name, "", place.mesh, communicator))
-    assert isinstance(parameter, TablePart)
+    assert isinstance(parameter, Part)
     parameter.held = HeldInFile(like, REFUSAL.format(name=name, asked="an op"))
     return TieredTable(
         name,

@@ -5,6 +5,7 @@ Contract
     answered as of the whole table, on every rank that asks, or refused by one error that says what to do. Which of
     these, `embrace_fx.runtime.tables.part_rules` says op by op, whoever asks.
     Views of a part are parts that share its memory. Where one rank holds the whole table, a part is as any tensor.
+    A parameter that becomes a part, or the whole again, stays the object that it was to all who hold it.
 
 Shape legend: V x D a table; V' x d a rank's part of it.
 """
@@ -12,7 +13,8 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -112,6 +114,14 @@ class Part(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from embrace_fx.runtime.tables.part_rules import answer  # noqa: PLC0415  (rules make parts)
+
+        return answer(func, args, kwargs or {})
+
     def like(self, held: Held, layout: Layout | None = None) -> Part:
         """Another part of the same table."""
         return type(self)(held, self.spread if layout is None else layout, self.origin)
@@ -202,3 +212,42 @@ forward(Part, READ_MEMORY, lambda part, name: part._whole(f"{'numpy' if name == 
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""
+
+
+def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout, origin: Origin) -> None:
+    """Makes a parameter a part, which stays the object that it was to all who hold it."""
+    _exchange(parameter, nn.Parameter(Part(Held(local), layout, origin), parameter.requires_grad), origin.name)
+
+
+def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
+    """The reverse."""
+    _exchange(parameter, nn.Parameter(whole, parameter.requires_grad), name)
+
+
+def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
+    """Exchanges what two parameters are, as `torch.utils.swap_tensors`, whoever holds the parameter besides: a weak
+    reference is to the object, which stays, and a graph that reads it as it was refuses to go backward."""
+    gradient, parameter.grad = parameter.grad, None
+    own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}  # what users have put there
+    if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_refuse, name))
+    parameter.__class__, other.__class__ = other.__class__, parameter.__class__
+    parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
+    torch._C._swap_tensor_impl(parameter, other)
+    vars(parameter).update(own)
+    parameter.grad = gradient
+
+
+def _refuse(name: str, gradients: object) -> NoReturn:
+    raise RuntimeError(
+        f"expected a loss that was computed since the table {name} was placed, in backward(), found one from before. "
+        "Call the model first, then compute the loss."
+    )
+
+
+_OF_A_PART = ("held", "spread", "origin", "_is_param")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, as a plain one; of one that is no part, all of it."""
+    return tensor.held.memory() if isinstance(tensor, Part) else tensor.detach()

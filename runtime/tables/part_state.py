@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.layouts import Place
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.table_part import TablePart, local_part
+from embrace_fx.runtime.tables.part import Part, local_part
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
         value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
-    return TablePart(Held(value), parameter.spread, parameter.origin.of("the optimizer's state of "))
+    return Part(Held(value), parameter.spread, parameter.origin.of("the optimizer's state of "))
 
 
 def own_state(

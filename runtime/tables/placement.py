@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part, scatter_table, whole_table
-from embrace_fx.runtime.tables.part import Origin, Part
+from embrace_fx.runtime.tables.part import Origin, Part, become_part, become_whole
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import shown_state
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.table_part import become_part, become_whole
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 

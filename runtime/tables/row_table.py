@@ -27,7 +27,6 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.runtime.tables.update_rule import (
     Options,
     Replay,
@@ -91,11 +90,11 @@ class RowTable:
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
         parameter = self.parameter
-        return parameter.held.now() if isinstance(parameter, TablePart) else parameter.detach()
+        return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
 
     def move(self, local: Tensor) -> None:
         """Puts other memory in the place of this rank's part, with the same values."""
-        assert isinstance(self.parameter, TablePart)
+        assert isinstance(self.parameter, Part)
         self.parameter.held.replace(local)
 
     @property
@@ -168,7 +167,7 @@ class RowTable:
             return held
         if gradient is not None:  # the user's own
             held.set_dense(self._layout.cut(gradient).contiguous())
-        self.parameter.grad = TablePart(held, self._layout, self._gradient_origin)
+        self.parameter.grad = Part(held, self._layout, self._gradient_origin)
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:

@@ -18,13 +18,12 @@ from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place, mesh_of
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSED = "expected "
 """How an error of ours begins."""
 
-Made = Callable[[Tensor], TablePart]
+Made = Callable[[Tensor], Part]
 
 
 class Parts:
@@ -38,22 +37,22 @@ class Parts:
         layout = Layout.of_table(Place(whole.shape, self._mesh))
         return layout, Origin("t.weight", kind, self._mesh, self.communicator)
 
-    def parameter(self, whole: Tensor) -> TablePart:
+    def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
         layout, origin = self._of(whole, "")
-        made: Any = nn.Parameter(TablePart(Held(layout.cut(whole).clone()), layout, origin), requires_grad=False)
+        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout, origin), requires_grad=False)
         return made  # type: ignore[no-any-return]
 
-    def gradient(self, whole: Tensor) -> TablePart:
+    def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
         layout, origin = self._of(whole, "the gradient of ")
         local = layout.cut(whole).contiguous()
         held = HeldGradient(local, origin)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
-        return TablePart(held, layout, origin)
+        return Part(held, layout, origin)
 
-    def state(self, whole: Tensor) -> TablePart:
+    def state(self, whole: Tensor) -> Part:
         """As an optimizer makes it of a parameter."""
         made: Any = torch.zeros_like(self.parameter(whole)).copy_(whole)
         return made  # type: ignore[no-any-return]

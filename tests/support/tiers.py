@@ -19,10 +19,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
 from embrace_fx.runtime.tables.layouts import Place
-from embrace_fx.runtime.tables.part import Origin
+from embrace_fx.runtime.tables.part import Origin, Part, become_part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.table_part import TablePart, become_part
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
@@ -68,7 +67,7 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
     place = Place(table.shape, None)
     become_part(parameter, like, Layout.of_table(place), Origin("t", "", None, None))
-    assert isinstance(parameter, TablePart)
+    assert isinstance(parameter, Part)
     parameter.held = HeldInFile(like, "expected rows by ids")
     return TieredTable("t", parameter, place, None, "exact", optimizer, memory=memory, shown=shown)
 
