@@ -51,8 +51,8 @@ class Shard:
         averages = {name: self.local.abs() * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
         self.state: State = {"step": torch.tensor(1000.0), **averages}
         self.optimizer.state[parameter] = dict(self.state)
-        place = Place(self.local.shape, None)
-        self.table = RowTable("table", parameter, place, None, "exact", self.optimizer)  # swept
+        place = Place("table", self.local.shape)
+        self.table = RowTable(parameter, place, "exact", self.optimizer)  # swept
 
     @property
     def row_bytes(self) -> int:

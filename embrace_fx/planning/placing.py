@@ -82,10 +82,8 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     place = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, asked = setting.options.row_updates == "replay", setting.state.asked
     table = RowTable(
-        name,
         parameter,
         place,
-        communicator,
         semantics(setting.options.row_updates),
         may_rest=(lambda: always or not asked.often) if plan[name].rests else (lambda: False),
         gradients=setting.state.gradients_reader(),
@@ -105,7 +103,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":
-            table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
+            table = RowTable(parameter, Place(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -16,8 +17,7 @@ from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.planning.fitting import without_tables
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
-from embrace_fx.runtime.tables.part import Origin, Part, become_part, local_part
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.part import Part, become_part, local_part
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms
@@ -245,21 +245,19 @@ def place_tiered(
         first = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(torch.device("cpu"))
-        place = Place(shape, mesh_of(communicator, "cpu", None))
+        place = Place(name, shape, mesh_of(communicator, "cpu", None), weakref.ref(communicator))
     like = torch.empty_strided((shape[0], len(own)), (0, 0), dtype=parameter.dtype)  # of one element
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
     memory = _made(setting, name, slots, columns, initial, first, shape[0])
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, Part):
-        become_part(parameter, like, Layout.of_table(place), Origin(name, "", place.mesh, communicator))
+        become_part(parameter, like, place)
     assert isinstance(parameter, Part)
     parameter.held = HeldInFile(like, REFUSAL.format(name=name, asked="an op"))
     return TieredTable(
-        name,
         parameter,
         place,
-        communicator,
         semantics(setting.options.row_updates),
         optimizer,
         gradients=setting.state.gradients_reader(),

@@ -10,7 +10,7 @@ Shape legend: V x D the table, V' x d a rank's part of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,12 +83,32 @@ class Place:
     """The place of a table's parts: which ranks hold it, and how it is cut.
 
     Attributes:
+        name: of the table.
         shape: of the whole table, (V, D).
         mesh: of the ranks that have them; None: this rank has all of it.
+        communicator: finds that of those ranks, as long as it is there.
     """
 
+    name: str
     shape: torch.Size
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None = None
+    communicator: Callable[[], Communicator | None] = lambda: None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.mesh is None
+
+    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Makes a rank's numbers those of all ranks, in place. Collective."""
+        if self.mesh is None:
+            return value
+        communicator = self.communicator()
+        if communicator is not None and communicator.is_open:
+            return communicator.reduce_scalar(value, reduce_op)
+        for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
+            dist.all_reduce(value, reduce_op, group=group)
+        return value
 
     @property
     def grid(self) -> Grid | None:

@@ -12,7 +12,6 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -20,10 +19,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 
@@ -34,82 +32,27 @@ REFUSAL = (
 )
 
 
-class Origin:
-    """The table that a part is of.
-
-    Args:
-        name: of the table.
-        kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
-        mesh: where the parts of the table lie; None: one rank holds all of it.
-        communicator: of the ranks that have them, as long as it is there.
-    """
-
-    def __init__(self, name: str, kind: str, mesh: DeviceMesh | None, communicator: Communicator | None) -> None:
-        self.name, self.kind = name, kind
-        self._mesh = mesh
-        self._communicator = (lambda: None) if communicator is None else weakref.ref(communicator)
-
-    def __str__(self) -> str:
-        return f"{self.kind}the sharded {self.name}"
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether one rank holds all of it."""
-        return self._mesh is None
-
-    def of(self, kind: str) -> Origin:
-        """Another thing of the same table."""
-        return Origin(self.name, kind, self._mesh, self._communicator())
-
-    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """A rank's numbers, made those of all ranks, in place. Collective."""
-        if self._mesh is None:
-            return value
-        communicator = self._communicator()
-        if communicator is not None and communicator.is_open:
-            return communicator.reduce_scalar(value, reduce_op)
-        for group in self._mesh.get_all_groups():  # the model has been closed, or has gone
-            dist.all_reduce(value, reduce_op, group=group)
-        return value
-
-    def refused(self, asked: str) -> RuntimeError:
-        """Makes the error for an op that a part cannot answer."""
-        return RuntimeError(
-            f"expected of {self} what a rank can tell of its own part or add up with the others (element-wise, by "
-            f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
-            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, run or "
-            "export what needs whole tables `with model.whole():`, or keep the table whole: "
-            f"strategy={{{self.name!r}: 'allreduce'}}."
-        )
-
-    def unreduced(self, asked: str) -> RuntimeError:
-        """Makes the error for a question to a gradient that DDP has not reduced yet."""
-        return RuntimeError(
-            f"expected a gradient of all ranks, found {asked} of {self} under no_sync(), or before the backward that "
-            "ends its sum: what DDP has of each rank's own is the mean already. Ask after that backward, or keep the "
-            f"table whole: strategy={{{self.name!r}: 'allreduce'}}."
-        )
-
-
 class Part(Tensor):
     """One rank's part of a tensor, with the shape of the whole.
 
     Attributes:
         held: its memory.
         spread: which elements of the whole these are.
-        origin: the table that it is of.
+        place: the table's that it is of.
+        kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
     """
 
     held: Held
     spread: Layout
-    origin: Origin
+    place: Place
+    kind: str
 
     @staticmethod
-    def __new__(cls, held: Held, layout: Layout, origin: Origin) -> Part:
+    def __new__(cls, held: Held, layout: Layout, place: Place, kind: str = "") -> Part:
         made: Part = Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride, dtype=held.dtype, device=held.device
         )
-        made.held, made.spread, made.origin = held, layout, origin
+        made.held, made.spread, made.place, made.kind = held, layout, place, kind
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -124,19 +67,42 @@ class Part(Tensor):
 
     def like(self, held: Held, layout: Layout | None = None) -> Part:
         """Another part of the same table."""
-        return type(self)(held, self.spread if layout is None else layout, self.origin)
+        return type(self)(held, self.spread if layout is None else layout, self.place, self.kind)
+
+    @property
+    def what(self) -> str:
+        """What it is of which table, in words."""
+        return f"{self.kind}the sharded {self.place.name}"
+
+    def refused(self, asked: str) -> RuntimeError:
+        """Makes the error for an op that a part cannot answer."""
+        return RuntimeError(
+            f"expected of {self.what} what a rank can tell of its own part or add up with the others (element-wise, by "
+            f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
+            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, run or "
+            "export what needs whole tables `with model.whole():`, or keep the table whole: "
+            f"strategy={{{self.place.name!r}: 'allreduce'}}."
+        )
+
+    def not_reduced(self, asked: str) -> RuntimeError:
+        """Makes the error for a question to a gradient that DDP has not reduced yet."""
+        return RuntimeError(
+            f"expected a gradient of all ranks, found {asked} of {self.what} under no_sync(), or before the backward "
+            "that ends its sum: what DDP has of each rank's own is the mean already. Ask after that backward, or keep "
+            f"the table whole: strategy={{{self.place.name!r}: 'allreduce'}}."
+        )
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective, as of DTensor."""
         own = self.held.dense()
-        if self.origin.is_alone:
+        if self.place.is_alone:
             return own.detach().clone()
         whole = torch.zeros([axis.size for axis in self.spread.axes], dtype=own.dtype, device=own.device)
         self.spread.cut_into(whole, own)
         # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
         wide = whole.view(-1).view(torch.uint8)
-        return self.origin.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
+        return self.place.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
 
     def to_local(self) -> Tensor:
         """This rank's part, as a plain tensor in the same memory, as of DTensor."""
@@ -152,10 +118,10 @@ class Part(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if isinstance(value, Part) and not value.spread.fits(self.spread):
-            raise self.origin.refused(f"a part of other rows or columns, {value.origin}, as its data")
+            raise self.refused(f"a part of other rows or columns, {value.what}, as its data")
         if not isinstance(value, Part):
             if value.shape != self.shape:
-                raise self.origin.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
+                raise self.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
             value = self.like(Held(self.spread.cut(value.detach()).clone()))
         self.held.dense()  # an update to come is of what it has been, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
@@ -183,14 +149,14 @@ class Part(Tensor):
 
     def _whole(self, asked: str) -> Tensor:
         """Its memory, where that is all of it."""
-        if not self.origin.is_alone:
-            raise self.origin.refused(asked)
+        if not self.place.is_alone:
+            raise self.refused(asked)
         return self.held.memory()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        if self.origin.is_alone:
+        if self.place.is_alone:
             return repr(self.held.dense())
-        return f"Part({self.origin}, {tuple(self.shape)}, of which this rank has {self.held.dense()!r})"
+        return f"Part({self.what}, {tuple(self.shape)}, of which this rank has {self.held.dense()!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         if id(self) not in memo:
@@ -200,12 +166,12 @@ class Part(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.origin.is_alone:
-            raise TypeError(REFUSAL.format(f"a part of {self.origin}"))
+        if not self.place.is_alone:
+            raise TypeError(REFUSAL.format(f"a part of {self.what}"))
         return self.held.dense().__reduce_ex__(protocol)
 
     def _typed_storage(self) -> NoReturn:
-        raise TypeError(REFUSAL.format(f"a part of {self.origin}"))
+        raise TypeError(REFUSAL.format(f"a part of {self.what}"))
 
 
 forward(Part, READ_MEMORY, lambda part, name: part._whole(f"{'numpy' if name == '__array__' else name}()"))
@@ -214,9 +180,10 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""
 
 
-def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout, origin: Origin) -> None:
-    """Makes a parameter a part, which stays the object that it was to all who hold it."""
-    _exchange(parameter, nn.Parameter(Part(Held(local), layout, origin), parameter.requires_grad), origin.name)
+def become_part(parameter: nn.Parameter, local: Tensor, place: Place) -> None:
+    """Makes a parameter this rank's part of a table, which stays the object that it was to all who hold it."""
+    part = Part(Held(local), Layout.of_table(place), place)
+    _exchange(parameter, nn.Parameter(part, parameter.requires_grad), place.name)
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
@@ -245,7 +212,7 @@ def _refuse(name: str, gradients: object) -> NoReturn:
     )
 
 
-_OF_A_PART = ("held", "spread", "origin", "_is_param")
+_OF_A_PART = ("held", "spread", "place", "kind", "_is_param")
 
 
 def local_part(tensor: Tensor) -> Tensor:

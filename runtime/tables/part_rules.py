@@ -52,11 +52,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Part))
     if any(isinstance(leaf, DTensor) for leaf in leaves):
-        raise first.origin.refused(f"{func._schema.name} with a DTensor")
-    summed = not first.origin.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
+        raise first.refused(f"{func._schema.name} with a DTensor")
+    summed = not first.place.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
     # A `_foreach_` op goes by its single ones.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
-        raise first.origin.unreduced(func._schema.name)
+        raise first.not_reduced(func._schema.name)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
         found = rule(func, args, kwargs)
@@ -68,11 +68,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _element_wise(func, args, kwargs)
         if found is not NotImplemented:
             return found
-    if first.origin.is_alone:
+    if first.place.is_alone:
         return _alone(func, args, kwargs)
     if func._can_decompose():  # called below autograd, by one of these rules too
         return func.decompose(*args, **kwargs)
-    raise first.origin.refused(func._schema.name)
+    raise first.refused(func._schema.name)
 
 
 # -- aliases and views -------------------------------------------------------------------------------------------------

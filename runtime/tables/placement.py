@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -15,8 +16,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part, scatter_table, whole_table
-from embrace_fx.runtime.tables.part import Origin, Part, become_part, become_whole
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.part import Part, become_part, become_whole
 from embrace_fx.runtime.tables.part_state import shown_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
@@ -79,9 +79,9 @@ def shard_parameter(
         group = communicator.process_group("dense")
         assert group is not None
         local = scatter_table(local, group, grid)
-    place = Place(shape, mesh)
+    place = Place(name, shape, mesh, weakref.ref(communicator))
     if mesh is not None:
-        become_part(parameter, local, Layout.of_table(place), Origin(name, "", mesh, communicator))
+        become_part(parameter, local, place)
     return place
 
 

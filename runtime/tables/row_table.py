@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup_as
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
-from embrace_fx.runtime.tables.part import Origin, Part
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
@@ -47,10 +46,8 @@ class RowTable:
     """A table updated by rows: its part on this rank, its gradient, and its optimizer.
 
     Args:
-        name: the parameter's name.
         parameter: the table's parameter, whose data are this rank's part.
         place: where its parts lie.
-        communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
         may_rest: whether rows without gradient may rest, where what they skip can be made up for; asked at each step.
         gradients: those of all sharded tables, in the same order on all ranks.
@@ -62,17 +59,15 @@ class RowTable:
 
     def __init__(
         self,
-        name: str,
         parameter: nn.Parameter,
         place: Place,
-        communicator: Communicator | None,
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
         may_rest: Callable[[], bool] = lambda: False,
         gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
-        self.name = name
+        self.name = place.name
         self.parameter = parameter
         self.place = place
         self.row_updates = row_updates
@@ -84,7 +79,6 @@ class RowTable:
         self._gradients = gradients
         self._resting: RestingRows | RestingPart = RestingRows()
         self._layout = Layout.of_table(place)
-        self._gradient_origin = Origin(name, "the gradient of ", place.mesh, communicator)
 
     @property
     def local(self) -> Tensor:
@@ -158,16 +152,16 @@ class RowTable:
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
-        held = HeldGradient(self.like, self._gradient_origin, self._gradients, self.no_dense)
+        held = HeldGradient(self.like, self.place, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
             if not gradient.spread.fits(self._layout):
-                raise gradient.origin.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
+                raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held
         if gradient is not None:  # the user's own
             held.set_dense(self._layout.cut(gradient).contiguous())
-        self.parameter.grad = Part(held, self._layout, self._gradient_origin)
+        self.parameter.grad = Part(held, self._layout, self.place, "the gradient of ")
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place, mesh_of
-from embrace_fx.runtime.tables.part import Origin, Part
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
 
@@ -33,24 +34,24 @@ class Parts:
         self.communicator = Communicator(dist.group.WORLD)
         self._mesh = mesh_of(self.communicator, "cpu", grid)
 
-    def _of(self, whole: Tensor, kind: str) -> tuple[Layout, Origin]:
-        layout = Layout.of_table(Place(whole.shape, self._mesh))
-        return layout, Origin("t.weight", kind, self._mesh, self.communicator)
+    def _of(self, whole: Tensor) -> tuple[Layout, Place]:
+        place = Place("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
+        return Layout.of_table(place), place
 
     def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
-        layout, origin = self._of(whole, "")
-        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout, origin), requires_grad=False)
+        layout, place = self._of(whole)
+        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout, place), requires_grad=False)
         return made  # type: ignore[no-any-return]
 
     def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
-        layout, origin = self._of(whole, "the gradient of ")
+        layout, place = self._of(whole)
         local = layout.cut(whole).contiguous()
-        held = HeldGradient(local, origin)
+        held = HeldGradient(local, place)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
-        return Part(held, layout, origin)
+        return Part(held, layout, place, "the gradient of ")
 
     def state(self, whole: Tensor) -> Part:
         """As an optimizer makes it of a parameter."""

@@ -79,7 +79,7 @@ def _train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     make: Any = kind
     parameter = nn.Parameter(put(table.clone()))
-    made = RowTable("t", parameter, Place(table.shape, None), None, "lazy", make([parameter], **options))
+    made = RowTable(parameter, Place("t", table.shape), "lazy", make([parameter], **options))
     made.update_rows(put(ids[:0]), put(gradients[0][:0]))  # which makes state, as torch does at its first step
     made.keep({name: value * 0 for name, value in made.state.items() if name == "step"})
     for gradient in gradients:

@@ -188,7 +188,7 @@ class Training:
         self.optimizer = kind([parameter], **options)
         place = shard_parameter("t", parameter, whole.shape, communicator)
         self.group = self.optimizer.param_groups[0]
-        self.table = Watched("t", parameter, place, communicator, "exact", self.optimizer)
+        self.table = Watched(parameter, place, "exact", self.optimizer)
         self.table.updates = []
         state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
         state.update(own_state(parameter, place, state, communicator.group))

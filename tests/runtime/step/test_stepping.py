@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +32,8 @@ class Case:
         self.stepping = Stepping(self.state, self.communicator, self._make_whole)
         self.optimizer = make(self.model.parameters(), **{"lr": 0.5, **options})
         parameter = self.table
-        place = Place(parameter.shape, None)
-        table = RowTable("table", parameter, place, self.communicator, "exact", None)
+        place = Place("table", parameter.shape, None, weakref.ref(self.communicator))
+        table = RowTable(parameter, place, "exact", None)
         self.state.tables["table"] = table
 
     def _make_whole(self, names: Sequence[str], reason: str) -> None:
@@ -182,7 +183,7 @@ def test_a_closure_is_evaluated_once_and_before_gradients_are_taken() -> None:
 def test_a_replica_that_is_updated_by_rows_keeps_its_gradient_and_its_other_rows() -> None:
     case = Case(Adam)
     table = case.state.tables.pop("table")
-    replica = RowTable("table", table.parameter, table.place, case.communicator, "lazy")
+    replica = RowTable(table.parameter, table.place, "lazy")
     case.stepping.replicas = [replica]
     case.stepping.adopt(case.optimizer)
     rows = []

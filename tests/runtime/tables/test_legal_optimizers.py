@@ -95,8 +95,8 @@ def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_res
 
 def _table(optimizer: Optimizer, *, can_rest: bool) -> RowTable:
     parameter: nn.Parameter = optimizer.param_groups[0]["params"][0]
-    place = Place(parameter.shape, None)
-    return RowTable("t", parameter, place, None, "exact", optimizer, may_rest=lambda: can_rest)
+    place = Place("t", parameter.shape)
+    return RowTable(parameter, place, "exact", optimizer, may_rest=lambda: can_rest)
 
 
 def test_a_scheduler_changes_the_rule() -> None:

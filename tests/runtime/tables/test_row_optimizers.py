@@ -54,7 +54,7 @@ def random_steps(
 def by_rows(definition: Definition, table: Tensor) -> RowTable:
     """A table whose rows without gradient stand still."""
     parameter = nn.Parameter(table.clone())
-    made = RowTable("t", parameter, Place(table.shape, None), None, "lazy", definition(parameter))
+    made = RowTable(parameter, Place("t", table.shape), "lazy", definition(parameter))
     assert made.rule is RowsAlone
     return made
 
