@@ -329,7 +329,7 @@ class Flow:
     def settle_rows(self) -> None:
         """Has all rows of tables take the steps they have skipped."""
         for exchange in self.exchanges.values():
-            exchange.settle_rows()
+            exchange.table.settle()
 
     def expect_no_batch(self) -> None:
         """Forgets the next batch, which may be any."""

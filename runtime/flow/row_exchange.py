@@ -30,10 +30,8 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
-from embrace_fx.runtime.tables.update_rule import UpdateRule
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
 
@@ -62,7 +60,7 @@ class RowExchange:
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
         self.splitter = RowSplitter(table.shape[0], local.device)
-        self._gradients: list[RowGradient] = []  # one that no step has taken comes last
+        self._gradient: RowGradient | None = None  # of the last backward, until it has been applied
         self.arriving = Arriving(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
@@ -130,10 +128,6 @@ class RowExchange:
         if launch.part != "early":
             return self.table.look_up(ids, dtype)
         return self.arriving.look_up(ids).to(dtype)
-
-    def settle_rows(self) -> None:
-        """Has all rows of the table take the steps they have skipped."""
-        self.table.settle()
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """Launches the rows of a batch, of which nothing leaves early or late: columns (M, d)."""
@@ -215,8 +209,9 @@ class RowExchange:
         """
         self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
-            routing, gradient = self._routing, self._gradients[-1]
+            routing, gradient = self._routing, self._gradient
             assert routing is not None
+            assert gradient is not None
             assert self._split is not None
             self._delayed = self._delayed or self._split.delayed()
             self._send_gradient(gradient, launch, rows, routing, self._delayed[launch.number])
@@ -229,7 +224,7 @@ class RowExchange:
             self.arriving.stale = True  # they were chosen for not being among that one's rows
         gradient = RowGradient(self.table, self._launcher, (self._dtype, self._columns, padding_idx, scale))
         self._send_gradient(gradient, launch, rows, routing, None if self._split is None else self._split.prior)
-        self._gradients.append(gradient)
+        self._gradient = gradient
         return gradient
 
     def _send_gradient(
@@ -242,8 +237,8 @@ class RowExchange:
 
     @property
     def stepped(self) -> bool:
-        """Tells whether there is a gradient that a step has taken."""
-        return any(gradient.step is not None for gradient in self._gradients)
+        """Tells whether a step has taken the gradient, and is still to be applied."""
+        return self._gradient is not None and self._gradient.step is not None
 
     @property
     def is_under_way(self) -> bool:
@@ -253,30 +248,22 @@ class RowExchange:
     @property
     def waiting(self) -> bool:
         """Tells whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
-        if not self._gradients or self._gradients[-1].step is not None:
+        gradient = self._gradient
+        if gradient is None or gradient.step is not None:
             return False
-        if self._gradients[-1].is_unseen:
-            return True
-        self._gradients.pop()  # dropped, or someone has looked at it
-        return False
+        if not gradient.is_unseen:  # dropped, or someone has looked at it
+            self._gradient = None
+        return self._gradient is not None
 
     def may_step(self) -> bool:
         """Tells whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
-        return self.waiting and self._gradients[-1].may_wait()
+        return self.waiting and self._gradient is not None and self._gradient.may_wait()
 
-    def begin_step(self) -> None:
-        """Applies what the last step has left: an optimizer is about to step."""
-        self.apply_delayed()
-
-    def step(self) -> UpdateRule:
-        """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
-        step = self._gradients[-1].take()
-        self.stepped_at_once(moved_all=step.moves_all)
-        return step
-
-    def land(self) -> Rows:
-        """Waits for all of the gradient that a step has taken; the step has it from here on."""
-        return self._gradients[-1].rows()
+    def step(self) -> RowGradient:
+        """Gives the gradient on its way the options of this moment, and returns it: the optimizer has stepped."""
+        assert self._gradient is not None
+        self.stepped_at_once(moved_all=self._gradient.take().moves_all)
+        return self._gradient
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
@@ -294,38 +281,39 @@ class RowExchange:
 
         Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
         """
-        for gradient in list(self._gradients):
-            if gradient.step is None:
-                if launch.part != "delayed":
-                    self.materialise()
-                return
-            if gradient.apply(launch):
-                self._gradients.remove(gradient)
+        gradient = self._gradient
+        if gradient is None:
+            return
+        if gradient.step is None:
+            if launch.part != "delayed":
+                self.materialise()
+        elif gradient.apply(launch):
+            self._gradient = None
 
     def apply_prior(self) -> None:
-        """Applies all parts of taken gradients but delayed ones, where no node of a program has applied them."""
-        if not self.waiting:
+        """Applies all parts of a taken gradient but delayed ones, where no node of a program has applied them."""
+        if not self.waiting and self._gradient is not None:
             with self._launcher.hurrying():  # rows of this forward stand before them
-                for launch in [launch for gradient in self._gradients for launch in gradient.parts]:
+                for launch in list(self._gradient.parts):
                     if launch.part != "delayed":
                         self.update(launch)
 
     def apply_delayed(self) -> None:
-        """Applies everything a step has taken."""
-        for gradient in self._gradients:
-            if gradient.step is not None:
-                gradient.finish()
-        self._gradients = [gradient for gradient in self._gradients if gradient.step is None]
+        """Applies everything that a step has taken."""
+        if self._gradient is not None and self._gradient.step is not None:
+            self._gradient.finish()
+            self._gradient = None
 
     def materialise(self) -> None:
         """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
-        if self.waiting:
-            self._gradients[-1].land()
+        if self.waiting and self._gradient is not None:
+            self._gradient.land()
         self.discard()
 
     def discard(self) -> None:
         """Forgets a gradient that no step has taken."""
-        self._gradients = [gradient for gradient in self._gradients if gradient.step is not None]
+        if not self.stepped:
+            self._gradient = None
 
     def forget_rows(self) -> None:
         """Forgets what was looked up early: parameters may have been written since."""

@@ -104,9 +104,11 @@ class RowGradient:
         self.step = self._table.begin_step()
         return self.step
 
-    def rows(self) -> Rows:
-        """Waits for all of it; the step that has taken it has it from here on."""
-        return merged(self._rest())
+    def with_rows(self) -> tuple[UpdateRule, Rows]:
+        """Waits for all of it, and leaves it to the step that has taken it, which is returned with it."""
+        assert self.step is not None
+        rows, self.parts = self._rest(), {}
+        return self.step, merged(rows)
 
     def apply(self, launch: OperationId) -> bool:
         """Applies a part; with the last delayed one, what the step does to all other rows. Tells whether that is so."""
@@ -124,10 +126,10 @@ class RowGradient:
         """Applies everything that is still to be applied."""
         assert self.step is not None
         self.step.finish(self._rest())
+        self.parts = {}
 
     def _rest(self) -> list[Rows]:
-        parts, self.parts = self.parts, {}
-        return _in_a_hurry(parts.values(), self._launcher, self._how)
+        return _in_a_hurry(self.parts.values(), self._launcher, self._how)
 
 
 def _arrived(parts: Iterable[Sent], launcher: Launcher, how: How) -> list[Rows]:

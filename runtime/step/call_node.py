@@ -1,4 +1,8 @@
-"""One call of the model as one node of the user's autograd graph."""
+"""One call of the model as one node of the user's autograd graph.
+
+Gradients of parameters that are to be differentiated again (`create_graph=True`) raise where they are: a mean over
+ranks is no function that autograd knows. Under DDP, too, what is made of it again is wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,15 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
-from embrace_fx.runtime.step.twice import make_final
+from embrace_fx.runtime.step.program import Program
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
+
+TWICE = (
+    "expected a backward of the compiled model without create_graph=True, in backward(), found one with it: its "
+    "gradients cannot be differentiated again. Pass route='eager' to compile(): the batch's gradients can be then."
+)
 
 
 class CallNode(torch.autograd.Function):
@@ -43,3 +52,25 @@ class CallNode(torch.autograd.Function):
         if final:
             make_final(program)
         return (None, None, *gradients)
+
+
+class _Final(torch.autograd.Function):
+    """A gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError(TWICE)
+
+
+def make_final(program: Program) -> None:
+    """Has gradients require grad, as after `backward(create_graph=True)`, and raise where they are differentiated."""
+    if program.flow is not None:
+        program.flow.materialise()
+    with torch.enable_grad():
+        for parameter in program.state.parameters():
+            if parameter.grad is not None:
+                parameter.grad = _Final.apply(parameter.grad.detach().requires_grad_())  # type: ignore[no-untyped-call]

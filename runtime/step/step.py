@@ -26,11 +26,10 @@ from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
-from embrace_fx.runtime.step.call_node import CallNode
+from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.runtime.step.twice import TWICE
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BACKWARD, WHOLE_FORWARD

@@ -190,7 +190,7 @@ class Stepping:
         may_wait = self._may_wait(optimizer)
         step.late = self._late(tables) if may_wait else []
         for exchange in self._exchanges(tables):
-            exchange.begin_step()
+            exchange.apply_delayed()  # of the last step
         are_late = {id(table) for exchange in step.late for table in exchange.table.members}
         for table in tables:
             if table.parameter.grad is None:
@@ -237,7 +237,7 @@ class Stepping:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
-                    exchange.begin_step()  # what another one has stepped is applied as its step
+                    exchange.apply_delayed()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
@@ -322,7 +322,7 @@ class Stepping:
             found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
             at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
             if exchanges and exchanges[k] in step.late:
-                found.append((exchanges[k].step(), exchanges[k].land()))
+                found.append(exchanges[k].step().with_rows())
         add_up_squares(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])

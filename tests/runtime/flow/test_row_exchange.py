@@ -258,7 +258,7 @@ class Training:
         if not self.moves or self.draw.random() < 0.3:  # the options are those of this moment
             self.group["lr"] *= 0.9
             self.reference.optimizer.param_groups[0]["lr"] *= 0.9
-        self.exchange.begin_step()
+        self.exchange.apply_delayed()
         if self.exchange.may_step():
             self.exchange.step()
         elif self.table.parameter.grad is not None:
