@@ -71,7 +71,11 @@ class Bindings:
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             "embrace::round_rows": communicator.rounding.round_rows,
-            **({"_c10d_functional::wait_tensor": partial(_wait_for, flow)} if flow is not None else {}),
+            **(
+                {"_c10d_functional::wait_tensor": _named(partial(_wait_for, flow), "wait_for")}
+                if flow is not None
+                else {}
+            ),
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
