@@ -187,7 +187,7 @@ def become_part(parameter: nn.Parameter, local: Tensor, place: Place) -> None:
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """The reverse."""
+    """Makes a part the whole parameter again, which stays the object that it was."""
     _exchange(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
