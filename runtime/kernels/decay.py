@@ -133,10 +133,15 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if shard.is_cuda and all(map(gpu.takes, (shard, averages.first, averages.second))):
         gpu.decay_rows(shard, averages, ids, taken, history)
         return
-    ids = torch._unique2(ids[taken.index_select(0, ids) < history.steps])[0]
-    if ids.numel() == 0:
+    rested = taken.index_select(0, ids)
+    behind = (rested < history.steps).nonzero().squeeze(1)
+    if behind.numel() == 0:
         return
-    rested = taken.index_select(0, ids).to(torch.int64)
+    ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
+    if ids.numel() > _rows_of_block(shard):  # within a block, those of one id take the same steps from the same values
+        ids = torch._unique2(ids)[0]
+        rested = taken.index_select(0, ids)
+    rested = rested.to(torch.int64)
     taken.index_fill_(0, ids, history.steps)
     if history.moments is None:
         left = [_Left(ids, rested, None)]
@@ -173,7 +178,7 @@ def _rows_of_block(shard: Tensor) -> int:
 def _leap(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
 ) -> list[_Left]:
-    """Lets rows (K,), no two the same, that have taken `taken` (K,) steps take all of their missing steps at once.
+    """Lets rows (K,) that have taken `taken` (K,) steps take all of their missing steps at once.
 
     Returns:
         The rows that it leaves as they are, some of whose weights would not be right to the last bit.
@@ -192,7 +197,7 @@ def _leap_block(
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
     root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
-    whole = (coefficients[history.steps, :SIZE] - coefficients.index_select(0, taken)[:, :SIZE]).exp().to(dtype)
+    fade_first, fade_second, shrink = _faded(coefficients.index_select(0, taken), history, dtype)
     sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # TERMS + 1 times (K, 1)
     root.mul_(moments.centre.index_select(0, taken).to(dtype)[:, None])
     divisor = root + moments.eps
@@ -202,14 +207,14 @@ def _leap_block(
         torch.addcmul(each, total, y, out=total)
     share = first / divisor
     moved = total.mul_(share)
-    weight.mul_(whole[:, LOG_SHRINK, None])
+    weight.mul_(shrink)
     least = torch.maximum(weight.abs(), moved.abs()).mul_(torch.finfo(dtype).eps / 4)
     fourth = y.mul_(y).mul_(y)
     left_out = share.abs_().mul_(fourth).mul_(fourth).mul_(fourth).mul_(sums[-1])
     done = left_out <= least
     weight.sub_(moved)
-    first.mul_(whole[:, LOG_BETA1, None])
-    second.mul_(whole[:, LOG_BETA2, None])
+    first.mul_(fade_first)
+    second.mul_(fade_second)
     found, left = (weight, first, second), None
     if not bool(done.all()):
         of_rows = done.all(1)
@@ -223,7 +228,7 @@ def _leap_block(
 
 
 def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> None:
-    """Lets rows (K,), no two the same, take their missing steps in order.
+    """Lets rows (K,) take their missing steps in order.
 
     An element's bits do not depend on others: a table's columns lie on more ranks or fewer.
     """
@@ -233,8 +238,8 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> 
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
     root = second.sqrt() if max_exp_avg_sq is None else max_exp_avg_sq.index_select(0, ids).sqrt_()
     before, last = coefficients.index_select(0, taken), coefficients[until]
-    whole = (last[:SIZE] - before[:, :SIZE]).exp().to(shard.dtype)  # (K, 3)
-    weight.mul_(whole[:, LOG_SHRINK, None])
+    fade_first, fade_second, shrink = _faded(before, history, shard.dtype)
+    weight.mul_(shrink)
     negligible = weight.abs().mul_(torch.finfo(shard.dtype).eps / 4 * (1 - history.ratio))
     largest = first.abs().mul_(history.largest)
     moved, ended = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.bool)
@@ -270,8 +275,15 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> 
         done += blocks * STEPS_PER_BLOCK
     weight.sub_(moved)
     shard.index_copy_(0, ids, weight if leapt is None else torch.where(leapt.isnan(), weight, leapt))
-    exp_avg.index_copy_(0, ids, first.mul_(whole[:, LOG_BETA1, None]))
-    exp_avg_sq.index_copy_(0, ids, second.mul_(whole[:, LOG_BETA2, None]))
+    exp_avg.index_copy_(0, ids, first.mul_(fade_first))
+    exp_avg_sq.index_copy_(0, ids, second.mul_(fade_second))
+
+
+def _faded(before: Tensor, history: History, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What is left of both averages and of weights, (K, 1) each, once rows whose last steps are `before` (K, 6) have
+    taken all of the history."""
+    last = history.coefficients[history.steps, :SIZE]
+    return (last - before[:, :SIZE]).exp().to(dtype).unsqueeze(-1).unbind(1)
 
 
 def _added(terms: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ Shape legend: V' x d this rank's part of the table; K rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.tables.own_step import put_rows, same_options
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, skipping
 
 ROWS_AT_ONCE = 1 << 16
@@ -34,12 +36,29 @@ class PartAndState(Protocol):
         """What the optimizer keeps of it."""
 
 
+@dataclass(frozen=True)
+class SupposedStep:
+    """The next step of some rows that are up to date, should it give them no gradient.
+
+    Attributes:
+        options: of the step.
+        ids: (K,) which rows; some may be the same.
+        rows, state: (K, d), as the step leaves them.
+    """
+
+    options: Mapping[str, Any]
+    ids: Tensor
+    rows: Tensor
+    state: Mapping[str, Any]
+
+
 class RestingRows:
     """The resting rows of one table: which have skipped steps, and how many."""
 
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None
         self._taken: Tensor | None = None  # (V',) how many steps of the history each row has taken
+        self._supposed: SupposedStep | None = None
 
     @property
     def rest(self) -> bool:
@@ -65,10 +84,22 @@ class RestingRows:
         assert self._taken is not None
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
 
+    def suppose(self, step: SupposedStep) -> None:
+        """Keeps what the next step makes of rows without gradient, for `note`. Whoever writes them has all settled."""
+        self._supposed = step if self.rest and not step.rows.is_cuda else None
+
     def note(self, options: Mapping[str, Any], table: PartAndState) -> None:
         """All other rows have had no gradient in this step, before which a table's state is as it is."""
-        assert self._skipped is not None
-        self._skipped.note(options, {} if self._skipped.count else table.state)
+        skipped, taken, supposed = self._skipped, self._taken, self._supposed
+        assert skipped is not None
+        skipped.note(options, {} if skipped.count else table.state)
+        self._supposed = None
+        if supposed is None or taken is None or not same_options(supposed.options, options):
+            return
+        if bool((taken.index_select(0, supposed.ids) == skipped.count - 1).all()):  # none has had a gradient
+            table.local.index_copy_(0, supposed.ids, supposed.rows)
+            put_rows(table.state, supposed.state, supposed.ids, len(taken))
+            taken.index_fill_(0, supposed.ids, skipped.count)
 
     def shorten(self, table: PartAndState) -> None:
         """Begins a new history where this one is long."""
@@ -95,7 +126,7 @@ class RestingRows:
                 self.catch_up(local, state, ids)
         if self._taken is not None:
             self._taken.zero_()
-        self._skipped = None
+        self._skipped = self._supposed = None
 
 
 class RestingPart:

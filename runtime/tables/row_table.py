@@ -331,7 +331,10 @@ class RowTable:
         # Of another class's step a trial could leave something behind.
         if self.optimizer is None or type(self.optimizer) not in ELEMENT_WISE or not self.rule.moves_all:
             return rows, None
-        return suppose(self, ids, rows)
+        step = suppose(self, ids, rows)
+        if isinstance(self._resting, RestingRows):
+            self._resting.suppose(step)
+        return step.rows, step.options
 
     def update_rows(self, ids: Tensor, rows: Tensor) -> RowsAlone:
         """Takes a step at once, by gradients of some rows; returns it."""

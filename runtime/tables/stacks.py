@@ -194,7 +194,10 @@ class StackedTable:
         first = self.members[0]
         if type(first.optimizer) not in ELEMENT_WISE or not self._is_one() or not first.rule.moves_all:
             return rows, None
-        return suppose(self, ids, rows)
+        step = suppose(self, ids, rows)
+        if (together := self._together) is not None:
+            together.suppose(step)
+        return step.rows, step.options
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -37,7 +37,7 @@ from embrace_fx.runtime.tables.own_step import (
     step_rows,
     step_tensor,
 )
-from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
@@ -303,10 +303,9 @@ def _stand_still(kind: type[Optimizer], facts: tuple[tuple[str, Hashable], ...])
 # -- steps to come -----------------------------------------------------------------------------------------------------
 
 
-def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options]:
-    """Takes the next step of a table with copies of rows `ids` (K,), as if it gave them no gradient; returns (K, d),
-    and the options of that step."""
+def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> SupposedStep:
+    """Takes the next step of a table with copies of rows `ids` (K,), (K, d), as if it gave them no gradient."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
-    step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
-    return rows, options
+    after = step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
+    return SupposedStep(options, ids, rows, after)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -77,6 +77,9 @@ class Histories(RestingRows):
             self.close()
         if self._skipped is None:
             self._skipped = form(local.device)
+
+    def suppose(self, step: SupposedStep) -> None:
+        """Keeps nothing: rows may be in other slots by then."""
 
     def took(self, ids: Tensor) -> None:
         self._memory.columns[TAKEN].index_fill_(0, ids, self._steps + 1)
