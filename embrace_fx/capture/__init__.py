@@ -1,10 +1,10 @@
-"""Capture: a model and one batch -> a `TrainingGraph` of ATen ops. All use of torch's private capture API lives here.
+"""Captures a model, given one batch, as a `TrainingGraph` of ATen ops. Only this room uses torch's private capture API.
 
 Where no graph holds the model's forward, `CaptureError` names the user's line.
 
 Contract
-    Nothing of the model runs: tensors are fake, so a model on the meta device or larger than memory can be captured.
-    The graph is functional; what the forward mutates (BatchNorm's statistics) comes back as `Mutation` outputs.
+    The model does not run: tensors are fake, so a model on the meta device or larger than memory can be captured.
+    The graph is functional; state that the forward mutates (BatchNorm's statistics) becomes `Mutation` outputs.
     RNNs stay whole (`KeepRnnWhole`), tables keep their own ops (`embedding`, `_embedding_bag`).
 """
 
@@ -43,16 +43,16 @@ class Captured:
         result_spec: how the model's results unflatten.
         result_constants: results that are not tensors, by their index among the flattened results.
         route: "graph" or "eager".
-        replay: what the forward does besides returning results; its results follow from the graph's. Tensors that it
-            reads from objects follow the batch's flattened arguments.
+        replay: the forward's side effects, and its results from the graph's. Tensors that it reads from objects are
+            inputs behind the batch's flattened arguments.
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
-        fakes: those as the graph was traced with them; none where there is nothing to guard.
-        conditions: what of the model, of globals and of closures must be as it was.
+        fakes: the guarded inputs as the graph was traced with them; empty where nothing is guarded.
+        conditions: the values of the model, of globals and of closures that must be unchanged.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
-        constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
-        names: of the flattened arguments, as expressions.
-        deciding: names of numbers that were to be inputs, and for one value of which alone the graph holds.
+        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
+        names: index among the flattened arguments -> its name as an expression.
+        deciding: names of numbers that should be inputs but for which the graph is valid for a single value only.
     """
 
     graph: TrainingGraph
@@ -70,22 +70,22 @@ class Captured:
     deciding: frozenset[str] = frozenset()
 
     def guarded_again(self) -> Captured:
-        """The same, with the guards that have been added since: compiling a graph adds some."""
+        """Copies the capture with the guards that have been added since it was made: compiling a graph adds some."""
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
     def changed(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Lists the values for which the graph is not valid for a batch; none where its shapes are why."""
+        """Lists the changed values that make the graph invalid for a batch; empty where only its shapes do."""
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
         changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
         return changed + self.conditions.changed()
 
     @property
     def switches(self) -> bool:
-        """Whether the forward assigns what decides which graph comes next."""
+        """Whether the forward assigns a value that decides which graph is valid next."""
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Lists the graph's inputs for a batch: its flattened arguments, and what is read from objects."""
+        """Lists the graph's inputs for a batch: its flattened arguments, and the values read from objects."""
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
     def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,8 +120,8 @@ def capture(
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
-        values: names of numbers, and of tensors that are no arguments, that are to be inputs of the graph; others are
-            constants of it.
+        values: names of numbers, and of tensors that are no arguments, that become inputs of the graph; all others
+            are constants.
 
     Raises:
         CaptureError: no graph holds the forward; the message names the user's line.
@@ -136,7 +136,7 @@ def capture(
         with torch.set_grad_enabled(train), quiet_dynamo():
             leaves = pytree.tree_leaves((own_args, own_kwargs))
             captured = _captured(model, trace(model, own_args, own_kwargs, values=values), leaves)
-            if any(value is UNREAD for value in captured.result_constants.values()):  # what it returns, it reads
+            if any(value is UNREAD for value in captured.result_constants.values()):  # returning an argument reads it
                 traced = trace(model, own_args, own_kwargs, values=values, reads_all=True)
                 captured = _captured(model, traced, leaves)
         _refuse_shared_memory(captured.written, given, type(model).__name__)
@@ -186,7 +186,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises where the forward writes an argument that is another one, too: a graph takes them apart.
+    """Raises where the forward writes an argument whose memory another one shares: in a graph they are separate.
 
     Raises:
         RefusedError: naming both.
@@ -201,7 +201,7 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """A parameter that the forward reaches by another way than through the model is a constant, which has no values.
+    """Raises where the forward reaches a parameter other than through the model: it would be a constant without values.
 
     Raises:
         CaptureError: there is one.
@@ -217,7 +217,7 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
 def _guarded(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
-    """The batch's tensors, and numbers that are inputs, by their indices and as the graph was traced with them."""
+    """Returns (indices of the batch's tensors and of numbers that are inputs, their values in the trace)."""
     if fake_mode is None or fake_mode.shape_env is None:
         return (), ()
     indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) or i in placeholders)
@@ -229,13 +229,13 @@ def _guarded(
 
 
 def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
-    """Torch's own shape guards over all tensors of the batch, static sizes included."""
+    """Compiles torch's own shape guards over all tensors of the batch, static sizes included."""
     first = fakes[0]
     sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
     try:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
-    except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
+    except IndexError as error:  # torch looks for the size that a symbol stands for; this one stands for a value
         where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
         raise CaptureError("the path through the forward depends on the value of a tensor", where=where) from error
-    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # nothing in the graph depends on it
+    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # the graph reads no storage offset
     return compile(text, "<shape guards>", "eval") if text else None

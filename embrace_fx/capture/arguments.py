@@ -23,11 +23,11 @@ _TAKEN = (
     *(Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex, str, bytes, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, types.EllipsisType),
 )
-"""Kinds of leaves that torch's captures take: tensors, and constants."""
+"""Types of leaves that torch's capture accepts: tensors, and constants."""
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The flattened arguments of a call, and their structure."""
+    """Returns the flattened arguments of a call, and their structure."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     while closed := {type(leaf): None for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
         for kind in closed:
@@ -47,10 +47,10 @@ def _register(kind: type) -> None:
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:
-    """Raises where tensors are in forms that no graph takes.
+    """Raises where a tensor has a form that no graph holds.
 
     Args:
-        kind: of the model.
+        kind: the class name of the model.
 
     Raises:
         RefusedError: naming the form, and what to pass instead.
@@ -75,11 +75,11 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
 
 
 def check_read(leaves: Sequence[Any], kind: str) -> None:
-    """Raises where the forward reads an argument of a kind that no graph takes.
+    """Raises where the forward reads an argument of a type that no graph holds.
 
     Args:
-        leaves: those that it reads.
-        kind: of the model.
+        leaves: the flattened arguments that it reads.
+        kind: the class name of the model.
 
     Raises:
         RefusedError: naming it.
@@ -94,7 +94,7 @@ def check_read(leaves: Sequence[Any], kind: str) -> None:
 
 
 def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """The first tensor that a forward writes whose memory is another argument's, too, and that other one.
+    """Finds the first (argument that the forward writes, other argument in the same memory), by index; None: none.
 
     Args:
         written: indices among `leaves`, the flattened arguments.
@@ -107,7 +107,7 @@ def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int,
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether one's memory, from its first element to its last, has any of the other's."""
+    """Tells whether the memory ranges of two tensors, from first to last element, overlap."""
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
@@ -144,18 +144,18 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
     roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
     try:
         paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
-    except Exception:  # of an object of the user's, whose parts have no names
+    except Exception:  # raised by an object of the user's; its parts have no names
         return {}
     names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
     return dict(enumerate(names))
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
-    """The arguments that are no tensors and that a forward reads, by index among the flattened ones.
+    """Finds the arguments that are no tensors and that a forward reads, by index among the flattened ones.
 
     Args:
-        names: of the arguments; those without one are taken to be read.
-        guards: the names of what Dynamo has guarded: it looks at nothing that the forward does not read. "L[": at all.
+        names: index -> name; an argument without a name counts as read.
+        guards: the names that Dynamo has guarded, which are names that the forward reads; "L[": all are read.
     """
     every = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     return {
@@ -166,10 +166,10 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two arguments that are no tensors are one for a graph: of one kind, and equal."""
+    """Tells whether a graph may take one non-tensor argument for the other: same type, and equal."""
     if one is other or type(one) is not type(other):
         return one is other
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # of what has no one answer, as arrays
+    except (TypeError, ValueError, RuntimeError):  # comparing arrays, say, gives no single answer
         return False

@@ -1,13 +1,12 @@
-"""Activation checkpointing: which nodes of a traced graph the user wants computed again in the backward.
+"""Activation checkpointing: marks the nodes of a traced graph that the user wants recomputed in the backward.
 
 While a model is traced, `torch.utils.checkpoint.checkpoint` (both modes, and the form that Dynamo makes of it) marks
-the nodes of its function instead of saving the function's inputs: the graph says what is to be computed again, and
-`passes/memory` does it. Regions nest, so a node has a *path*: the numbers of all regions around it, the outermost
-first.
+the nodes of its function instead of saving the function's inputs; `passes/memory` reads the marks. Regions nest, so a
+node has a *path*: the numbers of all regions around it, the outermost first.
 
-`node.meta["region"]` is the path of a forward node, and of a backward node that of the forward node it differentiates,
-() outside of all regions; a backward node has no entry where that is unknown. `node.meta["kept"]` is true of what a
-selective policy saves: the innermost region does not compute it again.
+`node.meta["region"]` of a forward node is its path, () outside of all regions. That of a backward node is the path of
+the forward node it differentiates, or missing where unknown. `node.meta["kept"]` is true of a node that a selective
+policy saves: the innermost region does not recompute it.
 
 rewrite: h = relu(addmm(b, x, w)); y = addmm(c, h, v)           of checkpoint(mlp, x) in the first region
      ->  the same nodes, with meta["region"] = (0,); the backward nodes of relu and addmm have (0,) too
@@ -29,7 +28,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def regions_noted() -> Iterator[None]:
-    """Runs checkpointed functions once, and marks their nodes with their regions, while active."""
+    """Opens a context in which checkpointed functions run once, and their nodes are marked with their regions."""
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -68,7 +67,7 @@ class _Regions:
 
     @contextlib.contextmanager
     def _region(self, context: Any) -> Iterator[None]:
-        """Marks the nodes traced within, but for those that an inner region has marked."""
+        """Opens a region: marks the nodes traced inside it, except those that an inner region has marked."""
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))
         path = self._path
@@ -81,7 +80,7 @@ class _Regions:
         if mode is not None:
             nodes = mode.tracer.graph.nodes
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
-                policy = node.meta.pop("recompute", None)  # of a selective policy, or Dynamo's "always"
+                policy = node.meta.pop("recompute", None)  # set by a selective policy, or by Dynamo ("always")
                 if "region" not in node.meta:
                     node.meta["region"], node.meta["kept"] = path, policy in _SAVING
 
@@ -94,7 +93,7 @@ def mark_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward" and number is not None:
-            # The first node of a number is the one for which autograd has made its own; others only come after it.
+            # Autograd makes a backward node for the first node of a sequence number; others only follow it.
             differentiated.setdefault(number, node.meta.get("region", ()))
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in differentiated:

@@ -1,8 +1,8 @@
-"""The user's own collectives in a forward: what stands for them in a graph, and which of them no graph can hold.
+"""Replaces the user's own collectives in a forward by functional ones, and refuses those that no graph can hold.
 
-Dynamo traces `torch.distributed`'s functions as the functional ops of torch, `_c10d_functional.all_reduce` and its wait
-say. What stands for them here gives the gradients that eager mode gives: those that write into their arguments have
-none (what they wrote is a constant for autograd), those of `torch.distributed.nn` have that of their documentation.
+Dynamo traces `torch.distributed`'s functions as torch's functional ops, such as `_c10d_functional.all_reduce` and its
+wait. The replacements have the gradients of eager mode: collectives that write into their arguments have none (their
+results are constants for autograd), those of `torch.distributed.nn` have the documented ones.
 
 rewrite: dist.all_reduce(m)                 -> r = all_reduce(m.detach(), "sum", "0"); w = wait_tensor(r); m.copy_(w)
          y = dist.nn.functional.all_gather(x)  -> r = all_gather_into_tensor(x, N, "0"); y = wait_tensor(r).unbind(0)
@@ -34,7 +34,7 @@ _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 Group = Any  # a process group; None: the default one
 
 
-# ---- what write into their arguments ----
+# ---- collectives that write into their arguments ----
 
 
 def _all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, async_op: bool = False) -> None:
@@ -84,12 +84,12 @@ def _all_to_all_single(
 
 
 def _write(into: Tensor, value: Tensor) -> None:
-    """Writes as a collective does: autograd does not see it."""
+    """Writes as a collective does, unseen by autograd."""
     with torch.no_grad():
         into.detach().copy_(value)
 
 
-# ---- those with a gradient ----
+# ---- collectives with a gradient ----
 
 
 def _differentiable_all_reduce(tensor: Tensor, op: str = "sum", group: Group = dist.group.WORLD) -> Tensor:
@@ -141,11 +141,11 @@ def _differentiable_broadcast(tensor: Tensor, src: int, group: Group = dist.grou
     return found
 
 
-# ---- both ----
+# ---- helpers ----
 
 
 def _gathered(tensor: Tensor, group: Group) -> Sequence[Tensor]:
-    """The tensors of all ranks of a group, which have one shape."""
+    """Gathers the tensors, of one shape, of all ranks of a group."""
     flat = functional.all_gather_single(tensor.contiguous().unsqueeze(0), 0, _of(group))
     return flat.unbind(0)
 
@@ -156,7 +156,7 @@ def _exchanged(tensor: Tensor, output_sizes: list[int] | None, input_sizes: list
 
 
 def _of(group: Group) -> Any:
-    """The group that is meant."""
+    """Returns the group, or the default one for None."""
     return group or dist.group.WORLD
 
 
@@ -165,7 +165,7 @@ def _size(group: Group) -> int:
 
 
 def _source(src: int | None, group_src: int | None, group: Group) -> int:
-    """The source's rank in the group."""
+    """Returns the source's rank in the group."""
     if group_src is not None:
         return group_src
     return dist.get_group_rank(_of(group), src or 0)
@@ -188,7 +188,7 @@ _STANDS_FOR: dict[Any, Any] = {
     differentiable.broadcast: _differentiable_broadcast,
 }
 for _new, _like in (("all_gather_single", _all_gather_into_tensor), ("reduce_scatter_single", _reduce_scatter_tensor)):
-    if hasattr(dist, _new):  # torch renamed them
+    if hasattr(dist, _new):  # newer torch has these names
         _STANDS_FOR[getattr(dist, _new)] = _like
 
 
@@ -217,7 +217,7 @@ def _spelled(op: Any) -> str:
 
 @contextlib.contextmanager
 def collectives_traced() -> Iterator[None]:
-    """Has Dynamo trace the collectives of a forward with the gradients of eager mode, while active."""
+    """Opens a context in which Dynamo traces a forward's collectives with the gradients of eager mode."""
     kind = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
@@ -238,7 +238,7 @@ def collectives_traced() -> Iterator[None]:
 
 
 def check_collectives(graph: fx.Graph) -> None:
-    """Raises where a traced graph holds communication that is no collective of all ranks in a group.
+    """Raises where a traced graph has communication other than a collective of all ranks of a group.
 
     Raises:
         CaptureError: naming the op.

@@ -1,9 +1,9 @@
-"""Side effects of a forward: state that it assigns, lists that it fills, prints and logs.
+"""Replays a forward's side effects: state that it assigns, lists that it fills, prints and logs.
 
-Dynamo keeps all of that out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss left on a module, `print`)
-and writes code that does it after the graph has run, from the graph's outputs. Where a forward has such effects, the
-graph is captured with everything they need among its outputs, tensors that the forward reads from objects are inputs of
-it, and Dynamo's code runs after each call, as under `torch.compile`.
+Dynamo keeps side effects out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss stored on a module,
+`print`) and generates code that does them after the graph has run, from its outputs. The graph of such a forward is
+captured with all that the code needs among its outputs, and with tensors that the forward reads from objects among its
+inputs; Dynamo's code runs after each call, as under `torch.compile`.
 
 rewrite: self.h = torch.tanh(x @ w + self.h); return self.h.sum()
      ->  graph(w, x, state_0) -> (tanh, sum);   then   model.h = tanh;   return sum
@@ -32,12 +32,12 @@ _NO_CONSTANT = object()
 
 @dataclass
 class Effects:
-    """Side effects of a forward, as Dynamo has found them.
+    """Side effects of a forward, as Dynamo finds them.
 
     Attributes:
-        objects: whose attributes or items it writes, as Dynamo names them.
-        attributes: of those, the attributes with the constants that they get, `L['self'].count` -> 1.
-        prints: whether it prints or logs.
+        objects: Dynamo's names of the objects whose attributes or items the forward writes.
+        attributes: attribute of such an object -> the constant assigned to it: `L['self'].count` -> 1.
+        prints: whether the forward prints or logs.
         tensor_hooks: whether it hooks tensors.
         globals: global names that it assigns.
     """
@@ -60,7 +60,7 @@ class Effects:
 
 @contextlib.contextmanager
 def noted_effects() -> Iterator[Effects]:
-    """Notes the effects of the forward that Dynamo reads inside."""
+    """Opens a context that records the effects of the forward that Dynamo reads in it."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
 
@@ -80,7 +80,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
-            continue  # made by the forward itself: who keeps it is written too
+            continue  # made by the forward itself; the object that keeps it is among the written ones
         written = found.store_attr_mutations.get(variable, {})
         if isinstance(variable, variables.NewGlobalVariable) or (isinstance(source, GlobalSource) and written):
             effects.globals += written
@@ -93,7 +93,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises where effects cannot be had at each call.
+    """Raises where effects cannot be replayed at each call.
 
     Raises:
         RefusedError: naming what the forward does.
@@ -112,10 +112,10 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
 
 
 def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
-    """Whether a forward reads an attribute, and sets it to another constant.
+    """Tells whether a forward reads an attribute and assigns another constant to it.
 
     Args:
-        guards: what Dynamo has guarded by value, and those values.
+        guards: name -> value, of all that Dynamo has guarded by value.
     """
     set_to = ((name, value) for name, value in effects.attributes.items() if value is not _NO_CONSTANT)
     return any(name in guards and value != guards[name] for name, value in set_to)
@@ -123,16 +123,16 @@ def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReplayedEffects:
-    """Dynamo's code after the graph: does what the forward does, and returns what the forward returns.
+    """Dynamo's code for after the graph: replays the forward's side effects and returns the forward's results.
 
     Attributes:
-        run: a function with the forward's own arguments, which calls `outputs` for the graph's.
+        run: a function with the forward's arguments, which calls `outputs` in place of the graph.
         outputs: holds the graph's outputs while `run` runs.
-        model: what the forward is a method of; None: a function.
-        objects: whose attributes or items are written, as expressions over `scope`.
-        states: tensors and numbers that the graph reads besides the batch's tensors: from objects, as expressions, or
-            among the flattened arguments, as indices.
-        switches: whether the forward sets a constant that it reads.
+        model: the object that the forward is a method of; None: the forward is a function.
+        objects: expressions over `scope` for the objects whose attributes or items are written.
+        states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of
+            objects, indices for those among the flattened arguments.
+        switches: whether the forward assigns a constant that it reads.
     """
 
     run: Callable[..., Any]
@@ -151,11 +151,11 @@ class ReplayedEffects:
             self.outputs.values = ()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
-        """What the graph reads besides the batch's tensors, as it is now."""
+        """Reads the present values of `states`."""
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
-        """Whether items of a dict are written."""
+        """Tells whether the forward writes items of this dict."""
         return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)
 
 
@@ -172,12 +172,12 @@ class _Outputs:
 def _found(name: str, scope: Mapping[str, Any]) -> Any:
     try:
         return eval(name, dict(scope))
-    except Exception:  # of an object that the last call has replaced
+    except Exception:  # the last call has replaced an object on the way
         return None
 
 
 def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
-    """Finds placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
+    """Finds the placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(itself, "L['self']")
@@ -189,11 +189,11 @@ def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
 def replay_of(
     out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
 ) -> ReplayedEffects:
-    """The code that Dynamo has written for after the graph.
+    """Makes the code that Dynamo has generated for after the graph callable.
 
     Args:
-        out: Dynamo's capture, made to replay.
-        values: what Dynamo has guarded by value.
+        out: Dynamo's capture, made with side effects to be replayed.
+        values: the values that Dynamo has guarded.
     """
     outputs = _Outputs()
     run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)

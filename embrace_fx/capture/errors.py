@@ -1,4 +1,4 @@
-"""Explains that no graph holds a model: names the user's line, and what Dynamo found there."""
+"""Explains why no graph holds a model: names the user's line, and what Dynamo found there."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CaptureError(RuntimeError):
     """The model's forward cannot be captured as one graph.
 
     Attributes:
-        raised: what the forward itself raises, by a line of the user's; None: it is captured as far as it goes.
-        reason: the user's line and what of it is in the way, in a line.
+        raised: the error that a user's line in the forward raises by itself, or None.
+        reason: the user's line and what in it cannot be captured, in one line.
         where: the user's line, as "file:line in function"; "" where only a traceback may tell.
     """
 
@@ -40,21 +40,21 @@ class CaptureError(RuntimeError):
 
 
 def _of_message(message: str) -> str:
-    """The line of an error's message that tells what was found."""
+    """Returns the part of an error's message that says what was found."""
     found = " ".join(message.split()).partition("found ")[2] or message
     return found.partition(". ")[0]
 
 
 class RefusedError(CaptureError):
-    """Raised where the model's forward does at each call what no graph can do."""
+    """The model's forward does something at each call that no graph can do."""
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
     """Makes the error that tells the user of a failed capture.
 
     Args:
-        error: what it raised.
-        raised: what the forward itself raises on the batch; None: it runs.
+        error: the error that the capture raised.
+        raised: the error that the forward itself raises on the batch; None: it runs.
     """
     kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
     found = f"{type(error).__name__}: {_first_lines(error)}"
@@ -64,7 +64,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             f"forward fails on it: {type(raised).__name__}: {_first_lines(raised)}. Call the model with the arguments, "
             "names, shapes, types and devices that it expects; the plain model tells whether it takes them."
         )
-        told.reason = ""  # it runs no better as it is written
+        told.reason = ""  # the forward fails without a graph as well
         if _is_of_users_code(model, raised):
             told.raised = raised
         return told
@@ -85,9 +85,9 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward to find the error that it raises by itself, where a failed capture looks like one; None: none.
+    """Runs the forward, where a failed capture suggests it, to find the error that it raises by itself; None: none.
 
-    The forward runs once, without gradients: buffers and random numbers are as they were, and nothing is sent.
+    The forward runs once, without gradients; buffers and random numbers are restored, and nothing is sent.
     """
     of_forward = isinstance(error, TorchRuntimeError | TypeError | AttributeError | KeyError)
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
@@ -112,7 +112,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _observed(error: Exception) -> Exception | None:
-    """The exception of Python's own kinds that Dynamo has seen the forward raise."""
+    """Rebuilds the built-in exception that Dynamo has seen the forward raise."""
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
     try:
@@ -123,14 +123,14 @@ def _observed(error: Exception) -> Exception | None:
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
-    """Whether a line of the user's raises it: loops may wait for it."""
+    """Tells whether a line of the user's raises an error, which the user's loop may expect."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
 
 
 class _Sends(Exception):
-    """The forward sends something, which one rank must not do alone."""
+    """The forward communicates, which one rank must not do alone."""
 
 
 class _NothingIsSent(TorchDispatchMode):
@@ -145,7 +145,7 @@ class _NothingIsSent(TorchDispatchMode):
 
 
 def _in_short(error: Exception) -> str:
-    """Names the function that Dynamo does not look into, where that is why; else an error's first line."""
+    """Returns an error's first line, or the call of a function that Dynamo skips, where that is the reason."""
     if skipped := re.search(r"marked that the function `(\w+)`", str(error)):
         return f"calls {skipped[1]}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -153,7 +153,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _collective(error: Exception) -> str | None:
-    """The function of torch.distributed, called by the forward, in which an error was raised."""
+    """Returns the name of the torch.distributed function, called by the forward, that raised an error."""
     files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
     refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
     names = [name for file, _, name in _frames(error) if file in files] if refused is None else [refused[1]]
@@ -161,7 +161,7 @@ def _collective(error: Exception) -> str | None:
 
 
 def _user_line(error: Exception) -> str | None:
-    """The last line of the user's code that an error comes from."""
+    """Returns the last line of the user's code on an error's way."""
     if isinstance(error, CaptureError) and error.where:
         return error.where
     own = [frame for frame in _frames(error) if _is_of_user(frame[0])]
@@ -169,7 +169,7 @@ def _user_line(error: Exception) -> str | None:
 
 
 def _frames(error: Exception) -> list[tuple[str, str, str]]:
-    """File, line and function of frames: as Dynamo prints them, as it was reading them, or of the traceback."""
+    """Lists (file, line, function) of an error's frames: printed by Dynamo, read by Dynamo, or of the traceback."""
     if printed := re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2]):
         return printed
     found = []
@@ -183,9 +183,9 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """The user's line of the last of some conditions, as torch prints them: `if x.item() > 0:  # dir/file.py:29 in f`.
+    """Finds the user's line of the last condition, printed by torch as `if x.item() > 0:  # dir/file.py:29 in f`.
 
-    torch shortens the file's path. It is that of a module whose file ends so.
+    torch shortens the file's path; a module whose file ends with that path has the full one.
     """
     found = [match for each in conditions if (match := re.search(r"# (\S+):(\d+) in (\S+)", each)) is not None]
     if not found:

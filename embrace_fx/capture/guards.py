@@ -1,11 +1,11 @@
-"""Under which conditions a captured graph is the forward's: Dynamo's own guards, asked at each call.
+"""Checks at each call, by Dynamo's own guards, that a captured graph is still valid.
 
-What the forward has read of the model, of globals and of closures (numbers, functions, objects, lengths of lists, which
-hooks there are, whether a method was patched), Dynamo guards on. Its guard manager, a tree of checks in C++, tells in
-microseconds whether all of that is as it was.
+Dynamo guards on all that the forward has read of the model, of globals and of closures: numbers, functions, objects,
+lengths of lists, hooks, patched methods. Its guard manager, a tree of checks in C++, checks in microseconds that all
+of this is unchanged.
 
-Left out are guards on the batch and its shapes, on modes, and on the values of parameters and buffers: programs read
-those as they are at each call, and calls are told apart by the others already.
+Left out are guards on the batch, on modes, and on parameters and buffers: programs read the values of parameters and
+buffers at each call, and a capture is chosen by the batch and the modes before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from embrace_fx.capture.read_values import Changed, ReadValues
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
-"""What programs read as it is at each call, and what calls are told apart by already."""
+"""Names of values that programs read at each call (parameters, buffers) or that captures are chosen by (training)."""
 
 _OF_NUMPY = re.compile(r"^___from_numpy\((.*)\)$")
-"""How Dynamo writes what is NumPy's, a number too: as a tensor, whose values it does not guard."""
+"""Dynamo's name for a NumPy value: it is guarded as a tensor, so that its numbers are not guarded."""
 
 _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
 
@@ -38,12 +38,12 @@ class DynamoGuards:
     """Dynamo's guards on all but the batch.
 
     Attributes:
-        manager: torch's, over a frame's locals.
+        manager: torch's guard manager over a frame's locals.
         frame: the locals that do not change: the model.
-        cells: what the forward closes over.
-        kept: the objects whose identity is guarded; another one must not get a freed one's address.
-        tensors: those that the graph has taken for constants, by identity, and NumPy's numbers, by value.
-        values: stands for the guards where these do not hold right after the capture.
+        cells: the forward's closure, name -> cell.
+        kept: the objects whose identity is guarded, kept so that no other object gets the address of a freed one.
+        tensors: tensors that are constants of the graph, compared by identity, and NumPy's numbers, by value.
+        values: replaces the guards where these do not hold right after the capture.
     """
 
     manager: Any
@@ -54,17 +54,17 @@ class DynamoGuards:
     values: ReadValues
 
     def hold(self) -> bool:
-        """Whether all of it is what it was at the capture."""
+        """Tells whether all guarded values are what they were at the capture."""
         frame = self.frame
         if self.cells:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
     def in_scope(self, name: str, itself: str) -> str:
-        """Returns a name of Dynamo's as an expression over the scope of `values`.
+        """Turns a name of Dynamo's into an expression over the scope of `values`.
 
         Args:
-            itself: how Dynamo calls the model.
+            itself: Dynamo's name for the model.
         """
         name = name.replace(itself, "L['self']")
         root = re.match(r"L\['(\w+)'\]", name)
@@ -72,7 +72,7 @@ class DynamoGuards:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> DynamoGuards:
-        """Copies the guards without those on some tensors, which are no constants of the graph."""
+        """Copies the guards without those on tensors that are no constants of the graph."""
         names = [name for name in self.tensors.names if name not in tensors]
         others = [name for name in self.values.names if name not in tensors]
         return replace(
@@ -82,22 +82,22 @@ class DynamoGuards:
         )
 
     def changed(self) -> list[Changed]:
-        """The values that are not what they were."""
+        """Lists the guarded values that have changed."""
         return self.values.changed()
 
     def unchanged(self) -> Conditions:
-        """Copies the conditions without what has changed since: the forward itself writes it, or its tracing did."""
+        """Copies the conditions without values that have changed since: the forward writes them, or its tracing did."""
         own = replace(self, tensors=self.tensors.unwritten())
         return own if own.hold() else self.values.unchanged()
 
     def reading(self, numbers: AsSeen) -> DynamoGuards:
-        """The same, and that tensors are not written of which the graph holds numbers."""
+        """Adds the condition that tensors whose numbers are constants of the graph are not written."""
         tensors, values = (replace(each, numbers=numbers) for each in (self.tensors, self.values))
         return replace(self, tensors=tensors, values=values)
 
 
 Conditions = DynamoGuards | ReadValues
-"""What has to hold for a captured graph to be still the forward's."""
+"""The conditions under which a captured graph is still valid."""
 
 
 def name_in_frame(name: str, itself: str) -> str:
@@ -118,7 +118,7 @@ def traced_function(model: nn.Module) -> types.FunctionType:
 
 
 def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
-    """Collects Dynamo's guards of a traced model, besides those of arguments, parameters, buffers and modes."""
+    """Collects Dynamo's guards of a traced model, without those of arguments, parameters, buffers and modes."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
     function, itself = traced_function(model), name_of_model(model)
@@ -133,7 +133,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    output.skip_guards_check = True  # of a frame with the batch
+    output.skip_guards_check = True  # the check would need a frame with the batch
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Checks(is_kept, code, output)
     manager = checks.guard_manager
@@ -143,14 +143,14 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
 
 
 class _Checks(CheckFunctionManager):
-    """Guards that live as long as who asks them.
+    """Guards that live no longer than their owner.
 
-    Torch's own are told when a guarded object ends: they would be kept by every class and module of a library that they
-    guard on, for ever. These keep what they guard on instead.
+    Torch's own guards register with each guarded object to learn of its end, so that a guarded class or module of a
+    library would keep them for ever. These guards keep the guarded objects instead.
 
     Args:
-        is_kept: by the name of what is guarded. Torch's own filter, `guard_filter_fn`, makes all guards before it is
-            asked, those on a thousand parameters too, and then makes again what is left.
+        is_kept: name of a guarded value -> whether to guard it. Torch's own filter, `guard_filter_fn`, first makes
+            all guards, even those on a thousand parameters, and then makes the remaining ones again.
     """
 
     def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
@@ -171,10 +171,10 @@ class _Checks(CheckFunctionManager):
 
 
 def _value(builder: Any, guard: Any) -> object:
-    """Reads the guarded value; None: the guard is on its absence."""
+    """Reads the guarded value; None where it cannot be read: the guard is on its absence."""
     try:
         found: object = builder.get(guard.originating_source)
-    except Exception:  # whatever reading what is not there raises
+    except Exception:  # reading an absent value may raise anything
         return None
     return found
 

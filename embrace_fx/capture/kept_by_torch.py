@@ -1,4 +1,4 @@
-"""Frees what torch keeps of every capture for as long as a process lives."""
+"""Frees memory that torch would keep of every capture until the process ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 MOST_RESULTS = 4_000
-"""Of operations on fake tensors, some 200 bytes each and their sizes; a model has some hundreds."""
+"""Most cached results of operations on fake tensors, about 200 bytes each; a model has some hundreds."""
 
 
 @contextlib.contextmanager
 def capture_metrics() -> Iterator[None]:
-    """Dynamo's context of metrics, which it writes into while it reads a forward, without a record at its end.
+    """Opens Dynamo's metrics context, which reading a forward needs, without the record that ends it.
 
-    Torch keeps the last 64 records, with its whole configuration as text in each, and torch 2.11 logs an error where
-    functions stand in the configuration.
+    Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error where
+    the configuration holds functions.
     """
     metrics = get_metrics_context()
     record, metrics._on_exit = metrics._on_exit, lambda *_: None
@@ -33,7 +33,7 @@ def capture_metrics() -> Iterator[None]:
 
 
 def forget_captures() -> None:
-    """Empties torch's caches of what came from captures before this one, as far as nobody uses it."""
+    """Empties torch's caches of entries from earlier captures that nobody uses."""
     _forget_shapes()
     _forget_texts()
 
@@ -41,8 +41,8 @@ def forget_captures() -> None:
 def _forget_shapes() -> None:
     """Empties torch's caches over symbolic sizes.
 
-    They are of the class, and keep the sizes of every capture, with the fake tensors that have them, for ever. Results
-    of operations are kept up to a number: another capture of a model finds most of its own there.
+    These caches belong to the class and keep the sizes of every capture, with their fake tensors, for ever. Up to
+    `MOST_RESULTS` results of operations are kept, because the next capture of a model finds most of its own there.
     """
     if FakeTensorMode.cache_info().size > MOST_RESULTS:
         FakeTensorMode.cache_clear()
@@ -52,10 +52,10 @@ def _forget_shapes() -> None:
 
 
 def _forget_texts() -> None:
-    """Drops the generated code of graphs that have gone.
+    """Drops the generated code of graph modules that no longer live.
 
-    Torch keeps the code of every graph module for tracebacks, and for ever. Each module has a class of its own, whose
-    forward knows the name of its code.
+    Torch keeps the code of every graph module, for tracebacks, for ever. Each module has its own class, whose forward
+    knows the name of its code.
     """
     texts = fx.graph_module._loader.eval_cache
     for name in set(texts).difference(_living(fx.GraphModule)):
@@ -64,7 +64,7 @@ def _forget_texts() -> None:
 
 
 def _living(base: type) -> Iterator[str]:
-    """The names of the code of all graph modules that live."""
+    """Yields the names of the code of all living graph modules."""
     classes: list[type] = base.__subclasses__()
     for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)

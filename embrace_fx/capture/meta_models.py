@@ -1,8 +1,8 @@
-"""Models on the meta device captured as if they were on the CPU.
+"""Lets models on the meta device be captured as if they were on the CPU.
 
-A model at the size of a paper's does not fit into the memory of the machine that plans for it. On the meta device it
-takes none, but many operations have no kernel there (recurrent layers under autocast), and a batch lies elsewhere.
-Fake tensors have a device and no memory: capture reads nothing else of parameters.
+A model as large as a paper's does not fit into the memory of the machine that plans for it. On the meta device it takes
+no memory, but many operations have no kernel there (recurrent layers under autocast), and the batch is elsewhere. Fake
+tensors have a device and take no memory, and capture needs no values of parameters.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A twin of `model` whose parameters and buffers are fake tensors on the CPU, and `batch` to be captured with it.
+    """Makes a twin of `model` with fake tensors on the CPU as parameters and buffers, and a batch to capture it with.
 
-    Parameters that are one in the model are one in its twin. Within the block both can be captured.
+    Tied parameters stay tied. The twin can be captured inside the context.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     twin = copy.deepcopy(model)  # on the meta device: no memory is copied
@@ -46,7 +46,7 @@ def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     for module in twin.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                setattr(module, name, fake(tensor))  # recurrent layers keep a list of their own, which follows
+                setattr(module, name, fake(tensor))  # recurrent layers update their own list of weights
     leaves = pytree.tree_map_only(Tensor, lambda leaf: fake_mode.from_tensor(leaf, static_shapes=True), batch)
     with fake_mode:
         yield twin, leaves

@@ -1,4 +1,4 @@
-"""A model as tracing needs it: results as trees of tensors."""
+"""Wraps a model so that its results are trees of tensors, as tracing needs them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.result_objects import open_objects
 
 STATES = "__states"
-"""The keyword under which a traced module is given what its graph reads from objects."""
+"""The keyword by which a traced module gets the values that its graph reads from objects."""
 
 
 class OpenResults(nn.Module):
-    """A module, its names included, whose results are trees of tensors, each with memory of its own.
+    """A module with the wrapped one's names, whose results are trees of tensors, each with its own memory.
 
     Args:
-        states: of a graph of Dynamo's whose effects are replayed, the positions of inputs that come as `STATES`; None
-            of one that it leaves out. Its results are the graph's own, not the forward's. None: there are no effects.
+        states: positions, among the inputs of Dynamo's graph, of the values that come as `STATES`; an item is None
+            for a value that the graph does not read. Results are then the graph's own, not the forward's. None: the
+            forward has no effects to be replayed.
     """
 
     def __init__(self, module: nn.Module, states: tuple[int | None, ...] | None = None) -> None:
         super().__init__()
-        self._call = [module]  # in a list: not a submodule, which would give each parameter a second name
+        self._call = [module]  # in a list: as a submodule it would give each parameter a second name
         self._states = states
         self._parameters = module._parameters
         self._buffers = module._buffers
@@ -34,8 +35,8 @@ class OpenResults(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Each module once. Tracing puts tensors in the place of parameters, by their names, and puts them back: those
-        of a module with two names it would take for parameters the second time, and leave them there."""
+        """Yields each module once. Tracing replaces parameters by tensors, by name, and puts them back; with a second
+        name it would take the tensors for parameters, and leave them there."""
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
         return found
 
@@ -51,7 +52,7 @@ class OpenResults(nn.Module):
 
 
 def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's results. A graph runs node by node: only so do ATen nodes inherit the user's lines."""
+    """Runs the module; a graph node by node, because only then ATen nodes inherit the user's lines."""
     if not isinstance(module, fx.GraphModule):
         return module(*args, **kwargs)
     inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -62,7 +63,7 @@ def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _run_graph(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int | None, Any]
 ) -> tuple[Any, ...]:
-    """The results of a graph of Dynamo's as they are, from inputs of which some are given: position -> value."""
+    """Runs a graph of Dynamo's, with some inputs replaced by `states` (position -> value); returns its own results."""
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     inputs = list(module._dynamo_bytecode_flatten(*arguments.values()))
     for position, state in states.items():

@@ -1,7 +1,7 @@
-"""Numbers that a forward reads, as inputs of its graph: a temperature that is annealed, the count of steps.
+"""Makes numbers that a forward reads inputs of its graph: an annealed temperature, the count of steps.
 
-Dynamo takes Python's numbers for constants of the graph. Those that are named here get a symbol instead, as sizes do:
-what the forward asks of one is guarded, and each call hands its value to the graph.
+Dynamo makes Python's numbers constants of the graph. Named numbers get a symbol instead, as sizes do: conditions on
+them are guarded, and each call passes their values to the graph.
 
 rewrite: return x.sum() * weight   ->   graph(x, batch_1) -> mul(sum(x), batch_1)      weight is an argument, or global
 """
@@ -22,7 +22,7 @@ Symbol = SymInt | SymFloat
 
 @contextlib.contextmanager
 def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
-    """Dynamo makes inputs of the numbers with these names, which are its own: `L['weight']`, `L['self'].scale`."""
+    """Opens a context in which Dynamo makes inputs of the numbers that it calls by these names: `L['self'].scale`."""
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
@@ -42,13 +42,13 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """The symbols that Dynamo has given to numbers, by their names; those whose values it looks up none."""
+    """Finds the symbols that Dynamo has given to the named numbers; a number whose value it has read has none."""
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """The positions of numbers among a Dynamo graph's inputs; what is a tensor there of a float becomes the float."""
+    """Finds the positions of numbers among a Dynamo graph's inputs; replaces tensors made of a float by the float."""
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if node._dynamo_source.name not in symbols:
@@ -62,6 +62,6 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """The names of those numbers for one value of which alone the graph holds."""
+    """Names the numbers for which the graph is valid for a single value only."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -1,8 +1,8 @@
 """Replays a forward's prints and logs at each call, after the graph has run.
 
-Dynamo puts off `print` of tensors, constants and formatted strings until the graph has run. Here numbers that
-`.item()` reads and containers may be printed too, by the functions that a forward calls as well. What goes to loggers,
-by their methods or by `logging.info` and its like, and what `warnings.warn` is told, is put off alike.
+Dynamo defers `print` of tensors, constants and formatted strings until the graph has run. This module also defers
+prints of containers and of numbers that `.item()` reads, also in functions that the forward calls; and calls of
+loggers' methods, of `logging.info` and its like, and of `warnings.warn`.
 
 rewrite: print("norm", x.norm().item()); return x.sum()  ->  graph(x) -> (norm, sum);   then   print("norm", norm)
 """
@@ -22,10 +22,10 @@ from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariabl
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
-"""How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
+"""Prefixes of the names of methods that write to a log; libraries add their own, such as `warning_once`."""
 
 _HEEDED = {"flush", "stacklevel", "category"}
-"""Options of `print`, of logs and of warnings that change no text, or that are passed on."""
+"""Options of `print`, logs and warnings that do not change the text, or are passed on."""
 
 _AS_THEY_ARE = (
     variables.TensorVariable,
@@ -39,17 +39,17 @@ _AS_THEY_ARE = (
 
 @contextlib.contextmanager
 def put_off() -> Iterator[None]:
-    """Dynamo puts off what the forward prints and logs, where it is told inside."""
+    """Opens a context in which Dynamo defers what the forward prints and logs."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_as_now(each) for each in (*args, *category)]
-        in_region = tx.output.current_tracer.parent is not None  # checkpointed, say: its values are known within alone
+        in_region = tx.output.current_tracer.parent is not None  # checkpointed, say: its values are not known outside
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
             _cannot(self.value)
-        tx.output.root_tx.debug_locals.append((self, args))  # those of functions that are called Dynamo forgets
+        tx.output.root_tx.debug_locals.append((self, args))  # of the forward: Dynamo forgets those of called functions
         return variables.ConstantVariable.create(None)
 
     def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ def _cannot(function: Any) -> NoReturn:
 
 
 def _as_now(value: Any) -> Any:
-    """Fixes the text that is printed of a value: a list may be written before it is printed, its text may not."""
+    """Turns a list into its text now, because the forward may change the list before it is printed."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

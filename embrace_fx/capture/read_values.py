@@ -1,7 +1,7 @@
-"""Constants of a captured graph: values read besides the batch, parameters and buffers.
+"""Records the constants of a captured graph: values read besides the batch, parameters and buffers.
 
-`self.temperature`, the `p` of a Dropout, a number in a global dict: the graph holds what they were when it was made.
-Each call asks whether they still are; where one has changed, the graph is not valid, and the forward is captured again.
+`self.temperature`, the `p` of a Dropout, a number in a global dict: the graph holds their values at the capture. Each
+call compares them with the present ones; where one has changed, the graph is invalid and the forward is captured again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
-"""How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
+"""Dynamo's name for an attribute of the class; the instance may later get its own."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A value that is not what it was at a capture.
+    """A value that has changed since a capture.
 
     Attributes:
-        name: an expression, `L['self'].scale`; an argument's is `L['weight']`.
-        before, now: the value at the capture, and now.
+        name: an expression, `L['self'].scale`, or `L['weight']` for an argument.
+        before, now: the value at the capture, and the present one.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Changed:
 
     @property
     def can_be_input(self) -> bool:
-        """Whether a graph can take it at each call: a number, or a tensor of an object."""
+        """Whether the value can be an input of the graph: a number, or a tensor of an object."""
         kind = type(self.now)
         is_tensor = isinstance(self.before, Tensor) and isinstance(self.now, Tensor)
         return is_tensor or (kind is type(self.before) and kind in (int, float))
@@ -54,11 +54,11 @@ class ReadValues:
 
     Attributes:
         names: the expressions.
-        code: a tuple of all of them.
-        scope: the names in them.
+        code: the compiled tuple of all expressions.
+        scope: the names in the expressions.
         values: numbers and texts, compared by value, tuples item by item, anything else by identity.
-        numbers: tensors of which a forward has read numbers, which its graph holds (`.item()` of an attribute, say);
-            none of them a parameter or a buffer, whose numbers graphs read anew.
+        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, say) and its graph holds; no
+            parameters and buffers, whose numbers graphs read at each call.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class ReadValues:
 
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Reads those of the expressions whose values can be compared."""
+        """Evaluates the expressions, and keeps those whose values can be compared."""
         return ReadValues._of(names, dict(scope), _comparable)
 
     @staticmethod
@@ -78,39 +78,39 @@ class ReadValues:
         for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
             try:
                 value = eval(name, scope)
-            except Exception:  # of something that the trace has made, which is gone
+            except Exception:  # refers to an object that the trace has made, which is gone
                 continue
             if is_kept(value):
                 kept[name] = value
         return ReadValues(tuple(kept), _tuple_of(kept), scope, tuple(kept.values()))
 
     def of_arrays(self) -> ReadValues:
-        """The tensors among them, and what is NumPy's: Dynamo guards the kind of these alone."""
+        """Copies only the tensors and NumPy values: of these Dynamo guards only the type."""
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
-        """Copies the values but those that have changed since: the forward itself writes them, or its tracing did."""
+        """Copies the values without those that have changed since: the forward writes them, or its tracing did."""
         now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
         return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()), self.unwritten().numbers)
 
     def unwritten(self) -> ReadValues:
-        """Copies the values, without tensors that have been written since."""
+        """Copies the values without tensors in `numbers` that have been written since."""
         written = {id(each) for each in self.numbers.written()}
         return replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
 
     def changed(self) -> list[Changed]:
-        """Those that are not what they were."""
+        """Lists the values that have changed."""
         now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
         before = zip(self.names, self.values, strict=True)
         return [Changed(n, v, values[n]) for n, v in before if n in values and not _same(v, values[n])]
 
     def hold(self) -> bool:
-        """Whether all of them are what they were."""
+        """Tells whether all values are unchanged."""
         if self.numbers.written():
             return False
         try:
@@ -127,7 +127,7 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
     """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
     Args:
-        constants: the tensors that some of its inputs stand for.
+        constants: input of the graph -> the tensor that it stands for.
     """
     made = {node: {node} for node in constants}
     read: set[fx.Node] = set()
@@ -141,18 +141,18 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Turns an expression that reads a class into one that reads its instance, which may have a value of its own. It
-    leaves a property, which runs where it is read, and may write (spectral normalisation moves its buffers)."""
+    """Turns an expression that reads a class's attribute into one that reads the instance's, which may hide it. A
+    property stays, because reading it runs code that may write (spectral normalisation moves its buffers)."""
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
-    except Exception:  # of something that the trace has made, which is gone
+    except Exception:  # refers to an object that the trace has made, which is gone
         return whole
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
 def spoken(name: str) -> str:
-    """An expression of a model's own, as a user writes it."""
+    """Returns an expression in a user's notation: `L['self'].scale` -> `self.scale`."""
     name = re.sub(r"^L\['(\w+)'\]|^[GC]\['(\w+)'\](\.cell_contents)?", r"\1\2", name)
     return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 

@@ -1,13 +1,13 @@
 """Flattens a model's results into a graph's outputs.
 
-A model may return tensors in objects that pytree does not know, a cache of keys say.
+A model may return tensors in objects that pytree does not know, such as a cache of keys.
 
 While the forward is traced, `open_objects` replaces each such object by a pytree node of its attributes; unflattening
-that node makes an object of the same class with the same attributes. So every call of the compiled model returns what
-the model itself would, with nothing registered for the user's classes.
+that node makes an object of the same class with the same attributes. So the compiled model returns the same objects as
+the model, and nothing is registered for the user's classes.
 
 A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `open_objects`
-copies them, so that each has a gradient of its own: autograd would take them for one value, or for an input.
+copies them, so that each has its own gradient: autograd would take them for one value, or for an input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Constant:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        # The forward is traced more than once, and its results must compare equal, which fresh objects do not.
+        # The forward is traced more than once; the traces' results must compare equal, unlike new objects.
         return isinstance(other, _Constant) and type(self.value) is type(other.value)
 
     def __hash__(self) -> int:
@@ -49,18 +49,18 @@ class _Constant:
 
 
 def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
-    """The result of a forward as a tree of tensors and numbers.
+    """Turns the result of a forward into a tree of tensors and numbers.
 
     Args:
-        inputs: what the forward was called with, parameters included: no result that needs a gradient shares memory
-            with one of them, or with another result.
-        every: nor does a result that needs none.
+        inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
+            them, or with another result, is copied.
+        every: copies results that need no gradient as well.
     """
     return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs, every))
 
 
 def _open(result: Any, copied: frozenset[int]) -> Any:
-    """Opens a tree; `copied`: ids of the tensors to be copied."""
+    """Opens the objects of a tree; `copied`: ids of the tensors to copy."""
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, copied), result)
 
 
@@ -77,7 +77,7 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 
 def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
-    """The ids of results that share memory with another one, or with an input, and need a gradient, or of every one."""
+    """Finds the ids of results that need a gradient (or `every` one) and share memory with another one or an input."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory, tensors), *set(others)])
@@ -89,14 +89,14 @@ def _memory(tensor: Tensor) -> int:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is nothing but its attributes: no tensor, number, container or class with slots."""
+    """Tells whether an object consists of its attributes only: no tensor, number, container or class with slots."""
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
     makes_itself: Any = type(value).__new__
     return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")
 
 
 def holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Whether there is a tensor in a value or in its attributes."""
+    """Tells whether a value is a tensor or has one in its attributes."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, _CONSTANTS) or not is_plain_object(value) or id(value) in seen:
@@ -106,12 +106,12 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def attributes_of(kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """An object as its attributes, and what `made_of` makes another one of."""
+    """Returns (an object's attribute values, the context from which `made_of` makes it again)."""
     return list(attributes.values()), (kind, tuple(attributes))
 
 
 def made_of(values: Any, context: Any) -> Any:
-    """An object of a class with these attributes."""
+    """Makes an object from `attributes_of`'s values and context, without calling its constructor."""
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))

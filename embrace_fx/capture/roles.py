@@ -1,4 +1,4 @@
-"""Turns a trace of AOTAutograd's into a module whose inputs and outputs have roles, without autograd's own parts."""
+"""Turns a trace of AOTAutograd's into a module whose inputs and outputs have roles, without nodes only for autograd."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Joint:
 
     Attributes:
         constants: results that are not tensors, by their index among the flattened results.
-        batch: the placeholders of the batch's tensors and numbers, by their index among the flattened arguments.
+        batch: index among the flattened arguments -> the placeholder of that tensor or number.
     """
 
     module: fx.GraphModule
@@ -46,10 +46,10 @@ class Joint:
 
 
 def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> Joint:
-    """Gives a traced graph's inputs and outputs their roles, and readable names; drops what nothing reads.
+    """Gives a traced graph's inputs and outputs roles and readable names; drops nodes that nothing reads.
 
     Args:
-        constants: indices of flattened arguments that the graph has as constants.
+        constants: indices of flattened arguments that are constants of the graph.
 
     Raises:
         CaptureError: an input or output has no role: views of each other, mutated parameters that are computed with.
@@ -73,7 +73,7 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
         if is_input and role.index not in constants:
             batch[role.index] = node
         else:
-            module.graph.erase_node(node)  # other values lead to another capture
+            module.graph.erase_node(node)  # another value needs another capture
     of_results = _set_output_roles(module, first_names)
     _drop_identities(module)
     module.graph.eliminate_dead_code()
@@ -84,7 +84,7 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the gradient of a mutated parameter's new value (`max_norm`): zero, as nothing differentiates it."""
+    """Removes the gradient of a mutated parameter's new value (`max_norm`), which is zero."""
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             other = user.args[1] if user.args[0] is tangent else user.args[0]
@@ -100,7 +100,7 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first of its names (tied ones have several)."""
+    """Maps every name of a parameter or buffer to the first of its names (tied ones have several)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -110,7 +110,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
+    """Copies a graph with plain placeholders and one tuple of outputs, in place of (primals, tangents)."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -148,7 +148,7 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
     roles: list[OutputRole] = []
     constants: dict[int, Any] = {}
     for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type]
-        if desc is None:  # the place of a gradient that does not exist: an integer input's
+        if desc is None:  # an integer input has no gradient
             continue
         role: OutputRole
         match desc:
@@ -180,7 +180,7 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
 
 
 def _drop_identities(module: fx.GraphModule) -> None:
-    """Removes nodes that only matter to autograd: the graph has its backward already."""
+    """Removes nodes that matter only to autograd."""
     for node in list(module.graph.nodes):
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
@@ -188,7 +188,7 @@ def _drop_identities(module: fx.GraphModule) -> None:
 
 
 def _drop_unread_state(module: fx.GraphModule) -> None:
-    """Removes parameters and buffers that nothing reads or writes: unused ones, and the second names of tied ones."""
+    """Removes parameters and buffers that nothing reads or writes: unused ones, and further names of tied ones."""
     kept = {value for value, _ in outputs_of(module)}
     written = {role.of for _, role in outputs_of(module) if isinstance(role, Mutation)}
     for node, role in list(inputs_of(module)):
@@ -197,7 +197,7 @@ def _drop_unread_state(module: fx.GraphModule) -> None:
 
 
 def _rename(module: fx.GraphModule) -> None:
-    """Placeholders are named after what they are, so that a printed graph can be read."""
+    """Names placeholders after their roles, so that a printed graph can be read."""
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue

@@ -1,4 +1,4 @@
-"""From a model and a batch of fake tensors to one ATen graph of forward and backward.
+"""Traces a model with a batch of fake tensors into one ATen graph of forward and backward.
 
 Dynamo reads the bytecode of the model's forward into a torch-level graph, which AOTAutograd traces with its backward
 into one ATen graph. Tied parameters stay tied.
@@ -45,16 +45,16 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 @dataclass
 class Traced:
-    """A traced model: its graph, and all that a call needs beside it.
+    """A traced model: its graph, and all else that a call needs.
 
     Attributes:
         joint: forward and backward, or the forward alone, as AOTAutograd leaves it: inputs and outputs have
             descriptors, and constants of the batch are inputs too.
         out_spec: how the model's results unflatten.
-        replay: what the forward does besides, from the graph's results; None: the results are the forward's own.
-        constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
-        names: how Dynamo calls the flattened arguments.
-        symbols: of the numbers that are inputs, by their names.
+        replay: the forward's side effects, done from the graph's results; None: there are none.
+        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
+        names: index -> Dynamo's name for a flattened argument.
+        symbols: name of a number that is an input -> its symbol.
     """
 
     joint: fx.GraphModule
@@ -70,9 +70,9 @@ class Traced:
 def private_copies(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Stand-ins for the batch's tensors: marking dimensions must not leave marks on the user's tensors.
+    """Copies the batch's tensors without values, because the capture marks dimensions on them.
 
-    Each has a storage of its own and begins at its start: batches cut out of one long tensor begin elsewhere each time.
+    Each copy begins at the start of its own storage: batches cut out of one long tensor have varying offsets.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
@@ -89,9 +89,9 @@ def private_copies(
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Iterator[None]:
-    """Dynamo as this capture needs it.
+    """Opens a context with Dynamo's options for a capture, and without its warnings.
 
-    Numbers are constants and sizes vary where this capture says so, whatever Dynamo has seen of other models.
+    Numbers are constants, and only marked sizes vary, whatever Dynamo has seen of other models.
     """
     options = {
         "allow_rnn": True,
@@ -101,23 +101,23 @@ def quiet_dynamo() -> Iterator[None]:
         "assume_static_by_default": True,
     }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
-        # Where warnings are errors, Dynamo would give up for what torch warns of meanwhile. Of autograd functions:
+        # Where warnings are errors, Dynamo would fail on warnings by torch. About autograd functions:
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-        warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # of Python 3.13.0
-        # Of caches, which Dynamo reads through, as it does where warnings are no errors:
+        warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # under Python 3.13.0
+        # About cached functions, which Dynamo traces into:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
         yield
 
 
 _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 7}
-"""Where lookups are told whether to make sparse gradients."""
+"""Lookup -> the position of its argument `sparse`."""
 
 
 def _keep_whole(read: fx.GraphModule) -> None:
-    """Has Dynamo's graph, and those of the regions in it, call what keeps RNNs whole, and lookups with dense gradients.
+    """Makes Dynamo's graph, and its nested ones, call `whole` for RNNs, and lookups with dense gradients.
 
     A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the gradient
-    travels; what the user gets in the end follows the optimizer.
+    travels; its layout in `.grad` follows from the optimizer.
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
         kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)
@@ -134,7 +134,7 @@ def _keep_whole(read: fx.GraphModule) -> None:
 
 
 UNREAD = "an argument that the forward does not read"
-"""In the place of one, which may be anything, while a graph is traced."""
+"""Replaces such an argument, which may be anything, while a graph is traced."""
 
 
 def trace(
@@ -145,11 +145,11 @@ def trace(
     values: Collection[str] = (),
     reads_all: bool = False,
 ) -> Traced:
-    """The graph of a forward, and its backward.
+    """Traces a forward, and its backward.
 
     Args:
-        values: the names of those that are to be inputs.
-        reads_all: whether all arguments count as read, whatever Dynamo has looked at.
+        values: names of the values that become inputs.
+        reads_all: whether all arguments count as read, also those that Dynamo has not guarded.
     """
     names = {name_in_frame(name, name_of_model(model)): name for name in values}
     with numbers_as_inputs(names):
@@ -171,18 +171,18 @@ def _without_unread(
 
 
 def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, opens: bool) -> Traced:
-    """The ATen graph of what Dynamo has read.
+    """Traces the forward that Dynamo has read to ATen.
 
     Args:
-        symbols: of the numbers that are inputs, by Dynamo's names.
-        opens: whether what the forward reads from objects is an input, too, where it sets nothing.
+        symbols: Dynamo's name of a number that is an input -> its symbol.
+        opens: whether values that the forward reads from objects become inputs even if it has no effects.
     """
     gm, out, args, kwargs, effects = read.gm, read.out, read.args, read.kwargs, read.effects
     conditions = read.conditions
     _keep_whole(gm)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    # For guards, which are made. C++ owns what a fake tensor's sizes refer to, these sizes among it: they would keep
-    # their own tensors, and all else of the capture, for ever.
+    # Only guards needed these, and are made by now. C++ owns the objects that a fake tensor's sizes refer to, these
+    # sizes included: they would keep their own tensors, and all of the capture, for ever.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
@@ -203,13 +203,13 @@ def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, ope
 
 
 def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[str | int]:
-    """Lists the places of the numbers that are inputs: among the flattened arguments, or in an object."""
+    """Lists, for each number that is an input, its index among the flattened arguments or its expression."""
     of_arguments = {name: k for k, name in read.names.items()}
     return [of_arguments.get(name, read.conditions.in_scope(name, itself)) for name in symbols]
 
 
 def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> AsSeen:
-    """Finds tensors whose numbers Dynamo's graph reads; its inputs include those of the model and of globals."""
+    """Finds the tensors of the model and of globals whose numbers Dynamo's graph reads."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
     return numbers_read(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
@@ -220,10 +220,10 @@ class _Read:
     """A forward as Dynamo has read it.
 
     Attributes:
-        gm: its graph.
-        args, kwargs: the batch, with `UNREAD` in the place of what the forward does not read.
-        constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
-        names: how Dynamo calls the flattened arguments.
+        gm: Dynamo's graph.
+        args, kwargs: the batch, with `UNREAD` in place of arguments that the forward does not read.
+        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
+        names: index -> Dynamo's name for a flattened argument.
     """
 
     gm: fx.GraphModule
@@ -237,10 +237,10 @@ class _Read:
 
 
 def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Has Dynamo read a forward.
+    """Makes Dynamo read a forward.
 
-    Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps. The
-    mode that prevents it makes Dynamo half as slow again, so it is left out where no RNN is called.
+    Dynamo runs every call on fake tensors to find shapes; an unrolled RNN would fix its number of steps. The mode
+    that prevents it takes half of Dynamo's time on top, so that it is used only where an RNN is called.
     """
     has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
     if not has_rnns:
@@ -257,7 +257,7 @@ def _calls_rnns(read: fx.GraphModule) -> bool:
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Captures as `dynamo_graph_capture_for_export` does, with effects replayed."""
+    """Captures as `dynamo_graph_capture_for_export` does, with side effects to be replayed."""
     with (
         collectives_traced(),
         noted_effects() as effects,
@@ -267,7 +267,7 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         dynamo_timed("fullgraph_capture"),
     ):
         out = fullgraph_capture(model, args, kwargs)
-    # A compiled frame's end takes this name out again; a capture has no frame, and the graph would stay for ever.
+    # The end of a compiled frame removes this name; a capture has no frame, and would keep the graph for ever.
     if out.backend_input is not None:
         out.graph_capture_output.f_globals.pop(out.backend_input.backend_id, None)
     guarded = {"L["} if reads_all else {guard.name for guard in out.graph_capture_output.output_graph.guards}
@@ -289,7 +289,7 @@ def _trace_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(regions_noted())
-        # As `torch.compile` does: of graphs that are only traced, no Python code is made.
+        # As `torch.compile` does: generates no Python code for graphs that are only traced.
         stack.enter_context(_use_lazy_graph_module(True))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         check_collectives(joint.graph_module.graph)

@@ -1,4 +1,4 @@
-"""Graphs and reports in torch's structured trace, where `tlparse` shows them."""
+"""Writes graphs and reports into torch's structured trace, where `tlparse` shows them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch._logging._internal import trace_log, trace_structured
 
 
 def log_graph(name: str, module: fx.GraphModule) -> None:
-    """Hands a graph's text to torch's structured trace, where `tlparse` shows it."""
+    """Writes a graph's text into torch's structured trace."""
     log_text(name, lambda: module.print_readable(print_output=False, include_stride=False, include_device=False))
 
 
 def log_text(name: str, text: Callable[[], str]) -> None:
-    """Hands a report to torch's structured trace, made only where somebody reads it.
+    """Writes a report into torch's structured trace; its text is made only where the trace is on.
 
-    Torch's own handler stays without a folder until the first report, which it has made and drops.
+    Torch's handler has no folder before its first report, for which it would make the text and then drop it.
     """
     if all(getattr(handler, "root_dir", "") is None for handler in trace_log.handlers):
         return

@@ -88,7 +88,7 @@ def plan(
 
 
 def described(forecast: Forecast) -> str:
-    """The report, and the schedule's figures where there is one."""
+    """Returns the report, and the schedule's figures where there is one."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
@@ -235,7 +235,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE
 
 
 def as_named(bandwidth: str | None, device: str | None) -> Cluster:
-    """A cluster of links and devices as they are called; what is not named is `Cluster`'s own.
+    """Returns a cluster of links and devices as they are called; what is not named is `Cluster`'s own.
 
     >>> as_named("25Gb/s", None) == Cluster()
     True
@@ -260,7 +260,7 @@ def as_named(bandwidth: str | None, device: str | None) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from a JSON file: what `embrace_fx.Cluster` takes by name, numbers of its links in lists."""
+    """Returns a cluster from a JSON file: what `embrace_fx.Cluster` takes by name, numbers of its links in lists."""
     from embrace_fx.vocabulary.json_files import from_json  # noqa: PLC0415
 
     try:

@@ -93,7 +93,7 @@ def triton(_: Environment) -> Finding:
 
 
 def launch(environment: Environment) -> Finding:
-    """The launcher's variables: all of them, or none."""
+    """Returns the launcher's variables: all of them, or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
         return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
@@ -124,7 +124,7 @@ def meeting_place(environment: Environment) -> Finding:
 
 
 def interface(environment: Environment) -> Finding:
-    """The network interface that gloo is told to use."""
+    """Returns the network interface that gloo is told to use."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
         return Finding(

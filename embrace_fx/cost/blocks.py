@@ -38,7 +38,7 @@ def record_bytes(limit: int, width: int, itemsize: int) -> int:
 
 
 def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
-    """The block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
+    """Returns the block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
 
     Small blocks need more indices and more handling, large ones carry more zeros; the faster the link, the larger. An
     index is at most an eighth of its block, for a gradient may be denser than assumed.

@@ -109,7 +109,7 @@ def predict(
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """The scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
+    """Returns the scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
@@ -117,7 +117,7 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def paired_ranks(world_size: int) -> int:
-    """The largest power of two of ranks; the others hand their units in and get the result."""
+    """Returns the largest power of two of ranks; the others hand their units in and get the result."""
     return 1 << (world_size.bit_length() - 1)
 
 

@@ -155,7 +155,7 @@ def passes_over(nbytes: float, times: float = 1.0) -> Work:
 
 
 def claim(nbytes: float) -> Work:
-    """A new block of memory."""
+    """Returns a new block of memory."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
@@ -201,7 +201,7 @@ class Cluster:
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """The link as a collective reaches it. None, and collectives that are not listed, get the cluster's own
+        """Returns the link as a collective reaches it. None, and collectives that are not listed, get the cluster's own
         figures.
 
         Messages that are not listed reach what an AlltoAll does.

@@ -89,7 +89,7 @@ class Sparsity:
 def measure(
     ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, draws: int | None = None
 ) -> Sparsity:
-    """The sparsity of gradients of which all ranks' units are known.
+    """Returns the sparsity of gradients of which all ranks' units are known.
 
     Args:
         ids_by_rank: (K,) int64 from 0 to num_units - 1 of each rank, no two the same.
@@ -226,12 +226,12 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """The first unit of each of N even ranges of consecutive units."""
+    """Returns the first unit of each of N even ranges of consecutive units."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """The number of the even range, of N, that each id lies in."""
+    """Returns the number of the even range, of N, that each id lies in."""
     starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 

@@ -173,7 +173,7 @@ class RowMemory:
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:
-    """The least number up to `most` from which on something holds."""
+    """Returns the least number up to `most` from which on something holds."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -78,7 +78,7 @@ def _links(plan: Plan, ranks: int) -> Cluster:
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:
-    """The place of each table, the largest first."""
+    """Returns the place of each table, the largest first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(

@@ -63,7 +63,7 @@ class Findings:
     buckets_as: Format = "exact"
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
-        """The plan for these links; `current`: the one in use, if any."""
+        """Returns the plan for these links; `current`: the one in use, if any."""
         planned = decide(
             self.graph,
             self.facts,
@@ -81,7 +81,7 @@ class Findings:
         return replace(planned, links_are=links_are)
 
     def plan_as_last_run(self, links: Cluster) -> Plan:
-        """The plan for probed links, steady from one run to the next."""
+        """Returns the plan for probed links, steady from one run to the next."""
         tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in self.graph.tables]
         key = tables, self.facts, self.world_size, self.strategy, self.schedule, self.rows_as, self.buckets_as
         return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
@@ -103,7 +103,7 @@ class Findings:
 def make_plan(
     setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], *, probes: bool = True
 ) -> tuple[Plan, Findings | None]:
-    """The plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
+    """Returns the plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
 
     Returns: the plan, and on rank 0 what it was decided on.
 
@@ -166,7 +166,7 @@ def find(
 
 
 def _probed(setting: Setting, plan: Plan) -> Cluster | None:
-    """The links between the ranks, where a step sends enough to be cut. Collective."""
+    """Returns the links between the ranks, where a step sends enough to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
     with stage("probing links", setting.communicator.rank):
@@ -238,7 +238,7 @@ def facts_of(
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
-    """The facts about every parameter that the planner needs.
+    """Returns the facts about every parameter that the planner needs.
 
     Args:
         holders: the optimizers, as far as they are known.
@@ -311,7 +311,7 @@ def _narrow(ids: Tensor) -> Tensor:
 
 
 def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
-    """The sparsity of a table's gradients on all ranks, if every rank told its ids."""
+    """Returns the sparsity of a table's gradients on all ranks, if every rank told its ids."""
     told = [own for own in reported if own is not None]
     ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
     if len(ids) < len(reported):

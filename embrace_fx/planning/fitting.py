@@ -87,7 +87,7 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
 
 
 def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
-    """A stack without some of its tables."""
+    """Returns a stack without some of its tables."""
     tables = tuple(name for name in stack.tables if name not in whole)
     ends = list(accumulate(plan[name].shape[0] for name in tables))
     return Stack(tables, (0, *ends[:-1]))

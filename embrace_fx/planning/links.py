@@ -41,7 +41,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
 
 def _own_part(device: torch.device) -> tuple[str, ...]:
-    """The machine's properties that the speed of a rank's links follows from, as far as they can be named."""
+    """Returns the machine's properties that the speed of a rank's links follows from, as far as they can be named."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

@@ -39,7 +39,7 @@ class Read:
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """The numbers of rows that a grid of so many ranks can have, beyond one."""
+    """Returns the numbers of rows that a grid of so many ranks can have, beyond one."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 

@@ -151,7 +151,7 @@ class Scheduling:
         return self._flow
 
     def _exchanges(self, on_streams: bool) -> dict[int, BucketExchange]:
-        """The functions that start the exchanges of those buckets that are not AllReduced. Collective.
+        """Returns the functions that start the exchanges of those buckets that are not AllReduced. Collective.
 
         Args:
             on_streams: each runs to its end where it is launched, on the stream of its class.
@@ -169,7 +169,7 @@ class Scheduling:
         return {k: partial(start, each) for k, each in by_bucket.items()}
 
     def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
-        """The exchange of a bucket; None: it is AllReduced."""
+        """Returns the exchange of a bucket; None: it is AllReduced."""
         plan, first = self._plan, self._setting.state.parameter(bucket[0])
         if bucket[0] in plan.exchanged:
             decision = plan[bucket[0]]
@@ -205,7 +205,7 @@ class Scheduling:
         self._profiled = True
 
     def _order(self, profiled: Profile | None) -> Schedule:
-        """The schedule that rank 0 computes, on every rank."""
+        """Returns the schedule that rank 0 computes, on every rank."""
         communicator, found = self._setting.communicator, None
         if profiled is not None:
             self.memory = {name: at_pace(name, of, profiled.byte_ms) for name, of in self.memory.items()}
@@ -258,7 +258,7 @@ class Scheduling:
         return {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in exchanged.items()}
 
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
-        """The window of the graph."""
+        """Returns the window of the graph."""
         plan = self._plan
         sizes = Sizes(
             profiled.sent_bytes if profiled else self._expected_bytes(),
@@ -296,7 +296,7 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
 
 
 def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """The sharded tables and stacks that have an exchange of their own -> the tables that each serves."""
+    """Returns the sharded tables and stacks that have an exchange of their own -> the tables that each serves."""
     stacked = {table: stack for stack in plan.stacks for table in stack.tables}
     found: dict[str, tuple[str, ...]] = {}
     for table in plan.sharded:

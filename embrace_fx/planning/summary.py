@@ -65,7 +65,7 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
-    """The table that could be sharded at the least cost, and that cost."""
+    """Returns the table that could be sharded at the least cost, and that cost."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

@@ -74,7 +74,7 @@ class Tier:
         return min(rows, found)
 
     def asked_for(self, slots: int, rows: int) -> str:
-        """The least table_memory with which so many rows stay in memory."""
+        """Returns the least table_memory with which so many rows stay in memory."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
@@ -86,7 +86,7 @@ def fit_plan(
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """The plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
+    """Returns the plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
 
     Args:
         sparsity: rank 0's.
@@ -139,7 +139,7 @@ def in_files(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
 
 
 def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:
-    """The tables beyond memory, by name, as they lie on a rank."""
+    """Returns the tables beyond memory, by name, as they lie on a rank."""
     whole = _asked(setting, plan)
     columns = {name: _columns(setting, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)

@@ -197,7 +197,7 @@ def _reached(itself: weakref.ref[Accumulation], step: GradientStep, *_: Any) -> 
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:
-    """The tensors among results, in containers and in objects."""
+    """Returns the tensors among results, in containers and in objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

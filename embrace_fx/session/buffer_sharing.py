@@ -95,7 +95,7 @@ class BufferSharing:
         return ForwardBuffers(told, share)
 
     def _unwritten(self) -> Iterable[Tensor]:
-        """The buffers that no forward writes."""
+        """Returns the buffers that no forward writes."""
         return self._state.buffers_but(self._written | self._state.ignored)
 
     def _shared(self) -> list[str]:

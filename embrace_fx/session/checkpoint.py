@@ -124,7 +124,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """An optimizer's options and state by the numbers of its parameters, but for tables beyond memory."""
+    """Returns an optimizer's options and state by the numbers of its parameters, but for tables beyond memory."""
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}

@@ -244,5 +244,5 @@ class EagerCalls:
 
 
 def _rows_of(gradient: Tensor) -> Tensor:
-    """The rows of a table's gradient that are not zero, or that are there."""
+    """Returns the rows of a table's gradient that are not zero, or that are there."""
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

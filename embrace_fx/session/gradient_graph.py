@@ -48,7 +48,7 @@ def gradient_graph(
     whole: Mapping[str, torch.Size] | None = None,
     in_rows: Collection[str] = (),
 ) -> TrainingGraph:
-    """The graph of the gradients of `parameters`; number k of them is the tangent with index k.
+    """Returns the graph of the gradients of `parameters`; number k of them is the tangent with index k.
 
     Args:
         parameters: those that take gradients, by name, in the order in which the forward is taken to read them.
@@ -77,13 +77,13 @@ def gradient_graph(
 
 
 def as_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """The graph as if bags read its tables: what a capture of the forward would most likely find."""
+    """Returns the graph as if bags read its tables: what a capture of the forward would most likely find."""
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
 def captured_of(graph: TrainingGraph) -> Captured:
-    """A graph of gradients in the place of a captured one. Every batch fits."""
+    """Returns a graph of gradients in the place of a captured one. Every batch fits."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), ReadValues.of((), {}))
 
 

@@ -130,7 +130,7 @@ class GradientStep(Step):
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:
-        """A gradient in the layout in which it is exchanged."""
+        """Returns a gradient in the layout in which it is exchanged."""
         parameter, in_rows = self.program.state.parameter(name), name in self._in_rows
         if gradient is None:
             return _no_rows(parameter) if in_rows else torch.zeros_like(parameter)
@@ -144,6 +144,6 @@ _AGAIN = (
 
 
 def _no_rows(table: Tensor) -> Tensor:
-    """The gradient of a table that nothing reads."""
+    """Returns the gradient of a table that nothing reads."""
     ids = torch.empty((1, 0), dtype=torch.int64, device=table.device)
     return torch.sparse_coo_tensor(ids, table.new_empty((0, *table.shape[1:])), table.shape, is_coalesced=True)

@@ -93,7 +93,7 @@ class GraphCalls:
         return (*self._watch.modes(), *self._parameters.trains)
 
     def _variant(self, kind: Kind, call: Arguments) -> Variant:
-        """A capture that is valid for a batch."""
+        """Returns a capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(call.leaves)), None)
         if found is not None:
             found.reused += 1
@@ -111,7 +111,7 @@ class GraphCalls:
         return variant, program
 
     def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
-        """The next batch, where it is known and a program for it exists."""
+        """Returns the next batch, where it is known and a program for it exists."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -126,7 +126,7 @@ class GraphCalls:
             return None
 
     def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Mapping[str, Tensor]:
-        """The rows, by table, that this rank's farthest known batch reads, where a program for it exists."""
+        """Returns the rows, by table, that this rank's farthest known batch reads, where a program for it exists."""
         coming = self._lookahead.following(leaves, farthest=True)
         found = self._to_come(kind, coming, spec)
         if coming is None or found is None:

@@ -104,7 +104,7 @@ class Lookahead:
                 self._at_end()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """A loader's batches, while those that come after each are kept in `_further`."""
+        """Yields a loader's batches, while those that come after each are kept in `_further`."""
         self._further = deque()
         for batch in loader:
             self._further.append(batch)
@@ -119,7 +119,7 @@ class Lookahead:
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """The flattened arguments of the next call, if the batches differ in nothing but their tensors.
+        """Returns the flattened arguments of the next call, if the batches differ in nothing but their tensors.
 
         Args:
             leaves: flattened arguments of this call.

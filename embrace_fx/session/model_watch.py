@@ -73,7 +73,7 @@ class ModelWatch:
         return None if name is None else RuntimeError(OTHER_PARAMETERS.format(name))
 
     def parameters_changed(self) -> str | None:
-        """The name of a parameter that came, went or was replaced; None where all are those that were."""
+        """Returns the name of a parameter that came, went or was replaced; None where all are those that were."""
         if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._now() == self._were:
             return None
         now = self._named()

@@ -55,7 +55,7 @@ class Compiled:
 
 
 def analyse(captured: Captured) -> TrainingGraph:
-    """The captured graph with its tables found: what the planner reads."""
+    """Returns the captured graph with its tables found: what the planner reads."""
     return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
 
 
@@ -68,7 +68,7 @@ def training_passes(
     take_part: TakePart | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
-    """The pipeline, in order.
+    """Returns the pipeline, in order.
 
     Args:
         present: tables the graph reads; an evaluation may read fewer than the training does.

@@ -192,7 +192,7 @@ class ProgramBuilder:
         self._told_least = True
 
     def _exchanged(self) -> dict[str, ExchangedParameter]:
-        """The parameters of which a step exchanges something; on a single process, none."""
+        """Returns the parameters of which a step exchanges something; on a single process, none."""
         if self._communicator.world_size == 1:
             return {}
         bucketed, sharded = {name for bucket in self._plan.buckets for name in bucket}, set(self._plan.sharded)
@@ -338,7 +338,7 @@ class ProgramBuilder:
         )
 
     def _assigned(self, variant: Variant) -> frozenset[str]:
-        """The buffers that the forward assigns, beside those that its graph writes."""
+        """Returns the buffers that the forward assigns, beside those that its graph writes."""
         replay, state = variant.captured.replay, self._setting.state
         if variant.captured.route == EAGER:  # which ones it writes, nobody knows
             return frozenset(state.buffer_names())

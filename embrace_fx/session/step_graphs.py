@@ -36,7 +36,7 @@ class StepGraphs:
         return "backward" in self.steady.graph.phases and is_steady(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
-        """A graph with the phase of a variant.
+        """Returns a graph with the phase of a variant.
 
         Raises:
             VerificationError: that phase breaks an invariant.

@@ -84,7 +84,7 @@ class Views:
         return None if schedule is None else schedule.beside_storage_ms
 
     def metrics(self) -> dict[str, float]:
-        """The last whole step in figures."""
+        """Returns the last whole step in figures."""
         steps, plan = self._setting.stepping.recorder.tally.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),

@@ -79,7 +79,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """A rank's model, optimizers and options, as comparable text by aspect; not what it keeps for itself."""
+    """Returns a rank's model, optimizers and options, as comparable text by aspect; not what it keeps for itself."""
     ignored = names_to_ignore(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -201,7 +201,7 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group, as they are compared between ranks."""
+    """Returns the options of a param group, as they are compared between ranks."""
     return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 

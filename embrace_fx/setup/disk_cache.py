@@ -26,7 +26,7 @@ VARIABLE = "EMBRACE_FX_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """The folder of the files; None: nothing is kept."""
+    """Returns the folder of the files; None: nothing is kept."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None

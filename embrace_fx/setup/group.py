@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The default group as it is now; None where torch.distributed is not initialised."""
+    """Returns the default group as it is now; None where torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def group_of_mesh(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks along a mesh's one dimension; None where there is none to take."""
+    """Returns the ranks along a mesh's one dimension; None where there is none to take."""
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
 
 
@@ -115,6 +115,6 @@ def _refuse_distributed_autograd() -> None:
 
 
 def _ranks_told() -> int:
-    """The number of ranks that the launcher tells by WORLD_SIZE, as torchrun and most others do."""
+    """Returns the number of ranks that the launcher tells by WORLD_SIZE, as torchrun and most others do."""
     told = os.environ.get("WORLD_SIZE", "")
     return int(told) if told.isdecimal() else 1

@@ -76,7 +76,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 
 
 def _current(stages: _Stages) -> tuple[str, float] | None:
-    """The innermost stage and the seconds it has taken; None where the last one has just ended."""
+    """Returns the innermost stage and the seconds it has taken; None where the last one has just ended."""
     try:
         what, began_s = stages[-1]
     except IndexError:
@@ -86,7 +86,7 @@ def _current(stages: _Stages) -> tuple[str, float] | None:
 
 @contextlib.contextmanager
 def _live_line(stages: _Stages) -> Iterator[None]:
-    """A line that says what happens and for how long, gone at the end."""
+    """Returns a line that says what happens and for how long, gone at the end."""
     from rich.console import Console  # noqa: PLC0415  (only where there is a terminal)
     from rich.live import Live  # noqa: PLC0415
     from rich.spinner import Spinner  # noqa: PLC0415
@@ -107,7 +107,7 @@ def _live_line(stages: _Stages) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lines(stages: _Stages) -> Iterator[None]:
-    """A line now and then of the stage under way, from a thread that sleeps otherwise."""
+    """Returns a line now and then of the stage under way, from a thread that sleeps otherwise."""
     ended = threading.Event()
 
     def watch() -> None:

@@ -61,7 +61,7 @@ class Cell:
 
 
 def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """The cells of modules that run one after the other."""
+    """Returns the cells of modules that run one after the other."""
     cells: list[Cell] = []
     sent: dict[object, int] = {}  # launch, or the node of one without an id -> its cell
     for phase, module in parts.items():
@@ -91,7 +91,7 @@ def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """The launch whose value a node waits for."""
+    """Returns the launch whose value a node waits for."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -144,7 +144,7 @@ def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
 
 
 def _laid_out(text: str) -> str | None:
-    """A picture by Graphviz; None: it is not there, or takes too long."""
+    """Returns a picture by Graphviz; None: it is not there, or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None
@@ -178,7 +178,7 @@ _CHARACTER = 6.2
 
 
 def _table(cells: Sequence[Cell], title: str) -> str:
-    """The blocks one below the other: its number, what it is, and the numbers of those that it needs."""
+    """Returns the blocks one below the other: its number, what it is, and the numbers of those that it needs."""
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)
     width = round(wide + 20 + _CHARACTER * max([len(title), *map(len, needs)]))

@@ -82,7 +82,7 @@ class Facts:
 
 
 def name(item: Item) -> str:
-    """The name of an item, the same in each window."""
+    """Returns the name of an item, the same in each window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"

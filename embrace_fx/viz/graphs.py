@@ -62,7 +62,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
-        """A graph in readable form; after a pass over phases, all of them."""
+        """Returns a graph in readable form; after a pass over phases, all of them."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
 
     def diff(self, first: str, second: str) -> str:

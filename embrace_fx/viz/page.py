@@ -29,7 +29,7 @@ _PLAIN = ("page", "strip", "line", "faint", "text", "critical")
 
 
 def render(picture: Picture) -> str:
-    """The picture as the text of a page."""
+    """Returns the picture as the text of a page."""
     files = resources.files("embrace_fx.viz")
     page = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
     # "<" in a script element could end it, whatever stands around it.

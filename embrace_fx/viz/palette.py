@@ -137,5 +137,5 @@ def paint(operation: Operation) -> str:
 
 
 def lane_paint(lane: Lane) -> str:
-    """The key in `PAINTS` that stands for a whole lane."""
+    """Returns the key in `PAINTS` that stands for a whole lane."""
     return "backward" if lane == "compute" else lane

@@ -128,7 +128,7 @@ class Panel:
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     def window_start_ms(self, window: int) -> float:
-        """The time at which the first rank enters a window."""
+        """Returns the time at which the first rank enters a window."""
         return self._starts_ms[window]
 
     @property
@@ -182,7 +182,7 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _computed(self) -> Iterator[Figure]:
-        """The parts of compute that there are, in the order in which a step runs."""
+        """Yields the parts of compute that there are, in the order in which a step runs."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
@@ -193,7 +193,7 @@ class Panel:
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
     def figures(self) -> tuple[Figure, ...]:
-        """The diagnostics, in the order in which they are read."""
+        """Returns the diagnostics, in the order in which they are read."""
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
@@ -349,7 +349,7 @@ def labels(operation: Operation) -> tuple[str, ...]:
 
 
 def _of_stack(name: str) -> str:
-    """A table without its ".weight", a stack by its first table and the number of the others.
+    """Returns a table without its ".weight", a stack by its first table and the number of the others.
 
     >>> _of_stack("user.weight and 2 more")
     'user +2'

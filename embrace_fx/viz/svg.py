@@ -37,7 +37,7 @@ _LINE = 150
 
 
 def render(picture: Picture) -> str:
-    """The picture as the text of an SVG file."""
+    """Returns the picture as the text of an SVG file."""
     body = list(_body(picture))
     height = math.ceil(body[-1].bottom)
     lines = [line for part in body for line in part.lines]
@@ -104,12 +104,12 @@ class _Axis:
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def extent(self, item: Span | Wait | Gap) -> str:
-        """The attributes of a rectangle; each is seen, however short."""
+        """Returns the attributes of a rectangle; each is seen, however short."""
         left = self(item.start_ms)
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """The attributes by which a script places an element anew; none where there is no script."""
+        """Returns the attributes by which a script places an element anew; none where there is no script."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
@@ -165,7 +165,7 @@ def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
 
 
 def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _Part:
-    """The lanes of a rank; the first one's with memory, names of phases, and the critical path."""
+    """Returns the lanes of a rank; the first one's with memory, names of phases, and the critical path."""
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
     lines: list[str] = []
@@ -308,7 +308,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def definitions(picture: Picture) -> str:
-    """The hatches of waits and the head of an arrow."""
+    """Returns the hatches of waits and the head of an arrow."""
     size = 'markerUnits="userSpaceOnUse" markerWidth="7" markerHeight="6" refX="6" refY="3"'
     head = f'<marker id="head" class="head" orient="auto" {size}>'
     hatches = "".join(_hatch(lane) for lane in picture.lanes if lane != "compute")
@@ -323,7 +323,7 @@ def _hatch(lane: Lane) -> str:
 
 
 def style(theme: Theme) -> str:
-    """The style sheet of a picture in a theme's colours."""
+    """Returns the style sheet of a picture in a theme's colours."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"

@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.plan_text import terminal_width
 
 
 def render(picture: Picture) -> str:
-    """A table of the diagnostics, a column per panel and, of two, their ratio."""
+    """Returns a table of the diagnostics, a column per panel and, of two, their ratio."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

@@ -22,7 +22,7 @@ _NANOSECOND_US = 0.001
 
 
 def render(picture: Picture) -> str:
-    """The picture as text of a trace file."""
+    """Returns the picture as text of a trace file."""
     pids = count(1)
     events: list[Event] = []
     for panel in picture.panels:

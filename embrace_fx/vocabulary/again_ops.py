@@ -1,7 +1,7 @@
-"""Ops of what a backward computes again: random numbers drawn as the forward drew them, state as the forward read it.
+"""Ops for recomputing: they repeat the forward's random draws, and keep state as the forward read it.
 
 A chain of draws is repeated between `begin_replay` and `end_replay`, from the state that `random_state` saved before
-the forward drew them. The three are tagged as random ops are, so that nothing moves them past a draw.
+the forward drew them. The three ops have the tag of random ops, so that nothing moves them past a draw.
 
     forward   state = random_state(cpu); noise = bernoulli(x, 0.9)
     backward  now = begin_replay(state, cpu); noise_again = bernoulli(x_again, 0.9); end_replay(now, cpu)
@@ -19,22 +19,22 @@ _RANDOM = (torch.Tag.nondeterministic_seeded,)
 
 @op("random_state", "(Device device) -> Tensor", tags=_RANDOM)
 def _(device: torch.device) -> Tensor:
-    """The state of a device's default generator: uint8 on the host, 5,056 bytes of a CPU's, 16 of a GPU's."""
+    """Returns the state of a device's default generator: uint8 on the host, 5,056 bytes for a CPU, 16 for a GPU."""
     return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 
 @op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
 def _(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's generator to `state`; returns the one it was in, for `end_replay`."""
+    """Sets a device's generator to `state`; returns its previous state, for `end_replay`."""
     return torch.empty_like(state)
 
 
 @op("end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
 def _(state: Tensor, device: torch.device) -> None:
-    """Sets a device's generator back to the state that it was in before `begin_replay`."""
+    """Sets a device's generator back to its state before `begin_replay`."""
 
 
 @op("copy_unwritten", "(Tensor state) -> Tensor")
 def _(state: Tensor) -> Tensor:
-    """A copy of what the forward reads and writes at its end (a buffer, a tensor of the batch), for the backward."""
+    """Copies, for the backward, state that the forward reads and later writes (a buffer, a tensor of the batch)."""
     return torch.empty_like(state)

@@ -1,4 +1,4 @@
-"""Tells which tensors have been written since they were looked at, by torch's own count of writes."""
+"""Tells which tensors have been written since they were recorded, by torch's own count of writes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AsSeen:
-    """Some tensors, and how often each had been written."""
+    """Tensors, and how often each had been written when it was recorded."""
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
 
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
-        """Notes the tensors among some values; of those made in inference mode nothing is counted."""
+        """Records the tensors among some values, without those made in inference mode, whose writes are not counted."""
         return AsSeen.of_all([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
 
     @staticmethod
     def of_all(tensors: Iterable[Tensor]) -> AsSeen:
-        """Notes tensors.
+        """Records tensors.
 
         Raises:
             RuntimeError: one was made in inference mode.
@@ -36,7 +36,7 @@ class AsSeen:
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
-        """Tells whether these are the tensors, and none has been written since."""
+        """Tells whether the values have the same tensors, and none has been written since."""
         now = AsSeen.of(values)
         return [id(each) for each in now.tensors] == [id(each) for each in self.tensors] and not self.written()
 

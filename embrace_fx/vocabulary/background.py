@@ -1,4 +1,4 @@
-"""Facts around a schedule in its picture: places of tables, DDP's estimated step, other numbers of ranks."""
+"""Facts shown beside a schedule's picture: places of tables, DDP's estimated step, other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TablePlace:
     """The parts of a table, by rank.
 
     Attributes:
-        parts: of each rank, in words; a single one where all hold the same.
-        table_bytes: of the whole table.
-        memory_share: of all parameters' bytes, from 0 to 1.
-        sent_share: of what a rank sends in a step, likewise.
+        parts: each rank's part, in words; a single one where all ranks hold the same.
+        table_bytes: bytes of the whole table.
+        memory_share: its share of all parameters' bytes, from 0 to 1.
+        sent_share: its share of the bytes a rank sends in a step, from 0 to 1.
     """
 
     name: str
@@ -36,12 +36,12 @@ class StepOn:
 
 @dataclass(frozen=True)
 class Background:
-    """Around one schedule.
+    """Facts beside one schedule.
 
     Attributes:
-        ddp_exposed_ms: what DDP's AllReduces add to the same compute, estimated: those of tables, whose gradients come
-            last, follow on the backward; the others hide behind it as far as it lasts.
-        steps: estimated by the cost model, ascending in ranks, the plan's own number among them.
+        ddp_exposed_ms: time that DDP's AllReduces add to the same compute, estimated: those of tables, whose gradients
+            come last, follow the backward; the backward hides the others as far as it lasts.
+        steps: steps estimated by the cost model, ascending in ranks, the plan's own number among them.
     """
 
     ddp_exposed_ms: float

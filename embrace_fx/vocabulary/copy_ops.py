@@ -1,12 +1,12 @@
-"""Ops of what leaves a step's memory between its forward and its backward: offloaded, and reloaded.
+"""Ops that offload a value between the forward and the backward, and reload it.
 
-A copy is begun, and awaited elsewhere, so that compute runs meanwhile. All four have the meta data of the value that
-they carry; only what `await_reload` yields may be read as a tensor.
+One op begins a copy and another awaits it, so that compute runs meanwhile. The results of all four have the meta data
+of the value; only the result of `await_reload` may be read as a tensor.
 
     forward   h = relu(x); leaving = offload(h); ...; stored = await_offload(leaving)      # the memory of h is free
     backward  coming = reload(stored); ...; h_back = await_reload(coming); ...             # the memory is taken again
 
-`launch` is how the id of a copy is spelled, for whoever reads the graph; the id itself is `node.meta["launch"]`.
+`launch` is the id of a copy as text, for people who read the graph; the id itself is `node.meta["launch"]`.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 
 @op("offload", "(Tensor value, str launch) -> Tensor")
 def _(value: Tensor, launch: str) -> Tensor:
-    """Begins to copy a value out of memory; its memory is held until the copy has ended."""
+    """Begins to copy a value out of memory, which is held until the copy has ended."""
     return torch.empty_like(value)
 
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def _(leaving: Tensor, launch: str) -> Tensor:
-    """Stands still until a value has left: what stands for it takes no memory."""
+    """Waits until a value is copied out, and frees its memory; the result takes none."""
     return torch.empty_like(leaving)
 
 
 @op("reload", "(Tensor stored, str launch) -> Tensor")
 def _(stored: Tensor, launch: str) -> Tensor:
-    """Takes memory, and begins to copy a value back into it."""
+    """Allocates memory, and begins to copy a value back into it."""
     return torch.empty_like(stored)
 
 
 @op("await_reload", "(Tensor coming, str launch) -> Tensor")
 def _(coming: Tensor, launch: str) -> Tensor:
-    """The value, once it is back."""
+    """Waits until a value is copied back, and returns it."""
     return torch.empty_like(coming)
 
 
 def offload_id(value: str) -> OperationId:
-    """Makes the id of the copy that takes a value, called by its node, out."""
+    """Makes the id of the copy that offloads the value of this node."""
     return OperationId("offload", value, lane="offload")
 
 
 def reload_id(value: str) -> OperationId:
-    """Makes the id of the copy that brings a value back."""
+    """Makes the id of the copy that reloads the value of this node."""
     return OperationId("reload", value, lane="reload")
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """The compute that ends where a copy is begun, or awaited."""
+    """Makes the id of the compute that ends where this node begins or awaits a copy."""
     launch, name = launch_of(node), op_name(node)
     assert launch is not None
     phase: Kind = "forward" if name in (OFFLOAD, AWAIT_OFFLOAD) else "backward"

@@ -1,15 +1,15 @@
-"""Rules for optimizers: which may step a table in shards, and what happens to rows without gradient.
+"""Decides which optimizers may step a table in shards, and what a step does to rows without gradient.
 
 Rules
-    A table can lie in shards under every *element-wise* optimizer, whose update of an element depends on that element
-    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). That is a promise: of
-    torch's own classes, and of a class that makes it by `element_wise = True`. Others keep tables whole; no trial could
-    show that a class never clips, skips or adapts by what it finds in all elements.
-    "exact": the optimizer's own semantics. Where rows without gradient, and their state, stand still of their own
-    accord (SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam), only rows with gradient
-    are updated.
-    "lazy": rows without gradient stand still whatever torch's class says, and the step counter advances once per
-    iteration for the whole table (SparseAdam's semantics; the modified Adam of EmbRace, arXiv 2110.09132).
+    A table can be sharded under every *element-wise* optimizer, whose update of an element depends on that element
+    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). torch's own classes in
+    `ELEMENT_WISE` promise this, and any class with `element_wise = True`. Others keep tables whole, because no trial
+    could show that a class never clips, skips or adapts by the values of all elements.
+    "exact": the optimizer's own semantics. Where its formula leaves rows without gradient and their state unchanged
+    (SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam), only rows with gradient are
+    updated.
+    "lazy": rows without gradient stay unchanged under any optimizer, and the step counter advances once per step for
+    the whole table (SparseAdam's semantics; the modified Adam of EmbRace, arXiv 2110.09132).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from torch.optim import (
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 RowUpdates = Literal["exact", "lazy"]
-"""What a step does to rows without gradient: what the optimizer says, or nothing."""
+"""What a step does to rows without gradient: the optimizer's own update, or nothing."""
 
 RowUpdatesOption = Literal["exact", "sweep", "replay", "lazy"]
-"""As a user asks for it: "exact" is a sweep or a replay, whichever is predicted to take less time."""
+"""The user's option: "exact" is a sweep or a replay, whichever is predicted to be faster."""
 
 
 Moving = Literal["", "lazy", "sweep", "replay", "either"]
-"""How rows without gradient move: not at all, by the formula, or as the user asked; all at each step, each when it is
-read next, or in either way."""
+"""How rows without gradient are updated: never, by the formula (""), or by request ("lazy"); all at each step
+("sweep"), each when it is next read ("replay"), or as is faster ("either")."""
 
 STILL = ("", "lazy")
 
@@ -61,8 +61,8 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 def needs_whole(kind: type[Optimizer]) -> str:
     """Tells the user why tables stay whole under an optimizer class; "": it can step them in shards.
 
-    A class of one's own promises that its update of an element depends on that element alone by an attribute
-    `element_wise` of that class itself: a class derived from it may do anything.
+    A user's class promises to be element-wise by an attribute `element_wise` of that class itself, which classes
+    derived from it do not inherit.
     """
     if kind in ELEMENT_WISE or kind is RowWiseAdagrad or vars(kind).get("element_wise"):
         return ""

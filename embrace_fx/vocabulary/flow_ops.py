@@ -1,6 +1,6 @@
-"""The `embrace::` ops of communication that runs from one step into the next: submissions, awaits, updates.
+"""The `embrace::` ops of communication that overlaps the next step: submissions, awaits, updates.
 
-`launch` is how the id of a launch is spelled (`embrace_fx.vocabulary.operation_id.OperationId`), for whoever reads the
+`launch` is the id of a launch (`embrace_fx.vocabulary.operation_id.OperationId`) as text, for people who read the
 graph; the id itself is `node.meta["launch"]`.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`.
@@ -18,14 +18,14 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
+    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, for cutting rows later."""
     return empty_as(ids[0], (0,))
 
 
 @op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """The next batch's ids have arrived: this batch's rows are cut into prior and delayed ones, the next one's into
-    early and late ones.
+    """Waits for the next batch's ids; cuts this batch's rows into prior and delayed ones, the next one's into early and
+    late ones.
 
     Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
     5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
@@ -36,9 +36,9 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks own columns of a part of a batch's rows up and submits their AlltoAll, in `dtype`.
+    """Looks up own columns of a part of a batch's rows and submits their AlltoAll, in `dtype`.
 
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the forward's own batch or, for early rows in a
     backward, of the batch before. The result is an empty tensor.
     """
     return empty_as(shard, (0,))
@@ -46,13 +46,13 @@ def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
+    """Waits for a part of the rows this rank reads: flat (k * D,), blocks by the rank they came from."""
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
+    """Joins the parts that arrived into all columns of the rows this rank reads, flat (U * D,), row after row."""
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -61,44 +61,44 @@ def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tenso
     "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
 )
 def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
-    """Submits a part of the gradients (U, D) of the rows this rank reads, on their way to the columns' owners.
+    """Submits a part of the gradients (U, D) of the rows this rank reads to the owners of their columns.
 
     `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
-    an empty tensor: what stands for the gradient in flight in the outputs of the backward.
+    an empty tensor, which stands for the gradient in flight among the outputs of the backward.
     """
     return empty_as(rows, (0,))
 
 
 @op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 def _(shard: Tensor, table: str, launch: str) -> Tensor:
-    """The same shard, once a part of its row gradients has arrived and the last step's update of them is applied."""
+    """Waits for a part of a shard's row gradients, applies the last step's update by them, and returns the shard."""
     return shard.view(shard.shape)
 
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the AllReduce of elements `start` to `start + length` of a packed bucket, in place, or the sparse
-    exchange of a whole one, as the plan says. The result is the same memory, in flight."""
+    """Submits the AllReduce, in place, of elements `start` to `start + length` of a packed bucket, or the sparse
+    exchange of a whole bucket, as the plan says. The result is the same memory, in flight."""
     return flat
 
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def _(value: Tensor, launch: str) -> Tensor:
-    """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
+    """Waits for a chunk, and returns `value`: the bucket itself, or a parameter to be updated from it."""
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
 
 
 @op("hand_over", "(Tensor flat, int bucket) -> Tensor")
 def _(flat: Tensor, bucket: int) -> Tensor:
-    """Leaves a bucket in flight to the optimizer, and to the next forward; nothing reads `flat` afterwards.
+    """Leaves a bucket in flight to the optimizer and the next forward; no node reads `flat` afterwards.
 
-    The result is an empty tensor: what stands for the gradients in the outputs of the backward.
+    The result is an empty tensor, which stands for the gradients among the outputs of the backward.
     """
     return empty_as(flat, (0,))
 
 
 @op("update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
 def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """The same parameters, once the last step's update of their bucket has been applied, in place."""
+    """Applies the last step's update of a bucket to its parameters, in place, and returns them."""
     return [torch.ops.aten.alias.default(p) for p in parameters]

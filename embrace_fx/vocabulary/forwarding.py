@@ -1,4 +1,4 @@
-"""Methods of an object that stands for another one, which they ask."""
+"""Gives an object that stands for another one methods that call the other one's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ READ_MEMORY = (
 
 
 def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -> None:
-    """Gives a class methods that call those of what its objects stand for.
+    """Gives a class methods that call the same methods of the objects that its instances stand for.
 
     Args:
-        find: (object, name of the method) -> what it stands for.
+        find: (instance, name of the method) -> the object that it stands for.
     """
     for name in names:
         setattr(kind, name, _forwarded(name, find))

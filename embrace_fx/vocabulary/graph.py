@@ -1,10 +1,10 @@
 """The training graph: one FX graph of a model's forward and backward, with the meaning of every input and output.
 
 Contract
-    A graph's placeholders and outputs carry a *role*: plain data that says what the value is to the user's model.
+    A graph's placeholders and outputs have a *role*: plain data that says what the value is in the user's model.
     Passes read and write roles, never names. `TrainingGraph` is a value: a pass copies it (`edit`), returns the copy.
 
-Where roles live: `node.meta["role"]` on each placeholder; `node.meta["roles"]`, one per value, on the output node.
+Roles are stored in `node.meta["role"]` of each placeholder and in `node.meta["roles"]`, one per value, of the output.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
 
 Values = dict[str, Any]
-"""The values that phases save for later ones, by the names of their `Saved`."""
+"""Name of a `Saved` role -> the value that a phase saves for later ones."""
 
 LateModule = _LazyGraphModule
-"""A graph module whose Python code is made where it is called or read."""
+"""A graph module whose Python code is generated when it is first called or read."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that an earlier phase hands to a later one (only after the graph has been partitioned)."""
+    """A value that an earlier phase saves for a later one (only in a partitioned graph)."""
 
     name: str
 
@@ -84,7 +84,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """The new value of something the forward mutates (BatchNorm's running mean, a batch tensor written in place)."""
+    """The new value of state that the forward mutates (BatchNorm's running mean, a batch tensor written in place)."""
 
     of: Parameter | Buffer | BatchInput
 
@@ -114,15 +114,14 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The row gradient of a table, or of the stack of several (`embrace_fx.plan.Stack`), which is still on its way to
-    its owners."""
+    """The row gradient, in flight to its owners, of a table or of a stack of tables (`embrace_fx.plan.Stack`)."""
 
     table: str
     members: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Parameters whose gradients these are."""
+        """The parameters that the gradient belongs to."""
         return self.members or (self.table,)
 
 
@@ -130,8 +129,8 @@ OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | 
 
 
 FROM_GRADIENT, FROM_ROWS = "gradient", "gradient of rows"
-"""The kinds of a lookup that no graph shows: its rows are known by the gradient that they get, which is a whole one, or
-one of these rows alone."""
+"""Kinds of a lookup that no graph shows. Its rows follow from the table's gradient: the rows of a whole gradient that
+are not zero, or those of a gradient of rows alone."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,11 @@ class TableUse:
     Attributes:
         lookup: name of the lookup node (`embedding`, `_embedding_bag`).
         backward: names of the nodes that make this lookup's share of the table's gradient.
-        ids: name of the node that yields the ids.
+        ids: name of the node that computes the ids.
         padding_idx: the row that gets no gradient, -1 for none.
         kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", `FROM_GRADIENT` or `FROM_ROWS`.
         constant_ids: the ids do not depend on the batch (position and type tables).
-        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter and of no
-            other rank.
+        ids_from_batch: the ids depend only on the batch (and random draws), not on parameters or other ranks.
         scale_grad_by_freq: gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
     """
@@ -164,7 +162,7 @@ class TableUse:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding weight and everything the graph does with it.
+    """An embedding weight and all that the graph does with it.
 
     `use` is "sparse" (only lookups), "dense" (only matmuls and the like: no lookup reads it) or "mixed" (both: a tied
     softmax). A table's gradient has few rows only when its use is sparse.
@@ -189,12 +187,12 @@ class Table:
 class TrainingGraph:
     """A graph module whose placeholders and outputs have roles.
 
-    `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
-    "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
-    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
-    `varied`: the phase that is of another variant than the steady one; None: no phase is.
-    `memory_limit`: the most that a step may hold, bytes; None: no limit.
-    `expected`: what stands for sizes that only the data knows; equal on all ranks.
+    `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds the graphs
+    that run: "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations,
+    saved), "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient
+    comes from. `varied`: the phase that is of another variant than the steady one; None: no phase is.
+    `memory_limit`: bytes that a step may hold; None: no limit.
+    `expected`: numbers in place of data-dependent sizes; equal on all ranks.
     """
 
     module: fx.GraphModule
@@ -210,7 +208,7 @@ class TrainingGraph:
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
-        """A copy whose graph may be rewritten in place; node names and meta are kept, fake values are shared."""
+        """Copies the graph for rewriting in place; node names and meta are kept, fake values are shared."""
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
@@ -230,12 +228,12 @@ class TrainingGraph:
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared.
 
-    Python code is made of the copy where it is called or its code is read: most graphs are only looked at.
+    The copy's Python code is generated when it is first called or read, because most graphs never run.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copied = env[node] = graph.node_copy(node, env.__getitem__)  # its meta too
+        copied = env[node] = graph.node_copy(node, env.__getitem__)  # copies its meta too
         if copied.name != node.name:
             copied.name = node.name
     graph._codegen = copy.copy(module.graph._codegen)
@@ -256,14 +254,14 @@ def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputR
 
 
 def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, OutputRole]]) -> None:
-    """Makes `outputs` the values and roles of the graph's output node."""
+    """Sets the values and roles of the graph's output node."""
     output = module.graph.output_node()
     output.args = (tuple(value for value, _ in outputs),)
     output.meta["roles"] = tuple(role for _, role in outputs)
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter of a captured graph to the results behind its gradient; to all, where it depends on none."""
+    """Maps each parameter of a captured graph to the results that its gradient comes from; to all where to none."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}
@@ -280,12 +278,12 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_of(node: fx.Node) -> str:
-    """The user's source line of a node as `file:line in function`, or the node's name where the capture kept none."""
+    """Returns a node's line in the user's source as `file:line in function`, or its name where the capture kept none."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     for frame in reversed(frames):
         file, line, function = (part.strip() for part in frame.split(",")[:3])
         file = file.removeprefix("File ").strip('"')
-        if not file.startswith(_OWN):  # torch 2.11 notes a mode's call of the function as well
+        if not file.startswith(_OWN):  # torch 2.11 records a mode's call of the function as well
             return f"{file}:{line.removeprefix('line ')} {function}"
     return f"node {node.name}"

@@ -1,7 +1,7 @@
-"""Ops of a functional graph that may write into an input that dies with them, as eager code would.
+"""Finds ops of a functional graph that may write into an input that they are the last to read, as eager code would.
 
-A pointwise op writes into its first input where nothing else can see that input again: it was made in this phase by an
-op that returns new memory, this op is its only user, and the result has its shape, dtype and strides.
+A pointwise op may write into its first input if no other node can see that input: an op of this phase made it in new
+memory, this op is its only user, and the result has its shape, dtype and strides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IN_PLACE: dict[Any, Any] = {
     aten.div.Tensor: aten.div_.Tensor,
     aten.sub.Tensor: aten.sub_.Tensor,
 }
-"""An op, and its form that writes."""
+"""Op -> its in-place form."""
 
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
 SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fresh_copy.default)
@@ -27,7 +27,7 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 
 
 def written_into(node: fx.Node) -> int | None:
-    """The position of the argument that a node may write into; None where it has to make something new."""
+    """Returns the position of the argument that a node may write into; None: it needs new memory."""
     if node.target not in IN_PLACE:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
@@ -53,5 +53,5 @@ def _same_layout(source: fx.Node, node: fx.Node) -> bool:
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
-    # Text, not comparison: comparing symbolic sizes would add guards. The same expression prints the same.
+    # Compared as text: comparing symbolic sizes would add guards.
     return str((tuple(a.shape), a.stride())) == str((tuple(b.shape), b.stride()))

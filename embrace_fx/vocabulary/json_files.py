@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON files, and back. Nothing but data is read."""
+"""Writes frozen dataclasses as JSON files, and reads them back, as data only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 
 def write_json(value: Any, path: str | Path) -> None:
-    """Writes a dataclass, of dataclasses, tuples, numbers and text, beside the name of its class."""
+    """Writes a dataclass of dataclasses, tuples, numbers and text, with the name of its class."""
     Path(path).write_text(json.dumps({"what": type(value).__name__, "value": to_plain(value)}, indent=1) + "\n")
 
 
 def read_json(kind: type[T], path: str | Path) -> T:
-    """The value in a file.
+    """Reads a value from a file.
 
     Raises:
         OSError: there is no such file.
-        ValueError: it holds something else; with what is wrong.
+        ValueError: it holds something else; the message says what is wrong.
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:
@@ -31,11 +31,11 @@ def read_json(kind: type[T], path: str | Path) -> T:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """A value of a dataclass from what JSON makes of it; what is left out has its default.
+    """Makes a dataclass from parsed JSON; fields left out get their defaults.
 
     Raises:
-        ValueError: something else; with what is wrong.
-        TypeError: something is missing that has no default.
+        ValueError: a value of another type; the message says what is wrong.
+        TypeError: a field without default is missing.
     """
     found: T = from_plain(kind, value, kind.__name__)
     return found

@@ -9,18 +9,17 @@ Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "re
 CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
 """The communication classes, which share the wire."""
 URGENT: tuple[Lane, ...] = ("ids", "embedding")
-"""Those that the next forward waits for first: their streams have a high priority."""
+"""The classes that the next forward waits for first: their streams have a high priority."""
 COPIES: tuple[Lane, ...] = ("offload", "reload", "storage")
-"""Copies out of memory and back: of saved values, each way in a lane of its own, and of rows of tables beyond memory.
-"""
+"""Lanes of copies out of memory and back: one each way for saved values, one for rows of tables beyond memory."""
 LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
-"""Where an operation runs: on the rank's processor, on the wire, or out of its memory and back."""
+"""Where an operation runs: on the rank's processor, on the wire, or between memory and storage."""
 
 Kind = Literal[
     "backward",  # compute of a block's gradients
     "forward",  # compute of a block
-    "update",  # a bucket's parameters, or a table's rows, are stepped
-    "rows",  # own columns of rows are looked up, or rows that arrived are put together
+    "update",  # a bucket's parameters, or a table's rows, are updated
+    "rows",  # own columns of rows are looked up, or rows that arrived are joined
     "own",  # the training loop's own code
     "loader",  # the next batch is read
     "ids",  # the next batch's ids, AllGather
@@ -28,14 +27,14 @@ Kind = Literal[
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
     "all_reduce",  # a chunk of a bucket
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
-    "offload",  # a saved value leaves memory
-    "reload",  # it comes back
+    "offload",  # a saved value is copied out of memory
+    "reload",  # a saved value is copied back
     "read",  # rows of a table beyond memory are read
-    "write",  # they are written behind
+    "write",  # rows of a table beyond memory are written behind
 ]
 
 Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
-"""Which part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
+"""The part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
 
 _SPELLED: dict[Kind, dict[Part, str]] = {
     "lookups": {"whole": "{what} rows", "late": "{what} rows", "early": "{what} early rows"},
@@ -51,19 +50,19 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "backward": {"whole": "backward {what}"},
     "forward": {"whole": "forward {what}"},
 }
-"""How operations are shown; those that are not in it by `what` alone."""
+"""The text of operations; others are shown by `what` alone."""
 
 
 class OperationId(NamedTuple):
-    """The identity of an operation in graphs, schedules, launchers and recordings. Equal on all ranks.
+    """The identity of an operation in graphs, schedules, launchers and recordings; equal on all ranks.
 
-    A tuple, whose hash takes no call of Python: launchers and recorders look it up a hundred times a step.
+    It is a tuple because hashing one calls no Python code: launchers and recorders look ids up a hundred times a step.
 
     Attributes:
         kind: what it does.
-        what: the table, the stack or the bucket it is for.
-        part: which part of it.
-        number: of a chunk or a piece, from 0.
+        what: the table, stack or bucket it is for.
+        part: the part of `what`.
+        number: the number of a chunk or a piece, from 0.
         lane: where it runs.
     """
 
@@ -74,7 +73,7 @@ class OperationId(NamedTuple):
     lane: Lane = "compute"
 
     def __str__(self) -> str:
-        """The one spelling, for display and as a key of what is printed. It is never read back."""
+        """Returns the id as text, for display and as a key; the text is never parsed."""
         return _SPELLED.get(self.kind, {}).get(self.part, "{what}").format(what=self.what, number=self.number)
 
     @property
@@ -83,52 +82,51 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether it travels only where the next batch is known: without one, a step has no early rows, and all of its
-        gradients are prior."""
+        """Whether the operation exists only where the next batch is known: ids, early rows, delayed gradients."""
         return self.part in ("early", "delayed") or self.kind == "ids"
 
 
 IDS = OperationId("ids", "ids", lane="ids")
-"""The next batch's ids, of all tables."""
+"""The AllGather of the next batch's ids, of all tables."""
 
 ROW_NORMS = OperationId("all_reduce", "row norms", lane="dense")
-"""Squares of rows of all tables that row-wise optimizers step, added up over ranks between two steps."""
+"""The AllReduce, between two steps, of the squares of rows of all tables that row-wise optimizers step."""
 
 
 @cache
 def bucket_name(bucket: int) -> str:
-    """The `what` of a bucket's operations: "bucket 0"."""
+    """Returns the `what` of a bucket's operations: "bucket 0"."""
     return f"bucket {bucket}"
 
 
 @cache
 def chunk_id(bucket: int, number: int) -> OperationId:
-    """A chunk of a bucket, on its way."""
+    """Makes the id of the AllReduce of a bucket's chunk."""
     return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
 
 
 @cache
 def rows_id(table: str, part: Part) -> OperationId:
-    """A table's rows on their way: "whole", "early" or "late"."""
+    """Makes the id of the AlltoAll of a table's rows: "whole", "early" or "late"."""
     return OperationId("lookups", table, part, lane="embedding")
 
 
 @cache
 def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
-    """A table's row gradients on their way: "whole", "prior", or a piece of the "delayed" ones."""
+    """Makes the id of the AlltoAll of a table's row gradients: "whole", "prior", or a piece of the "delayed" ones."""
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
     return OperationId("gradients", table, part, number, "embedding")
 
 
 def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
-    """Rows of a table beyond memory on their way from where they rest, or back."""
+    """Makes the id of reading, or writing, rows of a table beyond memory."""
     return OperationId(kind, table, lane="storage")
 
 
 @cache
 def compute_id(kind: Kind, what: str) -> OperationId:
-    """A compute operation for a table or a bucket."""
+    """Makes the id of a compute operation for a table or a bucket."""
     return OperationId(kind, what)
 
 
@@ -136,15 +134,15 @@ EARLY = OperationId("rows", "early rows", "early")
 END = OperationId("backward", "end of backward", "late")
 BETWEEN = OperationId("update", "optimizer step, next batch", "late")
 START = OperationId("forward", "start of forward", "early")
-"""Compute operations that serve no table and no bucket in particular: what a backward begins and ends with, what a
-forward begins with, and what lies between the two."""
+"""Compute operations for no particular table or bucket: the begin and end of a backward, the begin of a forward, and
+the time between the two."""
 
 OPTIMIZER = OperationId("update", "optimizer step", "late")
 OWN_CODE = OperationId("own", "your code", "late")
 LOADER = OperationId("loader", "loader", "late")
-"""What the training loop does by itself, between a backward and the next call: known once it has been measured."""
+"""The training loop's own operations between a backward and the next call: known once measured."""
 BESIDE = (OWN_CODE, OPTIMIZER, LOADER)
 
 WHOLE_BACKWARD = OperationId("backward", "backward", "late")
 WHOLE_FORWARD = OperationId("forward", "forward", "late")
-"""Those of one process, which sends nothing that would cut them."""
+"""The phases of a single process, which no communication cuts."""

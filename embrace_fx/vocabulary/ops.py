@@ -1,18 +1,18 @@
-"""The op vocabulary: every `embrace::` op, its schema, its fake kernel and a worked two-rank example.
+"""Declares every `embrace::` op: its schema, its fake kernel and a worked two-rank example.
 
-Passes insert these ops, `embrace_fx.runtime` implements them; neither imports the other. Standard collectives stay
-`torch.ops._c10d_functional.*`, and every launch, ours included, is awaited by `_c10d_functional.wait_tensor`.
+Passes insert these ops, and `embrace_fx.runtime` implements them; neither imports the other. Standard collectives stay
+`torch.ops._c10d_functional.*`; `_c10d_functional.wait_tensor` awaits every launch, `embrace::` ones included.
 
 Shape legend
     N ranks; V rows of the table; D its columns; d the columns this rank owns (torch.chunk layout: the first ranks own
     ceil(D / N), the last may own fewer or none); U unique rows this rank reads; R = sum of U over ranks; K unique rows
     of R; T tables that exchange ids.
 
-Groups are named by communication class ("ids", "embedding", "dense"): lowering maps a class to a process group, so that
+Groups are named by communication class ("ids", "embedding", "dense"). Lowering maps a class to a process group, so that
 graphs print the same everywhere and can be tested without processes.
 
-A launch and its wait stand in one phase. Communication that a step leaves to the next one is *submitted* instead: the
-launcher sends it when its turn comes in the schedule, and a later phase *awaits* it, or its update: see `flow_ops`.
+A launch and its wait are in one phase. Communication that overlaps the next step is *submitted* instead: the launcher
+launches it in its turn of the schedule, and a later phase *awaits* it, or its update: see `flow_ops`.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ LAUNCHES: frozenset[str] = frozenset(
         "embrace::exchange_gradient_",
     }
 )
-"""Ops whose result is in flight: only `wait_tensor` yields the value."""
+"""Ops whose result is in flight: only `wait_tensor` returns the value."""
 
 OWN_GROUPS: frozenset[str] = frozenset(CLASS_LANES)
-"""What the groups of a program's own launches are called: communication classes."""
+"""The group names of a program's own launches: communication classes."""
 
 USERS_LAUNCHES: frozenset[str] = frozenset(
     f"_c10d_functional::{name}"
     for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 )
-"""Ops that, on any other group, are collectives of the user's forward: in program order, on the group that it names."""
+"""Ops that, on any group not in `OWN_GROUPS`, are collectives of the user's forward, in program order."""
 
 SUBMISSIONS: frozenset[str] = frozenset(
     {"embrace::submit_ids", "embrace::submit_rows", "embrace::submit_gradients", "embrace::submit_chunk"}
 )
-"""Ops that hand something to the launcher and return at once."""
+"""Ops that submit a launch to the launcher and return at once."""
 
 AWAITS: frozenset[str] = frozenset(
     {"embrace::await_ids", "embrace::await_rows", "embrace::update_rows", "embrace::await_chunk"}
 )
-"""Ops that stand still until a launch has ended, of this window or of the one before."""
+"""Ops that wait until a launch of this window, or of the one before, has ended."""
 
 LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_over", "embrace::update_bucket"})
-"""Ops that neither send nor wait, but belong to communication that runs from one step into the next."""
+"""Ops that neither send nor wait, but belong to communication that overlaps the next step."""
 
 
 def op_name(node: fx.Node) -> str:
-    """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
+    """Returns the op a node calls, as "namespace::name" without overload; "" where it calls none."""
     return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 @functools.cache
 def _name_of(op: OpOverload) -> str:
-    """Asked millions of times, and a new text of C++ each time."""
+    """Returns and caches an op's name, which torch makes anew at each of millions of reads."""
     return str(op._schema.name)
 
 
@@ -84,19 +84,19 @@ def is_users_launch(node: fx.Node) -> bool:
 
 
 def is_users_wait(node: fx.Node) -> bool:
-    """Tells whether a node waits for such a collective."""
+    """Tells whether a node waits for a collective of the user's forward."""
     return op_name(node) == "_c10d_functional::wait_tensor" and is_users_launch(node.all_input_nodes[0])
 
 
 def launch_of(node: fx.Node) -> OperationId | None:
-    """The launch that a node submits or awaits; None: neither."""
+    """Returns the launch that a node submits or awaits; None: neither."""
     found = node.meta.get("launch")
     assert found is None or isinstance(found, OperationId)
     return found
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First and last + 1 column that `rank` owns, in torch.chunk layout.
+    """Returns the first and last + 1 column that `rank` owns, in torch.chunk layout.
 
     >>> [own_columns(10, 4, r) for r in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -109,12 +109,12 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """The rows this rank reads, once each, and where each id finds its row.
+    """Finds the unique rows this rank reads, and for each id the position of its row.
 
     Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
     With `padding_idx` >= 0 the padding row is always row 0 of `unique`, whether or not the batch holds it, so that
-    the lookups that follow have the static `padding_idx` 0. The other rows are sorted. Ids outside the table are
-    *not* an error here but in `all_gather_ids`, on every rank.
+    the lookups that follow have the static `padding_idx` 0. The other rows are sorted. Ids outside the table raise
+    *not* here but in `all_gather_ids`, on every rank.
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
     """
@@ -124,11 +124,11 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
 @op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
 def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
-    """Launch: every rank learns which rows of which table every rank reads.
+    """Launch: gathers, on every rank, the rows of each table that every rank reads.
 
-    Before the payload leaves, the ranks exchange their sizes and their state, so that an id outside a table (or any
-    failure a rank has to report) raises on *every* rank and no collective is left waiting.
-    The value awaited is opaque int64; `unpack_ids` reads it.
+    Before the payload is sent, the ranks exchange their sizes and their state, so that an id outside a table (or any
+    failure of a rank) raises on *every* rank and no collective is left waiting.
+    The awaited value is opaque int64; `unpack_ids` reads it.
     """
     return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
 
@@ -150,9 +150,9 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 
 @op("stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) -> Tensor[]")
 def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
-    """Joins what all ranks read of several tables, as of one that has them below each other (`embrace_fx.plan.Stack`).
+    """Joins the ids that all ranks read of several tables into ids of their stack (`embrace_fx.plan.Stack`).
 
-    Takes `ids` (R,) and `counts` (N,) of `unpack_ids` for each table, and the row of the stack in which it begins.
+    Takes `ids` (R,) and `counts` (N,) of `unpack_ids` for each table, and the row of the stack at which it begins.
     Returns [ids of the stack (sum of R,), rank by rank and for each rank table by table; counts (N,) on the host].
 
     Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
@@ -163,7 +163,7 @@ def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]
 
 @op("unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
 def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """The rows of each table of a stack, flat, of those that this rank reads, flat (U * D,).
+    """Splits the rows of a stack that this rank reads, flat (U * D,), into those of each table, flat.
 
     Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
     """
@@ -172,12 +172,11 @@ def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
 
 @op("route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
 def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`): rows to look up here, rows that are read
-    here.
+    """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`).
 
-    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of the own shard (M,), one for each of the ids
-    that it has, in their order; counts (N, grid_rows) on the host, how many of a rank's ids each row of the grid has;
-    order (U,): the own ids' numbers, those of the grid's first row first].
+    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of the own shard (M,), one for each id that it
+    has, in their order; counts (N, grid_rows) on the host: how many of a rank's ids each row of the grid has;
+    order (U,): the positions of the own ids, those of the grid's first row first].
 
     Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts
     [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
@@ -189,7 +188,7 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
+    """Looks up rows `ids` (R,) of the own columns (V, d): (R, d), grouped by the rank that reads them."""
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
@@ -198,23 +197,23 @@ def _(shard: Tensor, ids: Tensor) -> Tensor:
     "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
 def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
-    """Launch: own columns of everybody's rows (R, d) -> all columns of the own rows, flat (U * D,).
+    """Launch: own columns of all ranks' rows (R, d) -> all columns of the rows this rank reads, flat (U * D,).
 
-    Rank r gets U_r * d_s elements from each rank s. `join_columns` makes rows of the flat value.
+    Rank r gets U_r * d_s elements from each rank s. `join_columns` turns the flat value into rows.
 
     Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
         rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
         rank 0 receives a0 a1 b0 b1 | a2 a3 b2 b3;            rank 1 receives b0 b1 | b2 b3
 
     On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
-    from each other one what that one has: `join_grid` makes rows of the flat value.
+    from each rank the pieces that it owns; `join_grid` turns the flat value into rows.
     """
     return empty_as(columns, (unknown_size(),))
 
 
 @op("join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
 def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Flat (U * D,), blocks by the rank they came from -> rows (U, D).
+    """Joins flat (U * D,), blocks by the rank they came from, into rows (U, D).
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
     """
@@ -223,7 +222,7 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 @op("split_columns", "(Tensor rows, int group_size) -> Tensor")
 def _(rows: Tensor, group_size: int) -> Tensor:
-    """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
+    """Splits rows (U, D) into flat (U * D,), blocks by the rank they go to: the inverse of `join_columns`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
@@ -239,14 +238,14 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
 
 @op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
+    """Splits rows (U, D) into flat (U * D,), blocks by the rank they go to: the inverse of `join_grid`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
 def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
-    """Gradients (U, D) of the rows `ids` (U,) as they are to arrive, rounded to `form` for each rank's columns; with
-    what the last rounding has left out of the same rows.
+    """Rounds the gradients (U, D) of the rows `ids` (U,) to `form`, separately for each rank's columns, after adding
+    the residuals that the last rounding of the same rows has left.
 
     Example, "int8", one column per rank: the steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] -> [[1, 100]], and
     when the row comes again with the same gradient [[1.0, 101]].
@@ -262,7 +261,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of all rows, (R * d,).
 
     Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
-    likewise, with (M, d) and the rows of `route_grid`.
+    the result is (M * d,), in the order of `route_grid`'s rows.
     """
     return empty_as(flat, (unknown_size(),))
 
@@ -281,20 +280,20 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
 
 @op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Gradients, each times `scale`, one behind the other in one flat tensor."""
+    """Packs gradients, each times `scale`, one behind the other into one flat tensor."""
     return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 @op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views into the flat tensor with the shapes of `like` (the parameters)."""
+    """Returns views into the flat tensor with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
     # A fake `view` goes through torch's Python decomposition, which takes twice as long as this.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     behind = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
     return list(behind)[: len(shape)][::-1]
 
@@ -304,9 +303,9 @@ def _strides(shape: Sequence[int]) -> list[int]:
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
 def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
-    """Launch: the mean over ranks of one parameter's packed gradient (rows * width,), without shipping its zeros.
+    """Launch: the mean over ranks of one parameter's packed gradient (rows * width,), without sending its zeros.
 
-    `strategy` is one of `embrace_fx.plan.EXCHANGES`, `scheme` that of "zen". All ranks get the same bits.
+    `strategy` is one of `embrace_fx.plan.EXCHANGES`, `scheme` the one of "zen". All ranks get the same bits.
 
     Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two travel.
     """

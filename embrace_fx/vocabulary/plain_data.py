@@ -1,9 +1,8 @@
-"""Values as plain data, and back by their type: what is written to files and what ranks send each other.
+"""Turns values into plain data, for files and for messages between ranks, and back, by their type.
 
 Contract
-    Nothing but data is read, of the type that the reader expects: text, numbers, tensors of integers, tuples, lists and
-    mappings of them, and dataclasses and named tuples whose fields are such. Nothing that arrives is executed, as a
-    pickle would be.
+    Only data of the type that the reader expects is read: text, numbers, tensors of integers, tuples, lists and
+    mappings of them, and dataclasses and named tuples with such fields. Unlike a pickle, none of it is executed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
 
 def to_plain(value: Any) -> Any:
-    """A value in what JSON knows; a mapping as pairs, for its keys need not be text."""
+    """Turns a value into JSON's types; a mapping into pairs, because its keys need not be text."""
     if (names := _names(value)) is not None:
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
@@ -35,13 +34,13 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
-    """A value of a type hint from what `to_plain` made of it.
+    """Makes a value of a type hint from the result of `to_plain`.
 
     >>> from_plain(tuple[int, ...], [1, 2], "shape")
     (1, 2)
 
     Raises:
-        ValueError: it is something else; with `where` it is.
+        ValueError: the data is of another type; the message names `where` it is.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -80,7 +79,7 @@ _hints = cache(get_type_hints)
 
 
 def _names(value: Any) -> tuple[str, ...] | None:
-    """The fields of a dataclass or a named tuple, or of a value of one; None: it is neither."""
+    """Lists the fields of a dataclass or named tuple, or of a value of one; None: it is neither."""
     if is_dataclass(value):
         return tuple(field.name for field in fields(value))
     kind = value if isinstance(value, type) else type(value)

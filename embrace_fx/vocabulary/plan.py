@@ -16,18 +16,18 @@ from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
-"""What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
+"""The ways to keep a parameter consistent: "alltoall" shards a table and exchanges its rows by AlltoAll; the others
 exchange the gradient of replicas, "allreduce" densely."""
 EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", "alltoall"))
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
 BY_ROWS = tuple(name for name in EXCHANGES if name != "omnireduce")
-"""Those that send rows, not blocks: a gradient that autograd makes of rows alone goes and comes as such."""
+"""The sparse exchanges that send rows, not blocks: a sparse gradient of autograd stays sparse."""
 CANDIDATES = tuple(name for name in STRATEGIES if name != "omnireduce")
-"""What "auto" weighs for a table. The cost model never finds "omnireduce" to be the fastest, and no measurement has
-(`docs/strategies.md`): it is weighed where it is asked for."""
+"""The strategies that "auto" weighs for a table. "omnireduce" is weighed only where it is asked for: neither the cost
+model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
 
 LinksAre = Literal["assumed", "given", "probed"]
-"""How the links that a plan is made for are known: the default `Cluster`, the user's, or measured between the ranks."""
+"""The origin of a plan's links: the default `Cluster`, the user's, or measured between the ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Grid:
     """N = `rows` x `columns` ranks over one sharded table: rank r * columns + c owns rows r, r + rows, r + 2 rows, ..
     and of these the columns in chunk c of `columns` (torch.chunk layout).
 
-    One row of N columns is the plain layout of column shards. Rows go round the grid one by one and not in ranges:
-    vocabularies are sorted by frequency, and the first range would be read by far the most.
+    One row of N columns is the plain layout of column shards. Rows are dealt out one by one, not in ranges, because
+    vocabularies are sorted by frequency: the first range would be read by far the most.
 
     >>> Grid(2, 4).place(6)
     (1, 2)
@@ -46,17 +46,17 @@ class Grid:
     columns: int
 
     def place(self, rank: int) -> tuple[int, int]:
-        """A rank's row and column of the grid."""
+        """Returns a rank's row and column in the grid."""
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """The rows of a table of `num_rows` that a rank owns; row id is its row id // `rows`."""
+        """Returns the rows of a table of `num_rows` that a rank owns; row `id` is row `id // rows` of the shard."""
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Tells whether torch's placements can say which rows are whose: chunks of `rows` rows, one row to each.
+        """Tells whether torch's placements can express the layout: chunks of `rows` table rows, one for each grid row.
 
-        Not for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
+        They cannot for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
         """
         return num_rows <= self.rows or -(-num_rows // -(-num_rows // self.rows)) == self.rows
 
@@ -66,11 +66,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Stack:
-    """Sharded tables of one width, below each other as one table: their rows and gradients travel together.
+    """Sharded tables of one width, stacked into one table: their rows and gradients travel together.
 
     Attributes:
         tables: parameter names, in the order of their rows.
-        first_rows: the row of the stack in which each one begins.
+        first_rows: the row of the stack at which each table begins.
     """
 
     tables: tuple[str, ...]
@@ -93,12 +93,11 @@ class Candidate:
     Attributes:
         strategy: one of `STRATEGIES`.
         scheme: of "zen": "balanced" or "hierarchical"; else "".
-        sent_bytes_per_step: as of a `Decision`.
-        predicted_ms: as of a `Decision`; what candidates are compared by.
-        memory_bytes: of parameter, gradient and what the exchange holds, on one rank; an optimizer's state grows with
-            the parameter.
-        rejected: why it was not chosen, in a few words; "" for the one that was.
-        grid: as of a `Decision`.
+        sent_bytes_per_step: as in `Decision`.
+        predicted_ms: as in `Decision`; candidates are compared by it.
+        memory_bytes: of parameter, gradient and the exchange's buffers, on one rank; without the optimizer's state.
+        rejected: why it was not chosen, in a few words; "" for the chosen one.
+        grid: as in `Decision`.
     """
 
     strategy: str
@@ -111,7 +110,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The strategy, and which kind of it."""
+        """The strategy, with its scheme or grid."""
         return _name(self.strategy, self.scheme, self.grid)
 
 
@@ -131,23 +130,22 @@ class Decision:
         strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local"
             (each rank has its own).
         reason: why, in one line.
-        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks: without the frames of
+        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks, without the frames of
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
-        predicted_ms: time of the exchange alone on an idle link; a table's with what processors do for it in a step,
-            the update of its rows included.
-        scheme: of "zen": "balanced" or "hierarchical"; else "".
-        grid: of "alltoall", where the ranks are more than one row; else None.
-        candidates: every strategy weighed, of which one was chosen: `CANDIDATES`, and the one asked for; empty where
-            there was nothing to choose.
-        measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
-        rests: of shards whose optimizer moves rows without gradient: each takes the steps it has skipped when it is
-            read next, and not all at each step.
-        padding_idx: of a table, the row that gets no gradient, -1 for none.
-        rows: of a table, how many rows a step is expected to read; None: it is not known.
-        norm_bytes: of what is sent, squares of rows: where the optimizer steps rows as a whole.
+        predicted_ms: time of the exchange alone on an idle link; for a table, with the work of a rank's processor in a
+            step, the update of its rows included.
+        scheme: for "zen": "balanced" or "hierarchical"; else "".
+        grid: for "alltoall", where the grid has more than one row; else None.
+        candidates: the strategies weighed: `CANDIDATES`, and the one asked for; empty where there was no choice.
+        measured: the measured sparsity of a table's gradients on all ranks, in one line; "" where unknown.
+        rests: shards whose rows without gradient take the steps they have skipped when they are next read, and not all
+            at each step.
+        padding_idx: a table's row that gets no gradient, -1 for none.
+        rows: how many rows of a table a step is expected to read; None: unknown.
+        norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
         travels_as: the format in which its rows, or its gradient, travel.
-        memory: of a table beyond memory: what memory has of it, and what is predicted of its other rows.
+        memory: a table beyond memory: its rows in memory, and the prediction for the others.
     """
 
     parameter: str
@@ -171,7 +169,7 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """The strategy, and which kind of it."""
+        """The strategy, with its scheme or grid."""
         return _name(self.strategy, self.scheme, self.grid)
 
 
@@ -182,13 +180,13 @@ class Plan:
     Attributes:
         world_size: number of ranks.
         decisions: one per parameter, in the model's order.
-        buckets: parameters whose gradients are reduced together, in launch order; one of `exchanged` is alone in its.
+        buckets: parameters whose gradients are reduced together, in launch order; each of `exchanged` has its own.
         renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
-        links: what strategies are compared on, and buckets and the blocks of exchanges cut for.
-        links_are: how these are known.
-        watched: tables whose strategy follows the rows that ranks read: another one may be planned for them.
-        history: what earlier plans were replaced for, one line each.
-        stacks: tables of `sharded` whose rows travel together wherever a step leaves communication to the next one.
+        links: the links for which strategies are compared, and buckets and blocks of exchanges sized.
+        links_are: the origin of the links.
+        watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
+        history: why earlier plans were replaced, one line each.
+        stacks: tables of `sharded` whose rows travel together wherever communication overlaps the next step.
     """
 
     world_size: int
@@ -208,22 +206,22 @@ class Plan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """The grids of those sharded tables whose rows are spread too."""
+        """Sharded table -> its grid, where rows are spread too."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
     def rows(self) -> dict[str, RowCounts]:
-        """Table -> how many rows a step is expected to read, where it is known."""
+        """Table -> how many rows a step is expected to read, where known."""
         return {d.parameter: d.rows for d in self.decisions if d.rows is not None}
 
     @property
     def memory(self) -> dict[str, RowMemory]:
-        """Tables beyond memory -> what memory has of them."""
+        """Table beyond memory -> its rows in memory, and the prediction for the others."""
         return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property
     def rows_as(self) -> Format:
-        """The format in which rows of sharded tables travel, where that is narrower than they are."""
+        """The format in which rows of sharded tables travel; "exact" where it is not narrower than the rows."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy == "alltoall" and d.travels_as != "exact"), "exact"
         )
@@ -250,25 +248,25 @@ class Plan:
         return iter(self.decisions)
 
     def digest(self) -> str:
-        """A hash of everything the ranks must agree on."""
+        """Hashes everything the ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
         everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:
-        """Every strategy weighed for each parameter: what it was predicted to cost, and why it was not chosen."""
+        """Prints every strategy weighed for each parameter: its predicted cost, and why it was not chosen."""
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON: `compile(plan=path)` repeats it."""
+        """Writes the plan as JSON; `compile(plan=path)` uses it again."""
         write_json(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan in a file.
+        """Reads a plan from a file.
 
         Raises:
             ValueError: there is no such file, or it holds no plan.

@@ -1,4 +1,4 @@
-"""Plans as text: the table of a report, and what was weighed."""
+"""Prints plans: the table of a report, and the strategies weighed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ALONE = (
 
 
 LEAST_FOLDED = 3
-"""Parameters that are no tables, and that have their strategy and its reason in common: one row stands for so many."""
+"""Least number of dense parameters, with the same strategy and reason, that are folded into one row."""
 
 
 def render(plan: Plan, *, folded: bool = False) -> str:
-    """The plan as a table: tables first, then everything else, and the totals against DDP.
+    """Prints the plan as a table: tables first, then everything else, and the totals against DDP.
 
     Args:
-        folded: parameters that no lookup reads share a row where they have their strategy and its reason in common.
+        folded: dense parameters with the same strategy and reason share a row.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
     for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms alone", "reason"):
@@ -71,7 +71,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Tells what travels in fewer bits than it has, and what stays as it is then."""
+    """Lists the parameters that travel in fewer bits than they have, and those that then do not."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
@@ -108,9 +108,9 @@ def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Prints each parameter's candidates as a table: the chosen one marked, the others with what was against them.
+    """Prints each parameter's candidates as a table: the chosen one marked, the others with the reason against them.
 
-    Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.cost.sparsity.Sparsity`).
+    The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) stands below its candidates.
     Parameters that had no choice are left out.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
@@ -142,7 +142,7 @@ def explain(plan: Plan) -> str:
 
 
 def _links_text(plan: Plan) -> str:
-    """The links that times are predicted for, in one line."""
+    """Prints in one line the links that times are predicted for."""
     reached = []
     for name in (None, *COLLECTIVES):
         link = plan.links.link(name)
@@ -159,7 +159,7 @@ def _links_text(plan: Plan) -> str:
 
 
 def _handling_text(plan: Plan) -> str:
-    """Tells in one line what processors are taken to handle."""
+    """Prints in one line the rates at which a rank's processor is assumed to handle data."""
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
@@ -173,11 +173,11 @@ def _printed(text: TextTable) -> str:
 
 
 NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
-"""Characters of a line."""
+"""Characters per line: least, most, and without a terminal."""
 
 
 def terminal_width() -> int:
-    """Reads how wide the terminal is, within bounds; wide where there is none."""
+    """Returns the width of the terminal, within bounds; `NO_TERMINAL` where there is none."""
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (AttributeError, OSError, ValueError):  # no standard output, one that is no file, or no terminal
@@ -186,7 +186,7 @@ def terminal_width() -> int:
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes with a binary unit.
+    """Prints bytes with a binary unit.
 
     >>> readable_bytes(1536)
     '1.5 KiB'
@@ -199,5 +199,5 @@ def readable_bytes(count: float) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Marks text up for a notebook, lines as they are."""
+    """Makes HTML for a notebook that keeps the text's lines."""
     return f'<pre style="line-height:1.2;overflow-x:auto">{escape(text)}</pre>'

@@ -1,4 +1,4 @@
-"""The state of random numbers around code that draws some."""
+"""Restores the state of random numbers after code that draws some."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """A context that leaves the random numbers of the host, and of one device, as it finds them.
+    """Opens a context that restores the random state of the host, and of one device, at its end.
 
-    torch's own takes every GPU of the machine, unless it is told: each process would have a context on all of them.
+    torch's own uses every GPU of the machine by default: each process would open a CUDA context on all of them.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

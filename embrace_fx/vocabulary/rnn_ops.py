@@ -1,4 +1,4 @@
-"""One layer and direction of an RNN, LSTM or GRU as one op, and its backward as another: never unrolled in time.
+"""Ops for one layer and direction of an RNN, LSTM or GRU, and for its backward, which are not unrolled in time.
 
 Contract
     `embrace::rnn_layer` and `embrace::rnn_layer_backward` are pure: everything the backward needs is an argument. The
@@ -25,7 +25,7 @@ from torch.library import register_autograd
 from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-"""The cells, and how many gates each has."""
+"""Cell -> its number of gates."""
 
 
 class LayerWeights(NamedTuple):
@@ -39,7 +39,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, weights: Sequence[Tensor]) -> LayerWeights:
-        """Reads torch's flat order: ih, hh, then both biases where there are four or five, then the projection."""
+        """Makes weights from torch's flat order: ih, hh, both biases if there are four or five, then the projection."""
         has_biases = len(weights) >= 4
         bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
@@ -47,7 +47,7 @@ class LayerWeights(NamedTuple):
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
-    """The dtype the "loop" kernel computes in: a state carried over many steps is never narrower than float32."""
+    """Returns the dtype the "loop" kernel computes in: at least float32, for a state carried over many steps."""
     return torch.promote_types(input.dtype, torch.float32)
 
 
@@ -67,7 +67,7 @@ def _(
     kernel: str,
     save: bool,
 ) -> list[Tensor]:
-    """One layer in one direction: [output, h_n, c_n where the cell is an LSTM, then what the backward needs].
+    """Runs one layer in one direction: [output, h_n, c_n of an LSTM, then values that the backward needs].
 
     Args:
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
@@ -128,7 +128,7 @@ def _(
     kernel: str,
     input_grad: bool,
 ) -> list[Tensor]:
-    """Gradients [input where `input_grad`, h0, c0 where the cell is an LSTM, each weight], like what they belong to.
+    """Computes the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
 
     `results` is all that `rnn_layer` returned under `save`; the gradients of its first results may be None, for zero.
     """
@@ -145,7 +145,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         )
     ctx.num_weights, ctx.num_results = len(weights), 2 if c0 is None else 3
     ctx.mark_non_differentiable(*output[ctx.num_results :])
-    # A gradient that does not exist stays None: zeros of the size of the saved gates would cost as much as the cell.
+    # A missing gradient stays None: zeros of the size of the saved gates would cost as much as the cell.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, h0, c0, batch_sizes, *weights, *output)
 

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: one accumulator per row of a table, what training of recommenders uses."""
+"""Row-wise Adagrad, which recommenders are trained with: one accumulator per row of a table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ NOT_ON_A_GRID = "RowWiseAdagrad steps shards by columns, not on a grid"
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad whose sum of squared gradients is one number per row, of the mean over the row's elements.
+    """Adagrad with one number per row as sum of squared gradients: the mean over the row's elements is added.
 
         sum[r] += mean(gradient[r]^2)    weight[r] -= lr * gradient[r] / (sqrt(sum[r]) + eps)
 
-    A table of V x D has V numbers of state instead of V x D. Rows without gradient stand still. Parameters of one
-    dimension have one number per element, as with Adagrad. In shards of a table the mean is that of the whole row:
-    ranks add up what they have of it. It is the exact row-wise Adagrad of FBGEMM and TorchRec, without weight decay.
+    A table of V x D has V numbers of state instead of V x D. Rows without gradient are unchanged. Parameters of one
+    dimension have one number per element, as with Adagrad. In a sharded table the mean is over the whole row: ranks
+    add up the squares of their columns. It equals the exact row-wise Adagrad of FBGEMM and TorchRec without weight
+    decay.
 
     Args:
         params: parameters, or param groups.
         lr: the learning rate.
         eps: added to the root.
-        initial_accumulator_value: with which every sum begins.
+        initial_accumulator_value: the start value of every sum.
 
     Raises:
         ValueError: a negative option.
@@ -48,7 +49,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns the loss of the closure.
+        """Takes one step; returns the loss of the closure.
 
         Raises:
             RuntimeError: a sparse gradient.
@@ -76,7 +77,7 @@ class RowWiseAdagrad(Optimizer):
 
 
 def new_sums(parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """The state of a parameter before its first step, one number per row."""
+    """Makes the state of a parameter before its first step, one number per row."""
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device
     )

@@ -1,12 +1,12 @@
-"""The schedule: one step as data, the order in which its communication is launched, and when everything runs.
+"""A schedule as data: the operations of a step, the order in which its communication is launched, and all times.
 
-A *window* is what happens from the start of one backward to the start of the next: the backward of step t, the
-optimizer's step, and the forward of step t + 1. Gradients of t are reduced, applied and read inside one window; a
-window is therefore what the scheduler orders. Two windows in a row show what overlaps across a step's boundary.
+A *window* lasts from the start of one backward to the start of the next: the backward of step t, the optimizer's
+step, and the forward of step t + 1. The scheduler orders windows, because gradients of t are reduced, applied and read
+inside one. Two windows in a row show what overlaps across a step's boundary.
 
     StepGraph   operations of a window and their true dependences        what could overlap
     Schedule    one launch order, with predicted start and end            what is meant to overlap
-    Timeline    measured start and end, of all ranks                      what did
+    Timeline    measured start and end, of all ranks                      what did overlap
 
 All three are plain data: printed, compared between ranks, tested without a device, drawn.
 """
@@ -27,8 +27,8 @@ from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, 
 from embrace_fx.vocabulary.shares import SHARES, Share, share_of
 
 IN_FLIGHT = 1
-"""Launches on the way at once. Two would share the link, and the one that is waited for first would arrive later; what
-the second one's start-up hides behind the first is less, for chunks are many times a start-up."""
+"""Launches in flight at once. Two would share the link, so that the one needed first would arrive later; hiding the
+second one's start-up would gain less, because a chunk takes many times a start-up."""
 
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
@@ -45,8 +45,8 @@ class Cuts:
     """The pieces in which communication travels.
 
     Attributes:
-        chunks: elements of each chunk, by bucket.
-        pieces: (table or stack, in how many pieces its delayed gradients travel).
+        chunks: for each bucket, the elements of each chunk.
+        pieces: (table or stack, number of pieces of its delayed gradients).
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -55,18 +55,18 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that runs, on one lane.
+    """An operation that runs on one lane.
 
     Attributes:
         name: unique within a window, the same on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
-            How its id is spelled, where it has one.
-        kind: what it is.
+                It is the text of the id, where there is one.
+        kind: what it does.
         lane: where it runs.
-        duration_ms: alone, on an idle processor or link.
-        sent_bytes: what one rank sends, the mean over ranks; 0 for compute.
+        duration_ms: its time alone on an idle processor or link.
+        sent_bytes: bytes one rank sends, the mean over ranks; 0 for compute.
         serves: the parameters, tables or blocks it is for.
         held_bytes: memory it holds from its end until its last successor has ended (a bucket, rows that arrived).
-        id: what it is in a program; None: it is of no program.
+        id: its id in a program; None: it is not part of a program.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Operation:
     def of(
         what: OperationId, duration_ms: float, sent_bytes: int = 0, serves: tuple[str, ...] = (), held_bytes: int = 0
     ) -> Operation:
-        """The operation of a program that an id stands for."""
+        """Makes an operation from its id in a program."""
         return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
 
     @property
@@ -91,7 +91,7 @@ class Operation:
 
     @property
     def share(self) -> Share:
-        """The part of a step that it is, or that waits for it are."""
+        """The part of a step that its time counts for or, for communication, that waits for it count for."""
         return share_of(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
@@ -110,12 +110,12 @@ class Dependence:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The operations of a window and what really depends on what.
+    """The operations of a window and their true dependences.
 
     Attributes:
-        operations: in no order that matters.
-        dependences: between them, those into the next window included.
-        compute_order: names of the compute operations in the order of the program, which is fixed.
+        operations: in any order.
+        dependences: between operations, also of different windows.
+        compute_order: names of the compute operations in the fixed order of the program.
     """
 
     operations: tuple[Operation, ...]
@@ -137,7 +137,7 @@ class StepGraph:
         return tuple(o for o in self.operations if o.is_communication)
 
     def window(self, windows: int = 2) -> nx.DiGraph[tuple[int, str]]:
-        """The dependence graph of several windows in a row: nodes (window, name) with their `operation`.
+        """Makes the dependence graph of several windows in a row: nodes (window, name) with their `operation`.
 
         The compute operations form a chain across windows: one processor runs them in the program's order.
         """
@@ -156,7 +156,7 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class Span:
-    """An operation that runs, or ran, on a rank: predicted or measured.
+    """A run of an operation on a rank, predicted or measured.
 
     `window` counts from the first one shown. Times are milliseconds since its start, on clocks aligned over ranks.
     """
@@ -170,7 +170,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """The compute lane of a rank stands still: communication that nothing hides.
+    """A time in which the compute lane of a rank waits for communication: nothing hides it.
 
     Attributes:
         launch: name of the communication waited for.
@@ -187,17 +187,17 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """The figures of a picture: the same for a prediction and for a measurement.
+    """The figures of a predicted or measured timeline.
 
     Attributes:
-        step_ms: from one window to the next.
-        compute_ms: of it, in compute.
-        exposed_ms: of it, waiting, by lane; every lane but compute has an entry.
-        communication_ms: busy time of the link, and of what copies; every lane but compute has an entry.
-        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 of none.
-        shares_ms: of it, by every part of `embrace_fx.vocabulary.shares`; together a step.
+        step_ms: time from one window to the next.
+        compute_ms: the step's time in compute.
+        exposed_ms: the step's time waiting, by lane; every lane but compute has an entry.
+        communication_ms: busy time of each lane but compute.
+        overlap_ratio: share of communication's and copies' time that compute hides, from 0 to 1; 1 if there is none.
+        shares_ms: the step's time by part (`embrace_fx.vocabulary.shares`); the parts add up to a step.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
-        critical_path: (window, name) of operations, in order; of a measurement empty.
+        critical_path: (window, name) of operations, in order; empty for a measurement.
     """
 
     step_ms: float
@@ -214,8 +214,8 @@ class Diagnostics:
 class MemoryAt:
     """The bytes that a rank holds from a moment on.
 
-    Predicted: what forward and backward have made. Measured: by how much the memory in use (of a device's allocator, of
-    the process) has grown since the first moment shown; less where it has become less.
+    Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
+    memory in use (of a device's allocator, of the process) since the first moment shown.
     """
 
     rank: int
@@ -228,11 +228,11 @@ class Timeline:
     """Spans of time on each rank: measured under `record()`, or predicted.
 
     Attributes:
-        spans: in no order that matters.
-        waits: in no order that matters.
-        world_size: ranks that took part, whether or not they are all shown.
-        dependences: of the step, which tell how long memory is held; without them none is.
-        memory: what ranks hold, by time; of those of which that is known.
+        spans: in any order.
+        waits: in any order.
+        world_size: number of ranks that took part, shown or not.
+        dependences: the step's dependences, which tell how long memory is held; without them none is counted.
+        memory: the bytes that ranks hold, by time, where known.
     """
 
     spans: tuple[Span, ...]
@@ -242,21 +242,21 @@ class Timeline:
     memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
-        """The figures of what is shown, medians over windows and ranks."""
+        """Computes the timeline's figures, medians over windows and ranks."""
         return diagnose(self)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The total order in which a window's communication leaves, the same on all ranks, and what it should lead to.
+    """The total order in which a window's communication is launched, equal on all ranks, and the predicted timeline.
 
     Attributes:
         name: one of `SCHEDULES`.
         launch_order: names of communication operations.
-        steps: what was ordered.
+        steps: the operations that were ordered.
         predicted: two windows of the steady state, as on one rank.
         critical_path: (window, name) of the operations of `predicted` that determine its length, in order.
-        source: where durations come from: "cost model" or "profile".
+        source: the origin of durations: "cost model" or "profile".
     """
 
     name: str
@@ -268,35 +268,35 @@ class Schedule:
 
     @property
     def beside_storage_ms(self) -> float:
-        """Milliseconds of a predicted step but for its waits for rows of tables beyond memory."""
+        """Milliseconds of a predicted step without its waits for rows of tables beyond memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
     @property
     def launches(self) -> tuple[OperationId, ...]:
-        """The launch order as a program knows it."""
+        """The launch order as ids of a program."""
         ids = {operation.name: operation.id for operation in self.steps.communications}
         return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
     def diagnostics(self) -> Diagnostics:
-        """The figures of the prediction."""
+        """Computes the figures of the prediction."""
         return diagnose(self.predicted, self.critical_path)
 
     def digest(self) -> str:
-        """A hash of what ranks must have in common."""
+        """Hashes what must be equal on all ranks: the name and the launch order."""
         return launch_digest(self.name, self.launch_order)
 
 
 def launch_digest(name: str, launch_order: Iterable[str]) -> str:
-    """SHA-256 of a schedule's name and its launch order, hexadecimal."""
+    """Returns the SHA-256 of a schedule's name and its launch order, hexadecimal."""
     return hashlib.sha256("\n".join((name, *launch_order)).encode()).hexdigest()
 
 
 def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()) -> Diagnostics:
-    """The figures of a timeline: medians over the windows and ranks shown, memory the largest of them.
+    """Computes the figures of a timeline: medians over the windows and ranks shown, for memory the maximum.
 
-    A step's length is from the start of a window's first compute operation to that of the next window's; of a single
-    window, to the end of its last one. A window of which no compute is shown counts for nothing.
+    A step lasts from the start of a window's first compute operation to that of the next window; in a single window, to
+    the end of its last one. A window without compute is not counted.
     """
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window)
     for span in timeline.spans:
@@ -331,7 +331,7 @@ _Window = tuple[int, int]  # rank, window
 def _shares(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """The mean over ranks of the parts of their windows of median length; medians of parts would not add up."""
+    """Computes the mean over ranks of the parts of each rank's window of median length, so that parts add up."""
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
     for key in lengths:
@@ -355,7 +355,7 @@ def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """The lengths of the windows that another one follows; where none does, of all."""
+    """Computes the lengths of windows that another window follows or, where there are none, of all windows."""
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
     following = {
@@ -367,13 +367,13 @@ def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
 
 
 def _peak_held(timeline: Timeline, rank: int) -> int:
-    """Bytes. What a window beyond those shown still needs is held to the end."""
+    """Computes the peak bytes held; memory that a window beyond those shown needs is held to the end."""
     ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
     last = max(ends.values())
     readers: dict[str, list[Dependence]] = defaultdict(list)
     for dependence in timeline.dependences:
         readers[dependence.before].append(dependence)
-    changes = []  # (when, bytes): what is freed at a moment is freed before what is kept from then on
+    changes = []  # (when, bytes): at one moment, freeing comes before holding
     for span in timeline.spans:
         if span.rank == rank and span.operation.held_bytes:
             name, held = span.operation.name, span.operation.held_bytes

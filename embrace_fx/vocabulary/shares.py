@@ -1,4 +1,4 @@
-"""The parts of a step that reports, pictures and metrics have in common: what the calling thread spends its time on."""
+"""Parts of a step that reports, pictures and metrics share: the calling thread's time by purpose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Share = Literal[
     "embedding",  # waits for rows of tables, or their gradients
     "dense",  # waits for reduced gradients of everything else
     "delayed",  # waits for gradients of rows that the next batch does not read
-    "offload",  # waits for a saved value to leave memory
-    "reload",  # waits for one to come back
+    "offload",  # waits for a saved value to be copied out
+    "reload",  # waits for a saved value to be copied back
     "storage",  # waits for rows of tables beyond memory
     "between",  # nothing of the schedule runs
 ]
@@ -37,10 +37,10 @@ _OF_KIND: Mapping[Kind, Share] = {
 
 @cache
 def share_of(operation: OperationId) -> Share:
-    """The part of a step that an operation's compute is; of a communication, the part that waits for it are."""
+    """Returns the part of a step that an operation's compute counts for or, for communication, waits for it do."""
     if operation.lane != "compute":
         return operation.lane
-    if operation == BETWEEN:  # what a call does before its forward begins, once the optimizer and loader have ids
+    if operation == BETWEEN:  # with the optimizer and the loader measured apart, the call's work before its forward
         return "forward"
-    # What is left of a step's updates is applied with the early rows, and takes far longer than looking these up.
+    # The early rows' operation also applies delayed updates, which take far longer than the lookup of early rows.
     return "optimizer" if operation == EARLY else _OF_KIND[operation.kind]

@@ -1,4 +1,4 @@
-"""Stand-ins for sizes: the capture's, what a plan expects of the data, and one number where neither is known."""
+"""Numbers in place of symbolic sizes: from the capture, expected by a plan, or a constant where neither is known."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 UNKNOWN_SIZE = 64
-"""What stands for a size, or for a table's rows, of which nothing is known before the data is: something small."""
+"""The small number in place of a size, or of a table's rows, of which nothing is known before the data is."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Row counts of a table that ranks have agreed to expect of a step: the same numbers on all of them.
+    """How many rows of a table a step is expected to read: the same numbers on all ranks.
 
     Attributes:
-        own: unique rows that a rank reads, of the rank that reads the most.
+        own: unique rows of the rank that reads the most.
         all: the sum of all ranks' unique rows.
         together: unique rows that any rank reads.
     """
@@ -27,23 +27,23 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Counts that stand in for a table of which a plan says nothing."""
+        """Makes counts for a table of which a plan says nothing."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
 
 @dataclass(frozen=True)
 class ExpectedSizes:
-    """The sizes of a graph's values as numbers, for estimates: nothing is proved by them.
+    """Numbers in place of a graph's symbolic sizes, for estimates only.
 
     Attributes:
-        by_symbol: the name of a symbol that stands for a size that only the data knows -> the number expected.
+        by_symbol: name of the symbol of a data-dependent size -> the number expected.
     """
 
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """A size, its hint at capture, or what is expected of it; `UNKNOWN_SIZE` where a part of it is not known."""
+        """Returns a number for a size: its hint at capture, else the number expected, else `UNKNOWN_SIZE`."""
         if isinstance(size, int):
             return size
         if is_known(size):
@@ -57,5 +57,5 @@ NOTHING_EXPECTED = ExpectedSizes()
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Tells whether a size is the capture's, and not the data's."""
+    """Tells whether a size is known at capture, not data-dependent."""
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None

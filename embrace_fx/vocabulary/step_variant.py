@@ -1,7 +1,6 @@
-"""Variants of a step by its relation to the step before and the one after: each is a graph of its own.
+"""Variants of a step, by what the step before knew of its batch and by whether the next batch is known.
 
-A batch arrives as what the step before could know of it, and the batch after it is known or not. So a forward and a
-backward come in a few variants, which differ in what is submitted, awaited and updated, and in nothing else.
+Each variant of a forward or backward has its own graph. Variants differ only in what is submitted, awaited and updated.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ ARRIVALS: tuple[Arrival, ...] = ("cut", "whole", "other")
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """A forward.
+    """A variant of the forward.
 
     Attributes:
-        arrives: "cut": the backward before has cut its gradients and sent early rows, for this batch; "whole": it has
-            cut nothing, or there was none; "other": it has, but for another batch than the one that came.
-        coming: the next batch is known on all ranks, and its ids travel.
+        arrives: "cut": the backward before has cut its gradients, and sent early rows, for this batch; "whole": it has
+            cut nothing, or there was none; "other": it has cut for another batch than the one that came.
+        coming: the next batch is known on all ranks, and its ids are sent.
     """
 
     arrives: Arrival = "cut"
@@ -37,19 +36,19 @@ class ForwardVariant:
         return self == ForwardVariant()
 
     def __str__(self) -> str:
-        """The name of its graph; that of the steady step under lookahead is just "forward"."""
+        """Returns the name of its graph; in the steady step under lookahead it is "forward"."""
         arrival = {"cut": "", "whole": ", rows whole", "other": ", another batch"}[self.arrives]
         return f"forward{arrival}{'' if self.coming else ', none coming'}"
 
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """A backward.
+    """A variant of the backward.
 
     Attributes:
         left: delayed gradients of the backward before are still to be applied.
-        coming: the ids of the next batch are under way.
-        cut: gradients are cut into prior and delayed ones, and early rows of the next batch leave.
+        coming: the ids of the next batch are in flight.
+        cut: gradients are cut into prior and delayed ones, and early rows of the next batch are sent.
     """
 
     left: bool = True
@@ -65,7 +64,7 @@ class BackwardVariant:
         return self == BackwardVariant()
 
     def __str__(self) -> str:
-        """The name of its graph; that of the steady step under lookahead is just "backward"."""
+        """Returns the name of its graph; in the steady step under lookahead it is "backward"."""
         left = "" if self.left else ", nothing left"
         coming = "" if self.coming else ", none coming"
         return f"backward{left}{coming}{'' if self.cut or not self.coming else ', whole'}"
@@ -79,9 +78,9 @@ class Varied:
     """The phase of a graph that belongs to another variant than the steady one.
 
     Attributes:
-        variant: of it.
-        steady: what a steady step submits, in both phases.
-        into_forward: chunks of buckets are awaited in the forward, and not in the backward.
+        variant: the variant of that phase.
+        steady: all launches that a steady step submits, in both phases.
+        into_forward: chunks of buckets are awaited in the forward, not in the backward.
     """
 
     variant: StepVariant
@@ -94,4 +93,4 @@ _NEXT = ((True, True), (True, False), (False, False))
 _BACKWARDS = [BackwardVariant(left, coming, cut) for left in (True, False) for coming, cut in _NEXT]
 
 VARIANTS: tuple[StepVariant, ...] = (*_FORWARDS, *_BACKWARDS)
-"""All there are. Gradients are cut by the ids of the next batch: where none is known, they are whole."""
+"""All variants. Gradients are cut by the ids of the next batch; where it is not known, they are whole."""

@@ -1,4 +1,4 @@
-"""Reads from a graph's nodes which launches they submit, and which they await."""
+"""Finds the launches that a graph's nodes submit or await."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, 
 
 
 def is_submission(node: fx.Node) -> bool:
-    """Tells whether a node hands something to the launcher."""
+    """Tells whether a node submits a launch to the launcher."""
     return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
 
 
 def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
-    """The launches that modules hand to the launcher, in their order."""
+    """Yields the launches that modules submit, in their order."""
     for module in modules:
         for node in module.graph.nodes:
             launch = launch_of(node)
@@ -26,13 +26,13 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """The launch that a node waits for, if it does."""
+    """Returns the launch that a node waits for; None: it waits for none."""
     if op_name(node) in AWAITS:
         return launch_of(node)
     return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
 
 
 def overlaps_steps(graph: TrainingGraph) -> bool:
-    """Tells whether steps of this graph leave communication to the next one."""
+    """Tells whether communication of this graph's steps overlaps the next step."""
     handed_over = SUBMISSIONS | AWAITS
     return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)
