@@ -88,22 +88,22 @@ def plan(
 
 
 def described(forecast: Forecast) -> str:
-    """Returns the report, and the schedule's figures where there is one."""
+    """Prints a forecast's report, and the schedule's figures where there is a schedule."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
 def write(forecast: Forecast, text: str, path: Path) -> None:
-    """Writes a forecast as its suffix says."""
+    """Writes a forecast in the format of the path's suffix."""
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
     elif path.suffix == ".json":
         _write_json(forecast, path)
     else:
-        forecast.schedule.save(path)  # refuses other suffixes, and names those that there are
+        forecast.schedule.save(path)  # refuses other suffixes, and names the known ones
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
-    """The schedule as a trace, which `show` and Perfetto open, with the plan in it; of one rank, the plan alone."""
+    """Writes the schedule as a trace, for `show` and Perfetto, with the plan in it; of one rank, only the plan."""
     if forecast.world_size == 1:
         forecast.save(path)
         return
@@ -136,7 +136,7 @@ def show(saved: str, output: str | None) -> None:
             click.echo(str(planned))
             return
         schedule, timeline = read_trace(source)
-        # Not beside the file: a page that was saved there knows more than one made from a .json.
+        # Not beside the file: a page saved there has more facts than one made from a .json.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         if target.suffix == ".dot":
             raise ValueError("expected .html or .svg, in --output, found .dot: a .json holds no dependences")
@@ -147,7 +147,7 @@ def show(saved: str, output: str | None) -> None:
 
 
 def plan_in(source: Path) -> Plan | None:
-    """The plan that a .json holds, as `plan.save(path)` and `plan --output` write it; None: it holds something else."""
+    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`; None: it holds something else."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
@@ -178,7 +178,7 @@ def doctor() -> None:
             dist.init_process_group()
             findings.append(probe_links())
             dist.destroy_process_group()
-        except Exception as error:  # whatever it is, it is what was asked for
+        except Exception as error:  # any failure is a finding
             findings.append(Finding("links", "fails", str(error), "see that all ranks run and reach each other"))
             fails = True
     if os.environ.get("RANK", "0") == "0" or fails:
@@ -216,7 +216,7 @@ def bench(factory: str, steps: int) -> None:
 
 
 def made_by(factory: str) -> tuple[Any, Any, Any]:
-    """A factory's model, batch and optimizer, None where it returns none; modules of the working folder are found."""
+    """Calls a factory, also one in the working folder; returns its model, batch and optimizer (or None)."""
     name, colon, function = factory.partition(":")
     if not colon:
         raise click.UsageError(f"expected module:function, {FACTORY}; found {factory!r}")
@@ -235,7 +235,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE
 
 
 def as_named(bandwidth: str | None, device: str | None) -> Cluster:
-    """Returns a cluster of links and devices as they are called; what is not named is `Cluster`'s own.
+    """Makes a cluster from the names of a bandwidth and a device; None: `Cluster`'s default.
 
     >>> as_named("25Gb/s", None) == Cluster()
     True
@@ -260,7 +260,7 @@ def as_named(bandwidth: str | None, device: str | None) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Returns a cluster from a JSON file: what `embrace_fx.Cluster` takes by name, numbers of its links in lists."""
+    """Reads a cluster from a JSON file with the arguments of `embrace_fx.Cluster`."""
     from embrace_fx.vocabulary.json_files import from_json  # noqa: PLC0415
 
     try:
@@ -274,7 +274,7 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Turns an error of the user's into one line, without a traceback."""
+    """Turns, while active, an error of the user's into one line without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -1,7 +1,6 @@
-"""Examines this machine and this launch: what will work with embrace_fx, what will not, and what to do about it.
+"""Checks what of embrace_fx will work on this machine and in this launch, and says how to mend the rest.
 
-A check looks at one thing and returns one finding. Ranks that run `embrace-fx doctor` under torchrun also probe the
-links between them.
+Each check returns one finding. Ranks that run `embrace-fx doctor` under torchrun also probe the links between them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        subject: what was looked at.
-        state: "fails": nothing trains; "limits": something is slower or cannot be asked for.
-        found: in a few words.
-        to_do: what helps; "" where all is well.
+        subject: what was checked.
+        state: "fails": nothing trains; "limits": something is slower, or an option cannot be used.
+        found: the result, in a few words.
+        to_do: the remedy; "" where none is needed.
     """
 
     subject: str
@@ -43,7 +42,7 @@ class Finding:
 
 
 def versions(_: Environment) -> Finding:
-    """Python and torch, as old as they may be."""
+    """Checks that Python and torch are not too old."""
     found = (
         f"Python {platform.python_version()}, torch {torch.__version__}, embrace-fx {metadata.version('embrace-fx')}"
     )
@@ -93,7 +92,7 @@ def triton(_: Environment) -> Finding:
 
 
 def launch(environment: Environment) -> Finding:
-    """Returns the launcher's variables: all of them, or none."""
+    """Checks that the launcher has set all of its variables, or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
         return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
@@ -124,7 +123,7 @@ def meeting_place(environment: Environment) -> Finding:
 
 
 def interface(environment: Environment) -> Finding:
-    """Returns the network interface that gloo is told to use."""
+    """Checks that the network interface that gloo is told to use exists."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
         return Finding(
@@ -137,7 +136,7 @@ def interface(environment: Environment) -> Finding:
 
 
 def threads(environment: Environment) -> Finding:
-    """Ranks that compute on CPUs share the cores of their machine."""
+    """Checks that ranks that compute on CPUs do not start more threads than their machine has cores."""
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     each = int(environment.get("OMP_NUM_THREADS") or cores)
     found = f"{ranks} rank(s) of {each} thread(s) on {cores} core(s)"

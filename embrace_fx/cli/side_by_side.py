@@ -1,4 +1,4 @@
-"""Two systems on one model: DistributedDataParallel and embrace_fx, in turns on the same ranks."""
+"""Compares DistributedDataParallel and embrace_fx on one model, in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS_PER_TURN = 5
 
 
 class Contender:
-    """A model that trains on one batch again and again, and what a step of it took."""
+    """A model that trains on one batch repeatedly, and the measured times of its steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -40,7 +40,7 @@ class Contender:
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Trains between two barriers, so that time is that of all ranks."""
+        """Trains between two barriers, so that the time is that of all ranks."""
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
         self.train(steps)
@@ -52,11 +52,11 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """Times both systems, and returns lines to print. Collective; starts the process group and ends it.
+    """Times both systems, and returns lines to print. Collective; starts and ends the process group.
 
     Args:
-        make: model, batch and optimizer, anew at each call; None: SGD.
-        steps: of each system, after warming up.
+        make: makes a new (model, batch, optimizer; None: SGD) at each call.
+        steps: steps of each system after warming up.
     """
     dist.init_process_group()
     try:
@@ -83,7 +83,7 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
 
 
 def _progress(what: str) -> None:
-    """A line of rank 0 on stderr: what stdout is given stays what was asked for."""
+    """Prints a line of rank 0 on stderr, so that stdout has only the result."""
     if dist.get_rank() == 0:
         print(f"bench: {what}", file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
-"""Arithmetic of what exchanges, processors and links cost: bytes, messages, milliseconds. Nothing is measured here.
+"""Computes what exchanges, processors and links cost: bytes, messages, milliseconds. Nothing is measured here.
 
-`links` has links and collectives, `devices` what computes at their ends, `sparsity` how gradients lie on all ranks,
-`exchanges` each sparse exchange.
+`links` has links and collectives, `devices` data sheets, `sparsity` the sparsity of gradients on all ranks, `exchanges`
+each sparse exchange, `storage` tables beyond memory.
 """
 
 from embrace_fx.cost.links import (

@@ -1,7 +1,7 @@
-"""Devices by their data sheets: memory, matrix products, the links to others of their machine, to its host and drives.
+"""Data sheets of devices: memory, matrix products, links to other devices of the machine, to the host and drives.
 
-A device stands in a prediction for what no probe has measured: plans for clusters that one does not sit at. Rates are
-those of data sheets, in float32, times `ATTAINED`.
+A device is used for predictions without a probe: plans for clusters that are not at hand. Rates are those of data
+sheets, in float32, times `ATTAINED`.
 
 Sources, the vendors' data sheets:
     V100 SXM2 (NVIDIA Tesla V100, 2017)     900 GB/s, 15.7 TFLOP/s, NVLink 150 GB/s each way
@@ -11,7 +11,7 @@ Sources, the vendors' data sheets:
     H100 SXM5 (H100 whitepaper, 2022)       3,352 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
     H200 SXM (H200 data sheet, 2023)        4,800 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
     PM9A3 U.2 (as announced, Samsung, 2020) read 6.5 GB/s, 900,000 a second at random; written 3.5 GB/s, 200,000
-    core    a core of a server's CPU: 10 GB/s and 20 GFLOP/s, of the order that the probe measures
+    core    a core of a server's CPU: 10 GB/s and 20 GFLOP/s, the order of what the probe measures
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
 from embrace_fx.cost.storage import StorageTier
 
 ATTAINED = 0.7
-"""Of a data sheet's rate: what well-written kernels that stream through memory, or large matrix products, reach."""
+"""Fraction of a data sheet's rate that good streaming kernels, and large matrix products, reach."""
 LAUNCH_MS = 0.005
-"""From one kernel's end to the next one's start, where the host enqueues them one by one."""
+"""Time from one kernel's end to the next one's start, where the host enqueues them one by one."""
 KERNELS_OF_ROUND = 10
-"""Kernels that prepare one round of an exchange, and take what came."""
+"""Kernels that prepare one round of an exchange and take what arrived."""
 BYTES_OF_UNIT = 128
-"""Moved to find a row's place among others: eight passes of a radix sort over an int64 index and its position."""
+"""Bytes moved to find a row's place among others: eight passes of a radix sort over an int64 index and its position."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Device:
     """An accelerator.
 
     Attributes:
-        memory_bytes_per_ms: what it reads and writes of its own memory.
+        memory_bytes_per_ms: the rate at which it reads and writes its own memory.
         flops_per_ms: floating-point operations of matrix products in float32.
-        memory_bytes: how much it holds.
+        memory_bytes: the size of its memory.
         inside: the link between two devices of one machine.
         to_host: the link to the machine's memory.
     """
@@ -57,25 +57,25 @@ class Device:
 
     @property
     def handling(self) -> Handling:
-        """The speed at which it handles gradients. Its allocator keeps memory, so that new blocks cost nothing."""
+        """The speed at which it handles gradients. New blocks cost nothing, because its allocator caches memory."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
     def storage(self, host_bytes: float) -> tuple[StorageTier, ...]:
-        """Places for rows of tables beyond its memory: pinned memory of its host, and a drive of its own.
+        """Lists the storage for rows of tables beyond its memory: pinned memory of its host, and its own drive.
 
         Args:
-            host_bytes: of the host's memory, for this device's rows.
+            host_bytes: bytes of the host's memory for this device's rows.
         """
         return (StorageTier("pinned host memory", 0.0, 0.0, 1 / self.to_host.bandwidth_bytes_per_ms, host_bytes), NVME)
 
     def cluster(
         self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1
     ) -> Cluster:
-        """Machines of such devices.
+        """Makes a cluster of machines with these devices.
 
         Args:
-            bandwidth_bytes_per_ms: what a machine can send to the others.
+            bandwidth_bytes_per_ms: the rate at which a machine can send to the others.
             latency_ms: start-up of a message between machines.
             devices_per_machine: consecutive ranks that share a machine, and its link to the others.
         """
@@ -91,10 +91,10 @@ class Device:
 
 _GIB = 2**30
 _PCIE_3, _PCIE_4, _PCIE_5 = Link(12.5e6, 0.01), Link(25e6, 0.01), Link(50e6, 0.01)
-"""Sixteen lanes, less what packets' heads take."""
+"""Links of sixteen lanes, without the bytes of packet headers."""
 
 NVME = StorageTier("NVMe drive", 1e3 / 900e3, 1e3 / 200e3, 1 / 3.5e6)
-"""A PM9A3, with as many reads and writes on their way as it takes."""
+"""A PM9A3 with a full queue of reads and writes."""
 
 DEVICES = {
     device.name: device

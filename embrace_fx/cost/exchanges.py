@@ -1,4 +1,4 @@
-"""Predicts the cost of exchanges of replicas' gradients: sparsity in, bytes and time out.
+"""Predicts, from the sparsity of replicas' gradients, the bytes and the time of their exchanges.
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
 the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.
@@ -12,8 +12,8 @@ the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s by
 | zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
 | omnireduce | (N-1) (2 p L + (u + U) r / N), L lanes of an aggregator, whose places take p bytes, 1 or 4 |
 
-and the passes that the rank with most to do makes over units, one after the other; p and q are the units that the
-fullest server adds up and the union of those, about u and U/N where servers are even:
+and the passes over units, one after the other, of the rank with most work; p and q are the units that the fullest
+server adds up and their union, about u and U/N where servers are even:
 
 | strategy | searched | to send | to add up | to give out, receive and write | units | rounds |
 |---|---|---|---|---|---|---|
@@ -24,7 +24,7 @@ fullest server adds up and the union of those, about u and U/N where servers are
 | zen, hierarchical | V | u | sum over k = 1, 2, 4, .. of 7 U(k) + 2 U(2k) | 2 U | sum of 2 U(k) | 2 log2 N |
 | omnireduce | V | 3 u | 2 p + 2 q | q + U | p + 3 N L | twice its own |
 
-What each of them does is told where it is done, in `embrace_fx.runtime.exchanges`.
+`embrace_fx.runtime.exchanges` describes what each strategy does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Scheme = Literal["balanced", "hierarchical"]
 
 
 UNITS_PER_LANE = 3
-"""Of `omnireduce`, what it takes to tell where a lane of an aggregator begins, in units handled."""
+"""Work of `omnireduce` to find the first block of an aggregator's lane, in units handled."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Prediction:
     """The bytes that one exchange will send, and the work of its ranks' processors.
 
     Attributes:
-        mean: what a rank sends, the mean over ranks.
-        critical: the chain of its rounds, in each the bytes of the rank with most to send or receive.
-        work: of the rank with most to do, before, between and after those rounds: in place, on a dense gradient.
-        collective: whose links it travels on.
+        mean: the exchange of a rank, the mean over ranks.
+        critical: its chain of rounds, each with the bytes of the rank that sends or receives most.
+        work: the work before, between and after the rounds, of the rank with most of it: in place, on a dense gradient.
+        collective: the collective whose link it uses.
     """
 
     mean: Exchange
@@ -69,7 +69,7 @@ class Prediction:
     collective: Collective = "messages"
 
     def time_ms(self, cluster: Cluster) -> float:
-        """Time of the exchange alone on idle links: the round's slowest rank makes the others wait."""
+        """Predicts the time of the exchange alone on idle links: in each round the others wait for the slowest rank."""
         return self.critical.time_ms(cluster, self.collective) + self.work.time_ms(cluster)
 
 
@@ -83,9 +83,9 @@ def predict(
     """Predicts the bytes and the work of a strategy of replicas.
 
     Args:
-        sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.cost.sparsity.in_blocks`).
-        scheme: of "zen".
-        cluster: what lanes and slots are chosen for.
+        sparsity: in the strategy's units; for `omnireduce` in blocks (`embrace_fx.cost.sparsity.in_blocks`).
+        scheme: the scheme of "zen".
+        cluster: the cluster for which lanes and slots are chosen.
 
     Raises:
         ValueError: a strategy that does not exchange gradients of replicas.
@@ -109,7 +109,7 @@ def predict(
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """Returns the scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
+    """Returns the scheme of "zen" with less predicted time; the paper decides after measuring a few steps."""
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
@@ -117,7 +117,7 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def paired_ranks(world_size: int) -> int:
-    """Returns the largest power of two of ranks; the others hand their units in and get the result."""
+    """Returns the largest power of two of ranks; the others send their units to these and get the result."""
     return 1 << (world_size.bit_length() - 1)
 
 
@@ -135,7 +135,7 @@ def _all_gather(sparsity: Sparsity) -> Prediction:
 
 
 def _parameter_server(sparsity: Sparsity) -> Prediction:
-    """The fullest range's server sends and receives its share."""
+    """Predicts "ps". The slowest rank is the server of the fullest range."""
     others, record = sparsity.world_size - 1, _record(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
@@ -150,7 +150,7 @@ def _parameter_server(sparsity: Sparsity) -> Prediction:
 
 
 def _balanced(sparsity: Sparsity) -> Prediction:
-    """Hashing leaves no server fuller than another; values come back without an index, with a bitmap."""
+    """Predicts "zen", balanced. Hashing makes servers equally full; means come back with a bitmap, not indices."""
     others, values = sparsity.world_size - 1, _values(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
     pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
@@ -165,7 +165,7 @@ def _balanced(sparsity: Sparsity) -> Prediction:
 
 
 def _hierarchical(sparsity: Sparsity) -> Prediction:
-    """Recursive doubling; beyond a power of two, ranks hand in their units first and get the result last."""
+    """Predicts "zen", hierarchical: recursive doubling; ranks beyond a power of two send their units first."""
     world_size = sparsity.world_size
     paired = paired_ranks(world_size)
     extra = world_size - paired
@@ -181,7 +181,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return min(sparsity.union, max(grown, most[-1]))
 
     def met(units: float, union: float) -> Work:
-        """Two ranks' units, as many on either: encoded, received, joined, added up."""
+        """Counts the work to encode, receive, join and add up two ranks' units, as many on either."""
         received, joined = claim(units * record), claim(2 * units * values)
         return passes_over(3 * units * values) + received + joined + _added(sparsity, 2 * units, union)
 
@@ -189,7 +189,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     work = _found(sparsity, max(sparsity.units_by_rank), times=1)
     distance = 1
     while distance < paired:
-        # Groups of so many neighbours are one by now, with the ranks that handed in their units.
+        # By now groups of this many neighbours hold one union, with the ranks that sent them their units.
         sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size
@@ -208,10 +208,10 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
 
 
 def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
-    """The slowest is the aggregator of the fullest range, in what it sends or in what it receives.
+    """Predicts "omnireduce". The slowest rank is the aggregator of the fullest range, in sending or in receiving.
 
-    With more than one stream, blocks come in while means go out; a single one adds up what came before it answers.
-    Means are kept until the last has come.
+    With more than one stream, blocks arrive while means are sent; a single stream adds up before it replies. Means are
+    kept until the last one has come.
     """
     world_size, record = blocks.world_size, _record(blocks)
     others = world_size - 1
@@ -238,28 +238,28 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
 
 
 def _found(sparsity: Sparsity, units: float, times: float) -> Work:
-    """Counts the work to search a tensor, and to gather and encode its units in so many passes."""
+    """Counts the work to search a tensor, and to gather and encode its units in `times` passes."""
     return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
 
 
 def _added(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Units put together and added to a cleared tensor of their union, which is divided."""
+    """Counts the work to join units, add them to a cleared tensor of their union, and divide that."""
     added, total = units * _values(sparsity), union * _values(sparsity)
     return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
 
 
 def _written(sparsity: Sparsity) -> Work:
-    """The mean written into the gradient."""
+    """Counts the work to write the mean into the gradient."""
     return passes_over(sparsity.union * _values(sparsity))
 
 
 def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
-    """Units sent to servers, where the fullest adds up its own, and their means received from all.
+    """Counts the work of an exchange by servers, at the fullest server.
 
     Args:
-        to_send: passes over a rank's units before they leave.
+        to_send: passes over a rank's units before they are sent.
         push, pull: imbalance of the servers.
-        given_out: passes over a server's means before they leave.
+        given_out: passes over a server's means before they are sent.
     """
     union = min(pull * sparsity.union / sparsity.world_size, sparsity.union)
     return (
@@ -283,7 +283,7 @@ def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: W
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Every rank's units to N servers, each with `record` bytes: mean of a rank, and the slowest's.
+    """Counts the bytes of sending all ranks' units, of `record` bytes, to N servers: (mean of a rank, slowest rank's).
 
     The slowest is the rank with most units to send, or the server of the fullest range.
     """
@@ -295,6 +295,6 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Every server's share of the union to all other ranks: mean of a rank, and the slowest's."""
+    """Counts the bytes of sending every server's part of the union to all ranks: (mean of a rank, slowest rank's)."""
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
     return to_others, to_others * imbalance

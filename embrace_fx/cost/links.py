@@ -1,4 +1,4 @@
-"""The cost model: bytes and time of each exchange on an alpha-beta link. Units are in the names.
+"""The cost model: predicts bytes and time of each exchange on an alpha-beta link. Units are in the names.
 
 Source: the cost table of EmbRace (ICPP 2022, section 3), start-up `alpha` per message and bandwidth `beta` per link:
     AlltoAll, both ways     2 (N-1) (a M / (N B) + alpha)
@@ -12,9 +12,9 @@ bandwidth B and start-up alpha between machines, b and beta inside one:
                             of its messages, whose link has min(B, b) and max(alpha, beta)
     pairwise messages,      of N-1 peers k-1 are inside: a byte takes (k-1)/(N-1) / b + (N-k)/(N-1) k / B, for k ranks
     AlltoAll, AllGather     send to other machines at once; a start-up (k-1)/(N-1) beta + (N-k)/(N-1) alpha. AllGathers
-                            count here too: where ranks' sizes differ, pairwise messages take their place.
+                            count here too: where ranks' sizes differ, they are sent as pairwise messages.
 
-What a rank's processor does before, between and after (`Work`) is added at the rates of `Handling`.
+The work of a rank's processor before, between and after (`Work`) is added at the rates of `Handling`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from math import ceil
 from typing import Literal
 
 Collective = Literal["all_reduce", "all_to_all", "all_gather", "messages"]
-"""How ranks send: a collective, or "messages" of any size from each to all others, as the sparse exchanges do."""
+"""A collective, or "messages" of any size from each rank to all others, which the sparse exchanges send."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_to_all", "all_gather", "messages")
 
 START_UP_SHARE = 0.1
-"""Of the time of a chunk: smaller chunks would let an urgent transfer pass sooner, but cost more of the link."""
+"""Share of start-up in a chunk's time: with smaller chunks urgent transfers would wait less, but more time be lost."""
 MIN_CHUNK_BYTES = 64 * 1024
-"""The largest packet that TCP hands to an interface: nothing passes between parts smaller than that."""
+"""The largest packet that TCP hands to an interface: no transfer passes between smaller parts."""
 LARGE_BLOCK_BYTES = 32 * 2**20 + 2**16
-"""Blocks of memory from here on come from the kernel for each use, which makes each page when it is first written:
-glibc's malloc keeps smaller ones (M_MMAP_THRESHOLD grows up to 32 MiB)."""
+"""Memory blocks of at least this size come from the kernel at each use, which makes each page at its first write;
+glibc's malloc keeps smaller blocks (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 
 
 @dataclass(frozen=True)
 class Link:
     """The rate that a collective reaches on a rank's connection, and its start-up.
 
-    Start-up is mostly threads being woken, which goes on while bytes are on their way: of messages in a row, those that
-    are large enough hide it. Without `least_ms` it is the alpha of the formulas above, whatever the size.
+    Start-up is mostly the time to wake threads, which passes while bytes are in flight: large messages in a row hide
+    it. Without `least_ms` it is the alpha of the formulas above, whatever the size.
 
     Attributes:
         bandwidth_bytes_per_ms: what one rank can send per millisecond.
-        latency_ms: start-up of one message that its bytes do not hide.
-        least_ms: of a message, however few its bytes.
+        latency_ms: the start-up of a message that its bytes do not hide.
+        least_ms: the least time of a message, however few its bytes.
     """
 
     bandwidth_bytes_per_ms: float
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def start_up_ms(self) -> float:
-        """Milliseconds of a message of no bytes."""
+        """Milliseconds of an empty message."""
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
@@ -65,17 +65,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Handling:
-    """The speed at which a rank's processor handles gradients while all ranks do: sharing cores slows each.
+    """The speed at which a rank's processor handles gradients while all ranks do, possibly on shared cores.
 
-    Defaults are one core of a server CPU of its own (`python -m benchmarks.exchanges.handling`). What a processor does
-    for the network is not here, but in what a collective reaches.
+    Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The work of a
+    processor for the network is not here, but in the rate that a collective reaches.
 
     Attributes:
-        scan_bytes_per_ms: of a dense tensor, searched for what is not zero.
-        pass_bytes_per_ms: of rows that are gathered, copied, added or written once.
-        claim_bytes_per_ms: of new memory in blocks of `LARGE_BLOCK_BYTES` or more, when it is first written.
-        unit_ms: of a row, block or element, whatever its size: to encode it, decode it and find its place in the union.
-        round_ms: of a round of communication, whatever is in it: to prepare it and to take what came.
+        scan_bytes_per_ms: searching a dense tensor for non-zero values.
+        pass_bytes_per_ms: gathering, copying, adding or writing rows once.
+        claim_bytes_per_ms: first writing to new memory in blocks of at least `LARGE_BLOCK_BYTES`.
+        unit_ms: encoding and decoding a row, block or element of any size, and finding its place in the union.
+        round_ms: preparing a round of communication of any size, and taking what arrived.
     """
 
     scan_bytes_per_ms: float = 1e7
@@ -92,12 +92,12 @@ class Handling:
 
 @dataclass(frozen=True)
 class Compute:
-    """The speed at which a rank computes its model, until it has been measured.
+    """The assumed speed at which a rank computes its model, until it is measured.
 
     Attributes:
         flops_per_ms: floating-point operations of matrix products.
         moved_bytes_per_ms: bytes that all other operations read and write.
-        launch_ms: of an operation, whatever its size.
+        launch_ms: fixed time of an operation.
     """
 
     flops_per_ms: float
@@ -105,22 +105,22 @@ class Compute:
     launch_ms: float = 0.0
 
     def time_ms(self, flops: float, moved_bytes: float) -> float:
-        """Milliseconds of one operation that multiplies and moves."""
+        """Predicts the milliseconds of one operation."""
         return self.launch_ms + flops / self.flops_per_ms + moved_bytes / self.moved_bytes_per_ms
 
 
 CORE = Compute(2e10 / 1e3, 1e10 / 1e3)
-"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of everything else. A profile replaces them after a few
-steps; until then only their proportions matter."""
+"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of other operations. A profile replaces these after a few
+steps; until then only their ratio matters."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank's processor in an exchange, one thing after the other, while nothing of it is sent.
+    """The work of a rank's processor in an exchange, one task after the other, while none of its bytes are sent.
 
     Attributes:
-        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: as `Handling` has their rates; of n passes over the
-            same bytes, n times as many.
+        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: counts for the rates of `Handling`; n passes over
+            the same bytes count n times.
     """
 
     scanned_bytes: float = 0.0
@@ -150,30 +150,30 @@ class Work:
 
 
 def passes_over(nbytes: float, times: float = 1.0) -> Work:
-    """So many passes over the same bytes."""
+    """Counts the work of `times` passes over the same bytes."""
     return Work(passed_bytes=times * nbytes)
 
 
 def claim(nbytes: float) -> Work:
-    """Returns a new block of memory."""
+    """Counts the work of first writing to a new block of memory."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The links between ranks, and what their processors do at either end.
+    """The links between ranks, and the speed of the processors at their ends.
 
-    Defaults are the slower testbed of Zen (OSDI 2025, section 4): 25 Gb/s between machines; a start-up of 50 us is what
-    a TCP message costs there. They only decide which strategy is *relatively* cheaper.
+    Defaults are the slower testbed of Zen (OSDI 2025, section 4): 25 Gb/s between machines; a TCP message has a
+    start-up of 50 us there. They only decide which strategy is *relatively* cheaper.
 
     Attributes:
-        bandwidth_bytes_per_ms: what one machine can send to others per millisecond: one rank, or those that share it.
-        latency_ms: start-up of one message.
-        links: (collective, what it reaches) where that differs: pairwise messages may reach less than a ring's.
-        ranks_per_machine: consecutive ranks that share a machine.
-        inside: the link between two ranks of one machine; None where each rank has a machine of its own.
-        handling: what a rank's processor takes for what it gathers, adds up and writes.
-        compute: how fast a rank computes its model, for schedules that nothing has been measured of.
+        bandwidth_bytes_per_ms: what one machine, with all of its ranks, can send to others per millisecond.
+        latency_ms: the start-up of one message.
+        links: (collective, its link) where that differs: pairwise messages may reach less than a ring.
+        ranks_per_machine: number of consecutive ranks that share a machine.
+        inside: the link between two ranks of one machine; None where each rank has its own machine.
+        handling: the speed at which a rank's processor gathers, adds up and writes.
+        compute: the speed at which a rank computes its model, for schedules before measurement.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -201,10 +201,8 @@ class Cluster:
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """Returns the link as a collective reaches it. None, and collectives that are not listed, get the cluster's own
-        figures.
-
-        Messages that are not listed reach what an AlltoAll does.
+        """Returns a collective's link. None, and collectives that are not listed, get the cluster's own figures;
+        "messages" that are not listed get the link of AlltoAll.
         """
         listed = dict(self.links)
         if collective == "messages" and "messages" not in listed:
@@ -213,9 +211,9 @@ class Cluster:
         return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
-        """The cluster of one rank per machine on which collectives of `world_size` ranks take as long as on this one.
+        """Makes the cluster with one rank per machine on which collectives of `world_size` ranks take the same time.
 
-        See the head of this module for the formulas.
+        The head of this module has the formulas.
         """
         if self.inside is None:
             return self
@@ -270,13 +268,13 @@ class Exchange:
 
 
 def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
-    """Ring AllReduce of a dense tensor: reduce-scatter and all-gather, 2 (N-1)/N of the tensor sent by each rank."""
+    """Prices a ring AllReduce: reduce-scatter and all-gather; each rank sends 2 (N-1)/N of the tensor."""
     steps = 2 * (world_size - 1)
     return Exchange(round(steps * tensor_bytes / world_size), steps)
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Ring AllGather of `own_bytes` per rank: each rank sends its own and hands on those of all ranks but one."""
+    """Prices a ring AllGather of `own_bytes` per rank: each rank sends its own, and passes on those of N-2 ranks."""
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
 
@@ -285,15 +283,15 @@ def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
 
     The first announces each table's number of ids as an int64 (`Announcements.announce`; the state before it is the
     step's own). The second carries that number again and the ids (`Communicator.all_gather_ids`), int32 where they fit,
-    padded to the longest rank's: one length for all tables together, so that of several tables whose longest ranks
-    differ a little less travels.
+    padded to the longest rank's. All tables share one length, so that a little less travels where the longest ranks
+    of several tables differ.
     """
     id_bytes = 4 if num_rows < 2**31 else 8
     return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))
 
 
 def all_to_all_rows(rows_by_rank: tuple[int, ...], own_columns: int, itemsize: int, rank: int) -> Exchange:
-    """Own columns of every other rank's rows."""
+    """Prices sending own columns of every other rank's rows."""
     others = sum(rows_by_rank) - rows_by_rank[rank]
     return Exchange(others * own_columns * itemsize, len(rows_by_rank) - 1)
 
@@ -304,29 +302,28 @@ def all_to_all_gradients(rows: int, other_columns: int, itemsize: int, world_siz
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """AlltoAll of `own_bytes` per rank in equal parts, one of which stays."""
+    """Prices an AlltoAll of `own_bytes` per rank in equal parts, one of which stays."""
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
-    """One launch of a collective on a tensor of `own_bytes` on each rank."""
+    """Prices one launch of a collective on a tensor of `own_bytes` on each rank."""
     counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
-    """Time of one launch, on an idle link, of a tensor of `own_bytes` on each rank: a chunk, or a bucket."""
+    """Predicts the time of one launch of a tensor (chunk, bucket) of `own_bytes` on each rank, on an idle link."""
     return exchange(collective, own_bytes, world_size).time_ms(cluster.among(world_size), collective)
 
 
 def chunk_bytes(
     cluster: Cluster, world_size: int, collective: Collective = "all_reduce", share: float = START_UP_SHARE
 ) -> int:
-    """Size of the chunks into which a tensor is cut, so that an urgent transfer can pass between two of them.
+    """Chooses the size of chunks, between two of which an urgent transfer can pass.
 
-    The smallest of which start-up, of one launch alone, takes at most `share`, so that the urgent one waits for
-    1 / `share` start-ups, 10 by default, or for `MIN_CHUNK_BYTES` to pass. A single rank, which sends nothing, cuts as
-    two would.
+    It is the smallest size for which start-up takes at most `share` of a launch's time, so that the urgent transfer
+    waits for 1 / `share` start-ups, 10 by default, or for `MIN_CHUNK_BYTES` to pass. A single rank cuts as two would.
 
     Returns: bytes of the tensor on each rank, whatever part of them is sent.
     """
@@ -336,21 +333,21 @@ def chunk_bytes(
 
 
 def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
-    """Size of the buckets of dense gradients, of `total_bytes` together: that of a chunk.
+    """Chooses the size of the buckets of dense gradients, of `total_bytes` together: that of a chunk.
 
-    Smaller ones would pay more start-ups. Larger ones would be cut into chunks again, but would leave later, and be
-    waited for as a whole by the first parameter that is read.
+    Smaller ones would pay more start-ups. Larger ones would be cut into chunks, but be launched later, and the first
+    parameter that is read would wait for all of its bucket.
 
     Args:
-        read_later: whether a forward waits for each by itself; else all are waited for at the end of the backward, and
-            nothing passes between two of them.
+        read_later: whether a forward waits for each bucket by itself; else the backward waits for all at its end, and
+            no transfer passes between two of them.
     """
     share = START_UP_SHARE if read_later else START_UP_SHARE / 5
     return max(1, min(total_bytes, chunk_bytes(cluster, world_size, share=share)))
 
 
 def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
-    """Milliseconds of a launch's start-up, and of each byte of its tensor."""
+    """Returns (milliseconds of a launch's start-up, milliseconds of each byte of its tensor)."""
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)
     return start_up_ms, (launch_ms(cluster, collective, large, world_size) - start_up_ms) / large

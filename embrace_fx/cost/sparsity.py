@@ -1,8 +1,8 @@
-"""The sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed.
+"""Describes the sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed.
 
 Contract
-    A `Sparsity` is in units of one size: rows, elements or blocks, each with an index of its own on the wire. What the
-    exchanges cost follows from it alone (`embrace_fx.cost.exchanges`).
+    A `Sparsity` is in units of one size: rows, elements or blocks, each with its own index on the wire. The costs of
+    exchanges follow from it alone (`embrace_fx.cost.exchanges`).
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of w values and s bytes, u_r units on
 rank r, u their mean, U(n) units in the union of n ranks, U that of all.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 NEIGHBOURHOODS = 8
-"""Ranks from which unions are measured: with many ranks their mean is as good, and all would take N squared time."""
+"""Number of ranks at which unions are measured to begin: measuring from all N ranks would take N squared time."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Sparsity:
         num_units: V, present or not.
         width: values per unit.
         itemsize: bytes of a value.
-        units_by_rank: u_r, present on each rank.
-        unions: units present on any of 1, 2, .. N ranks, the mean over neighbouring ranks; the last is U.
-        push_imbalance: of all ranks' units, those in the fullest of N even ranges over the mean of the ranges.
-        pull_imbalance: the same of the union (both as Zen, OSDI 2025, defines the imbalance ratio).
-        draws_per_unit: ids that a batch has for each of its units, all of which but one are duplicates.
+        units_by_rank: u_r, units present on each rank.
+        unions: units present on any of 1, 2, .. N neighbouring ranks, the mean over neighbourhoods; the last is U.
+        push_imbalance: all ranks' units in the fullest of N even ranges, over the mean of the ranges.
+        pull_imbalance: the same for the union (both are Zen's imbalance ratio, OSDI 2025).
+        draws_per_unit: ids in a batch per unique id.
     """
 
     num_units: int
@@ -66,11 +66,11 @@ class Sparsity:
 
     @property
     def density(self) -> float:
-        """The share of units that a rank's gradient has, the mean over ranks."""
+        """The share of units present in a rank's gradient, the mean over ranks."""
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """g(n): how many times as many units n ranks have together as one has."""
+        """Returns g(n): the units present on any of n ranks, over those of one rank."""
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:
@@ -89,11 +89,11 @@ class Sparsity:
 def measure(
     ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, draws: int | None = None
 ) -> Sparsity:
-    """Returns the sparsity of gradients of which all ranks' units are known.
+    """Measures the sparsity of gradients from all ranks' units.
 
     Args:
-        ids_by_rank: (K,) int64 from 0 to num_units - 1 of each rank, no two the same.
-        draws: ids that these were found in, of all ranks; None: as many.
+        ids_by_rank: (K,) unique int64 ids from 0 to num_units - 1 of each rank.
+        draws: all ranks' ids with duplicates; None: there are no duplicates.
     """
     world_size = len(ids_by_rank)
     first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))
@@ -112,7 +112,7 @@ def measure(
 
 
 def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Units of the first rank, of the first two, ..."""
+    """Counts the units of the first rank, of the first two, ..."""
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -123,14 +123,13 @@ def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
 
 
 def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, itemsize: int, world_size: int) -> Sparsity:
-    """The sparsity of N ranks that draw as many ids as a batch has, independently, as often as the batches have them.
+    """Estimates the sparsity of N ranks whose batches draw ids independently, with the measured batches' frequencies.
 
-    Batches do not have all ids that others will: those they have once stand for those they lack (Good and Turing: the
-    next id is a new one as probably as one here is single), any of which is as likely as another. Unions are then as
-    many times a batch's own units as they are expected to be.
+    Ids that the measured batches lack are drawn with the total probability of those that occur once (Good and Turing),
+    all with the same one. A union is a batch's own units times the expected ratio of the union to one rank.
 
     Args:
-        ids_by_batch: (T,) int64 from 0 to num_units - 1 of each batch measured, as often as it has them.
+        ids_by_batch: (T,) int64 ids from 0 to num_units - 1 of each measured batch, with duplicates.
         world_size: N.
     """
     ids = torch.cat(list(ids_by_batch))
@@ -144,7 +143,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def present(ranks: int) -> tuple[Tensor, float]:
-        """Probabilities that any of so many ranks has each of `units`, and each of those lacking."""
+        """Returns the probabilities that any of `ranks` ranks has each of `units`, and each of the lacking units."""
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
@@ -171,16 +170,16 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
 
 def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Each rank has so many units, any of them with the same probability, independently."""
+    """Returns the sparsity of ranks that have these numbers of units, each drawn uniformly and independently."""
     absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
     unions = tuple(num_units * (1.0 - probability) for probability in absent)
     return Sparsity(num_units, width, itemsize, units_by_rank, unions)
 
 
 def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """The same tensor with other numbers of units, which ranks have in common as much as here.
+    """Returns the sparsity with other numbers of units, which ranks share to the same degree.
 
-    As much: unions lie as far on the way from those of equal ranks to those of independent ones.
+    The degree is the position of the unions between those of equal ranks and those of independent ones.
     """
     drawn = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
     once = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
@@ -191,7 +190,7 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
     ):
         way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
         unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
-    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # a range has no more units than that
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # the bound: every unit of a range is present
     return replace(
         drawn,
         unions=tuple(unions),
@@ -202,10 +201,10 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
 
 
 def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
-    """The same gradients in blocks of `block_size` consecutive values.
+    """Returns the sparsity of the same gradients in blocks of `block_size` consecutive values.
 
-    A row longer than a block is so many blocks. Blocks of several rows are counted as if rows lay at random: of rows
-    that lie together there are fewer.
+    A row longer than a block counts as several blocks. Blocks of several rows are counted for rows at random places;
+    clustered rows have fewer.
     """
     values = sparsity.num_units * sparsity.width
     num_blocks = math.ceil(values / block_size)
@@ -226,7 +225,7 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """Returns the first unit of each of N even ranges of consecutive units."""
+    """Lists the first unit of each of N even ranges of consecutive units."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
@@ -237,7 +236,7 @@ def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Ids in the fullest of N even ranges, over the mean of the ranges."""
+    """Counts the ids in the fullest of N even ranges, over the mean of the ranges."""
     if ids.numel() == 0:
         return 1.0
     counts = torch.bincount(range_index(ids, num_units, ranges), minlength=ranges)

@@ -1,8 +1,8 @@
-"""Rows of tables beyond memory: how many of a step's a working set lacks, and what it takes to read and write them.
+"""Predicts, for tables beyond memory, how many of a step's rows a working set lacks, and the time to move them.
 
-Each step draws rows independently of the steps before it, by Zipf's law with the exponent that a batch's distinct rows
-tell; a working set has the rows drawn last. It then has a row that was drawn in the last T steps, T such that these
-draw as many rows as it has slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
+Each step draws rows independently of earlier steps, by Zipf's law with an exponent fitted to a batch's distinct rows. A
+working set holds the rows drawn last: those of the last T steps, where T steps draw as many distinct rows as it has
+slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from embrace_fx.cost.sparsity import Sparsity
 
 _HALVINGS = 60
-"""Of an interval, until a number of steps or of rows, or an exponent is known."""
+"""Halvings of an interval in a search for a number of steps or rows, or for an exponent."""
 _STEEPEST, _LONGEST = 8.0, 1e15
-"""Exponents, and steps, that are looked for."""
+"""The largest exponent, and the most steps, that are searched."""
 _BUCKETS, _CERTAIN = 200, 1e-12
-"""Rows that are drawn about equally often count together; none is drawn with certainty."""
+"""Groups of rows with about the same frequency; the least probability of not drawing a row."""
 
 
 @dataclass(frozen=True)
 class StorageTier:
-    """A place where rows rest, as one rank reaches it with as many rows on their way as it takes at once.
+    """A storage for rows, at the rate at which one rank reads and writes it with a full queue.
 
     Attributes:
-        name: as a report calls it.
-        read_ms, write_ms: of one row, however few its bytes.
-        byte_ms: of each of its bytes, besides, one way.
-        holds_bytes: how much of it a rank has; None: enough.
+        name: its name in reports.
+        read_ms, write_ms: the fixed time of one row.
+        byte_ms: the time of each byte on top, one way.
+        holds_bytes: a rank's share of its size; None: enough.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Draws:
     """The ids of a step, all ranks together, drawn by Zipf's law: the k-th of V rows as often as k ** -`exponent`.
 
     Attributes:
-        ids: of a step; 0: nothing is known.
+        ids: number of ids of a step; 0: unknown.
     """
 
     num_rows: int
@@ -57,7 +57,7 @@ class Draws:
 
     @classmethod
     def of(cls, lies: Sparsity) -> Draws:
-        """Fits the exponent: a rank is expected to draw as many distinct rows as one does."""
+        """Fits the exponent so that the expected distinct rows of a rank equal the measured ones."""
         drawn = lies.draws_per_unit * lies.mean_units
 
         def are_few(exponent: float) -> bool:
@@ -67,7 +67,7 @@ class Draws:
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Logarithms of the probabilities (B,) that a step does not read a row, and how many rows (B,) have each."""
+        """(logarithms (B,) of probabilities that a step does not read a row, numbers (B,) of rows that have them)."""
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
         rows, often = edges.diff(), ((edges[:-1] + edges[1:] - 1) / 2) ** -self.exponent
@@ -75,12 +75,12 @@ class Draws:
 
     @property
     def rows(self) -> float:
-        """Distinct rows that a step is expected to read."""
+        """The expected number of distinct rows that a step reads."""
         absent, rows = self._spectrum
         return -float((rows * absent.expm1()).sum())
 
     def lacking(self, slots: int) -> float:
-        """Rows that a step reads and a working set of so many rows does not have."""
+        """Predicts the number of rows that a step reads and a working set of this many slots lacks."""
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
@@ -90,18 +90,18 @@ class Draws:
 
 @dataclass(frozen=True)
 class RowMemory:
-    """A sharded table of whose rows a rank's memory holds some: what is predicted once all rows have moved.
+    """A sharded table with only some rows in a rank's memory, and its prediction for the steady state.
 
     Attributes:
-        num_rows: of the table.
+        num_rows: rows of the table.
         slots: rows in memory.
-        slot_bytes: of one, with its optimizer state and its share of what is on its way.
-        row_bytes: of each row of the table, wherever it is.
-        record_bytes: of a row at rest.
-        storage: the places where other rows rest, the nearest first; each holds the rows drawn last of those that those
-            before it lack.
+        slot_bytes: bytes of a row in memory, with its optimizer state and its share of buffers in flight.
+        row_bytes: bytes of bookkeeping in memory for each row of the table.
+        record_bytes: bytes of a row in storage.
+        storage: the storage of the other rows, the nearest first; each holds, of the rows that those before it lack,
+            the ones drawn last.
         at_once: rows that the known batches of all ranks read in a step.
-        ahead: steps by which rows are read before the one that asks for them, with room for them beside its own.
+        ahead: steps by which rows are read early, with room beside the present step's rows.
     """
 
     num_rows: int
@@ -116,12 +116,12 @@ class RowMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes at most."""
+        """The most bytes of memory that the table takes."""
         return self.num_rows * self.row_bytes + math.ceil(self.slots * self.slot_bytes)
 
     @cached_property
     def moved(self) -> tuple[tuple[StorageTier, float], ...]:
-        """Rows that a step reads from each place, and as many that it writes there."""
+        """(storage, number of rows that a step reads from it, and writes to it)."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.lacking(held)))
@@ -130,40 +130,40 @@ class RowMemory:
 
     @property
     def moved_rows(self) -> float:
-        """Rows that a step reads, each in the place of one that it writes."""
+        """The number of rows that a step reads; it writes as many."""
         return self.moved[0][1]
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that a step reads, and as many that it writes."""
+        """The bytes that a step reads; it writes as many."""
         return self.moved_rows * self.record_bytes
 
     @property
     def found(self) -> float:
-        """The share of a step's distinct rows that are in memory without having been read for it."""
+        """The hit rate: the share of a step's distinct rows that are in memory already."""
         return 1 - self.moved_rows / max(self.draws.rows, 1e-9)
 
     @property
     def read_ms(self) -> float:
-        """Time in which a step's rows are read."""
+        """The time to read a step's rows."""
         return sum(rows * (each.read_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
 
     @property
     def write_ms(self) -> float:
-        """Time in which they are written."""
+        """The time to write a step's rows."""
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
 
     def with_slots(self, slots: int) -> RowMemory:
-        """The same with so many rows in memory."""
+        """Copies the prediction with this many rows in memory."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
     def least(self) -> RowMemory:
-        """The smallest that the known batches can keep to."""
+        """The prediction with the fewest slots that hold a known batch."""
         return self.with_slots(max(self.at_once, 1))
 
     def at_speed(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """The smallest whose reads and writes take no longer than all else of a step, with rows read ahead of it."""
+        """Copies it with the fewest slots whose reads and writes a step of `step_ms` hides, rows being read ahead."""
 
         def is_hidden(slots: float) -> bool:
             found = self.with_slots(math.ceil(slots))
@@ -173,7 +173,7 @@ class RowMemory:
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:
-    """Returns the least number up to `most` from which on something holds."""
+    """Searches for the least number up to `most` from which on a condition holds."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""The formats in which numbers travel, and how many bytes they take."""
+"""Counts the bytes of numbers in the formats in which they travel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal, get_args
 
 Format = Literal["exact", "bf16", "fp16", "int8"]
-"""Formats on the wire: as in memory; rounded to 16 bits; to 8 bits, with a power of two for each piece."""
+"""Formats on the wire: as in memory; rounded to 16 bits; rounded to 8 bits, with a power of two for each piece."""
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
@@ -21,7 +21,7 @@ class Wire:
 
     Attributes:
         itemsize: bytes of a number in memory.
-        form: in which it travels, where that is narrower.
+        form: the format on the wire, used where it is narrower.
     """
 
     itemsize: int
@@ -33,7 +33,7 @@ class Wire:
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def piece_bytes(self, columns: int) -> int:
-        """Counts the bytes of one rank's columns of a row."""
+        """Counts the bytes of `columns` columns of a row."""
         if not self.rounds or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns

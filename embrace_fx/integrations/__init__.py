@@ -1,2 +1,2 @@
-"""Other people's training loops, with `embrace_fx.compile` where they put DistributedDataParallel; each needs its
+"""Lets other libraries' training loops use `embrace_fx.compile` in place of DistributedDataParallel; each needs its
 library: `pip install embrace-fx[integrations]`."""

@@ -1,4 +1,4 @@
-"""Accelerate's loop: `EmbraceAccelerator` where `Accelerator` stands, nothing else changed."""
+"""Accelerate's loop: write `EmbraceAccelerator` in place of `Accelerator`; nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import embrace_fx
 class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` whose `prepare` compiles models instead of wrapping them in DistributedDataParallel.
 
-    What it saves is whole, whatever the plan: any number of ranks loads it, with embrace_fx or without.
+    It saves whole tensors, whatever the plan: any number of ranks can load them, with or without embrace_fx.
 
     Args:
-        compile_options: of `embrace_fx.compile`.
+        compile_options: options of `embrace_fx.compile`.
     """
 
     def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self.compile_options = dict(compile_options or {})
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepares as Accelerate does; optimizers that are prepared together with the model step its tables."""
+        """Prepares as Accelerate does; optimizers prepared in the same call as the model step its tables."""
         self._prepared_together = [each for each in args if isinstance(each, Optimizer)]
         return super().prepare(*args, **kwargs)
 
@@ -37,7 +37,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
-        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)  # in no wrapper
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)  # adds no wrapper
         if evaluation_mode:
             return prepared
         options = getattr(self, "compile_options", {})

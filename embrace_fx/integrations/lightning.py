@@ -1,4 +1,4 @@
-"""Lightning's loop: `Trainer(strategy=EmbraceStrategy())`, or `"embrace_fx"`, where `"ddp"` stands."""
+"""Lightning's loop: write `Trainer(strategy=EmbraceStrategy())`, or `"embrace_fx"`, in place of `"ddp"`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class EmbraceStrategy(DDPStrategy):
     """A strategy that compiles the network of a LightningModule instead of wrapping the module in
     DistributedDataParallel.
 
-    Steps log, call metrics and the trainer: they are no part of a model's graph. So the network is the child of the
-    module that has all of its trainable parameters, which the steps call; or, where several have some, the module's own
-    forward, which the steps call as `self(...)`. What is saved is whole, whatever the plan.
+    Steps log, and call metrics and the trainer, which no graph can hold. So the compiled network is the module's child
+    that has all trainable parameters, which the steps call; or, where several children have some, the module's own
+    forward, which the steps call as `self(...)`. Whole tensors are saved, whatever the plan.
 
     Args:
-        compile_options: of `embrace_fx.compile`.
+        compile_options: options of `embrace_fx.compile`.
     """
 
     def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ class EmbraceStrategy(DDPStrategy):
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
-        # Evaluates what fit() has compiled. DDPStrategy would broadcast parameters, of which each rank has its parts.
+        # Evaluates the network compiled by fit(). DDPStrategy would broadcast parameters; each rank has its own parts.
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -62,7 +62,7 @@ class EmbraceStrategy(DDPStrategy):
                 f"{type(self.model).__name__}, which has no forward. Write one that computes what the steps need."
             )
         else:
-            network = copy.copy(self.model)  # the same parameters and children, no trainer
+            network = copy.copy(self.model)  # shares parameters and children, without the trainer
             self.compiled = self._compile(network)
             self.model.forward = self._forward
 
@@ -70,7 +70,7 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.compile(network, **self._compile_options)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the module's forward."""
+        """Replaces the module's forward by the compiled one."""
         assert self.compiled is not None
         assert self.model is not None
         self._calls += 1
@@ -81,7 +81,7 @@ class EmbraceStrategy(DDPStrategy):
         """Runs the module's step.
 
         Raises:
-            RuntimeError: it has not called the compiled forward: its gradients would stay this rank's own.
+            RuntimeError: it has not called the compiled forward, so that gradients would not be reduced.
         """
         assert self.model is not None
         calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._forward
@@ -126,6 +126,6 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Lists the children, and parameters of its own, in which a module's trainable parameters are."""
+    """Lists the children, and own parameters, that hold a module's trainable parameters."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

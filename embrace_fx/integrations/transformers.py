@@ -1,4 +1,4 @@
-"""Hugging Face's loop: `EmbraceTrainer` where `Trainer` stands, nothing else changed."""
+"""Hugging Face's loop: write `EmbraceTrainer` in place of `Trainer`; nothing else changes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from embrace_fx.integrations.accelerate import EmbraceAccelerator
 class EmbraceTrainer(Trainer):
     """A `Trainer` that compiles its model instead of wrapping it in DistributedDataParallel.
 
-    What it saves is whole, whatever the plan. Evaluation runs on the compiled model, on all ranks.
+    It saves whole tensors, whatever the plan. Evaluation runs on the compiled model, on all ranks.
 
     Attributes:
-        logs_metrics: whether `CompiledModel.metrics()` of the last step are logged beside the loss; set it at will.
+        logs_metrics: whether `CompiledModel.metrics()` of the last step are logged beside the loss; may be set.
     """
 
     logs_metrics = False
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = EmbraceAccelerator  # it is made from the arguments in there
+        self.accelerator.__class__ = EmbraceAccelerator  # `super()` has made an Accelerator from the arguments
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         compiled = getattr(self, "model_wrapped", None)
@@ -46,7 +46,7 @@ class EmbraceTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer: Any = self.optimizer
-        saved: Any = _Saved(optimizer.state_dict())  # on every rank, of which one writes
+        saved: Any = _Saved(optimizer.state_dict())  # made on every rank; one rank writes it
         self.optimizer = saved
         try:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -56,7 +56,7 @@ class EmbraceTrainer(Trainer):
 
 @dataclass
 class _Saved:
-    """An optimizer's state in its place."""
+    """Stands in for an optimizer, with its state."""
 
     state: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Computes a picture's facts from the plan: tables' places, DDP's step, other numbers of ranks."""
+"""Computes the facts shown beside a picture: tables' places, DDP's step, steps on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
 RANKS = (2, 8, 64)
 ELEMENT_BYTES = 4
-"""Of a parameter, where only shares are told."""
+"""Bytes of an element, where only shares of bytes are shown."""
 
 _COLLECTIVE: dict[str, Collective] = {
     "all_reduce": "all_reduce",
@@ -26,7 +26,7 @@ _COLLECTIVE: dict[str, Collective] = {
 
 
 def background_of(plan: Plan, schedule: Schedule) -> Background:
-    """Gathers what a picture shows around the schedule of a plan."""
+    """Computes the facts that a picture shows beside a plan's schedule."""
     if plan.world_size == 1:
         return Background(0.0, (), places_of(plan))
     steps = []
@@ -38,9 +38,7 @@ def background_of(plan: Plan, schedule: Schedule) -> Background:
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """Milliseconds that a step under DDP waits: tables' dense gradients, the first layer's, are ready as the backward
-    ends.
-    """
+    """Estimates how long a step under DDP waits, in ms; tables' dense gradients are ready as the backward ends."""
     tables, others = 0, 0
     for decision in plan:
         reduced = round(decision.ddp_bytes_per_step * plan.world_size / (2 * (plan.world_size - 1)))
@@ -57,7 +55,7 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """Copies a step, with the time of each launch as it would be between so many ranks."""
+    """Copies a step with the times of launches between this many ranks."""
     return replace(steps, operations=tuple(_on_ranks(each, plan, ranks) for each in steps.operations))
 
 
@@ -78,7 +76,7 @@ def _links(plan: Plan, ranks: int) -> Cluster:
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:
-    """Returns the place of each table, the largest first."""
+    """Describes each table's place, the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(

@@ -1,4 +1,4 @@
-"""Gathers every rank's report of its batch, and has rank 0 decide the plan on them."""
+"""Gathers every rank's report of its batch; rank 0 decides the plan by them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from embrace_fx.vocabulary.plan import LinksAre, Plan
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 MOST_GATHERED_IDS = 2**22
-"""Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
+"""Most ids of one table, of all ranks together, that every rank receives at set-up: 16 MiB."""
 
 SHARED = (
     "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
@@ -43,12 +43,12 @@ HOOKED = "the communication hook reduces whole gradients"
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a plan is decided on; rank 0 has it, made of the reports of every rank.
+    """All that a plan depends on; rank 0 makes it from the reports of every rank.
 
     Attributes:
         rows: table -> unique rows that each rank reads.
-        sparsity: table -> how its gradients lie on all ranks, where all of them told their ids.
-        rows_at_home: table -> which of each rank's rows its own row of a grid has, of `rows` as they were measured.
+        sparsity: table -> the sparsity of its gradients on all ranks, where all of them reported their ids.
+        rows_at_home: table -> how many of each rank's measured rows are in its own row of a grid.
     """
 
     graph: TrainingGraph
@@ -63,7 +63,7 @@ class Findings:
     buckets_as: Format = "exact"
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
-        """Returns the plan for these links; `current`: the one in use, if any."""
+        """Decides the plan for these links; `current`: the plan in use, if any."""
         planned = decide(
             self.graph,
             self.facts,
@@ -81,18 +81,18 @@ class Findings:
         return replace(planned, links_are=links_are)
 
     def plan_as_last_run(self, links: Cluster) -> Plan:
-        """Returns the plan for probed links, steady from one run to the next."""
+        """Decides the plan for probed links, with the strategies of the last run unless others are clearly faster."""
         tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in self.graph.tables]
         key = tables, self.facts, self.world_size, self.strategy, self.schedule, self.rows_as, self.buckets_as
         return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """The same with tables that an optimizer needs whole."""
+        """Copies the findings with more tables that an optimizer needs whole."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
     def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
-        """The same with other numbers of rows, of some tables."""
+        """Copies the findings with other numbers of rows for some tables."""
         lying = {
             name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
         }
@@ -103,9 +103,9 @@ class Findings:
 def make_plan(
     setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], *, probes: bool = True
 ) -> tuple[Plan, Findings | None]:
-    """Returns the plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
+    """Makes the plan for a training batch: every rank measures, rank 0 decides, all get the same plan.
 
-    Returns: the plan, and on rank 0 what it was decided on.
+    Returns: the plan, and on rank 0 its findings.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
@@ -116,12 +116,12 @@ def make_plan(
 
 
 def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None, *, probes: bool = True) -> Plan:
-    """Rank 0's plan for the links given, or probed where a step sends enough for it to matter. Collective.
+    """Returns rank 0's plan for the given links, or for links probed where a step sends enough. Collective.
 
     Args:
-        findings: rank 0's alone.
+        findings: on rank 0; None on others.
         current: the plan in use, if any.
-        probes: whether links are probed that no plan has known yet.
+        probes: whether to probe links where no plan has known them yet.
 
     Raises:
         ValueError: the strategy asked for does not fit the model, on every rank.
@@ -138,11 +138,11 @@ def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | N
 def find(
     setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
 ) -> Findings | None:
-    """Gathers on rank 0 what a batch reads on all ranks. Collective.
+    """Gathers on rank 0 the rows that a batch reads on all ranks. Collective.
 
     Args:
-        used: parameters that earlier batches gave a gradient.
-        schedule: to price; "": the one that is followed.
+        used: parameters that got a gradient from earlier batches.
+        schedule: the schedule to price; "": the one in use.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
@@ -166,7 +166,7 @@ def find(
 
 
 def _probed(setting: Setting, plan: Plan) -> Cluster | None:
-    """Returns the links between the ranks, where a step sends enough to be cut. Collective."""
+    """Probes the links between the ranks; None where a step sends too little to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
     with stage("probing links", setting.communicator.rank):
@@ -181,17 +181,17 @@ def _agree_on_plan(
     *,
     recalls: bool = False,
 ) -> Plan:
-    """Rank 0's plan, on every rank.
+    """Returns, on every rank, the plan that rank 0 decides.
 
     Args:
-        recalls: where no plan is in use, that of the last run counts as such.
+        recalls: whether the plan of the last run counts as in use where there is none.
     """
     plan: Plan | str | None = None
     if findings is not None:
         try:
             recalls = recalls and current is None
             plan = findings.plan_as_last_run(links[0]) if recalls else findings.plan(*links, current)
-        except Exception as error:  # whatever it is, the other ranks wait for it
+        except Exception as error:  # the other ranks wait for an answer
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
     plan = setting.communicator.gather(plan, Plan | str | None)[0]
     if isinstance(plan, str):
@@ -203,7 +203,7 @@ def _agree_on_plan(
 def _findings(
     setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str], schedule: str
 ) -> Findings:
-    """Draws the findings from the reports of all ranks."""
+    """Makes the findings from the reports of all ranks."""
     used = set(used).union(*(report.used for report in everyone))
     reads = [report.reads for report in everyone]
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
@@ -238,12 +238,12 @@ def facts_of(
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
-    """Returns the facts about every parameter that the planner needs.
+    """Collects the facts about every parameter that the planner needs.
 
     Args:
-        holders: the optimizers, as far as they are known.
-        used: parameters to which a forward gives a gradient.
-        sharded: the whole shapes of tables that are in shards.
+        holders: the optimizers known so far.
+        used: parameters that get a gradient.
+        sharded: sharded table -> its whole shape.
     """
     every = enumerate(group for optimizer in holders.optimizers for group in optimizer.param_groups)
     groups = {id(parameter): k for k, group in every for parameter in group["params"]}
@@ -265,15 +265,15 @@ def facts_of(
 
 
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
-    """The way in which rows without gradient are to move. An optimizer that is not known yet counts as an Adam."""
+    """Decides how rows without gradient are updated. An optimizer that is not known yet counts as an Adam."""
     way = holders.moving(parameter, semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
 
 @dataclass(frozen=True)
 class _Reported:
-    """One rank's report of a table: unique rows, those with a gradient unless they are too many, the ids that these
-    were found in, and how many rows a grid would have at home.
+    """One rank's report of a table: the number of unique rows, the ids with a gradient (None: too many), how many ids
+    the batch has, and rows of a grid -> how many rows would be in the rank's own row of it.
     """
 
     rows: int
@@ -284,8 +284,8 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """One rank's report of its batch: parameters with a gradient, tables, why some cannot lie in shards, what is read
-    of each table; or why that could not be measured.
+    """One rank's report of its batch: parameters with a gradient, tables, why some cannot be sharded, the rows read of
+    each table; or why measuring failed.
     """
 
     used: tuple[str, ...]
@@ -311,11 +311,11 @@ def _narrow(ids: Tensor) -> Tensor:
 
 
 def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
-    """Returns the sparsity of a table's gradients on all ranks, if every rank told its ids."""
+    """Measures the sparsity of a table's gradients on all ranks; None unless every rank reported its ids."""
     told = [own for own in reported if own is not None]
     ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
     if len(ids) < len(reported):
         return None
-    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports the others
+    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports ids outside
     draws = sum(own.draws for own in told)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)

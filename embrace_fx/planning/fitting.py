@@ -1,7 +1,7 @@
-"""Batches that a plan does not fit: a parameter that is first used after it was made, a table in shards read densely.
+"""Fits a plan to batches that use a parameter for the first time, or read a sharded table densely.
 
-A plan is made for the first batch. What a later one needs besides is added to it on all ranks, without anything being
-probed or priced: DDP with `find_unused_parameters` trains such models, and so does this.
+A plan is made for the first batch. The needs of later ones are added to it on all ranks, without probing or pricing:
+DDP with `find_unused_parameters` trains such models, and so does embrace_fx.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Misfit:
     """The needs of a batch that a plan does not meet.
 
     Attributes:
-        late: parameters that it gives a gradient, and that the plan takes for unused or frozen.
-        whole: tables that the plan shards, and that its forward does not read as shards can be read.
-        eager: why no graph holds the forward for it, in a line; "": one does.
+        late: parameters that get a gradient although the plan counts them as unused or frozen.
+        whole: tables that the plan shards but that its forward reads in a way shards cannot be read.
+        eager: why no graph holds its forward, in one line; "": a graph does.
     """
 
     late: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class Misfit:
 
 
 def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:
-    """Compares a plan with a captured graph, its tables found; of an evaluation, with what it reads.
+    """Compares a plan with a captured graph (tables found) of a training or evaluation batch.
 
     Args:
-        hooked: parameters with gradient hooks, which want dense gradients of this rank's own.
+        hooked: parameters with gradient hooks, which need this rank's own dense gradients.
         ignored: parameters that each rank has for itself.
     """
     trained = set(used_parameters(graph)).difference(ignored) if plan.world_size > 1 else ()
@@ -51,7 +51,7 @@ def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignor
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Parameters that a graph reads otherwise than shards can be read."""
+    """Yields the parameters that a graph reads in a way shards cannot be read."""
     tables = {table.parameter: table for table in graph.tables}
     for _, role in graph.inputs():
         if isinstance(role, Parameter) and (role.name not in tables or shard_blocker(tables[role.name]) is not None):
@@ -59,7 +59,7 @@ def unshardable(graph: TrainingGraph) -> Iterator[str]:
 
 
 def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Plan:
-    """The plan with what the ranks' batches need besides; the same on all ranks."""
+    """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
     late = sorted({name for each in misfits for name in each.late})
     whole = sorted({name for each in misfits for name in each.whole})
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
@@ -87,7 +87,7 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
 
 
 def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
-    """Returns a stack without some of its tables."""
+    """Copies a stack without the tables in `whole`."""
     tables = tuple(name for name in stack.tables if name not in whole)
     ends = list(accumulate(plan[name].shape[0] for name in tables))
     return Stack(tables, (0, *ends[:-1]))

@@ -1,4 +1,4 @@
-"""A plan that is repeated: whether it fits the model, without anything being probed or decided anew."""
+"""Checks that a given plan fits the model; nothing is probed or decided anew."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
-    """The plan itself, if it fits model, optimizers and ranks. Collective.
+    """Returns the plan if it fits model, optimizers and ranks. Collective.
 
     Raises:
-        ValueError: it does not fit on some rank; on every rank, with the first thing that does not.
+        ValueError: it does not fit on some rank; on every rank, with the first disagreement.
     """
     own = next(_misfits(setting, graph, plan), None)
     everyone = setting.communicator.gather(own, str | None)
@@ -30,7 +30,7 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Lists each disagreement between plan and model in a few words."""
+    """Yields each disagreement between plan and model in a few words."""
     if plan.world_size != setting.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {setting.communicator.world_size}"
     used = used_parameters(graph)

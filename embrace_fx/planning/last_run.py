@@ -1,10 +1,10 @@
-"""The plan of the last run: kept where another probe of the same links would change it back and forth.
+"""Keeps the strategies of the last run, which would change with each probe of the same links otherwise.
 
 Contract
-    A probe measures links while others use them: two runs of one script find other rates. Strategies that are nearly as
-    fast would follow these. So the plan that the last run of the same model, between the same ranks, began with counts
-    as the one in use: another strategy must be clearly faster, and be so in `CONFIRMED_BY` runs in a row. Rank 0 alone
-    reads and writes; where nothing is kept, or no links are probed, each run decides for itself.
+    Others use the links while a probe measures them, so that two runs of one script find different rates, and nearly
+    equal strategies would alternate. So the first plan of the last run, of the same model on the same ranks, counts
+    as the plan in use: another strategy must be clearly faster in `CONFIRMED_BY` runs in a row. Only rank 0 reads and
+    writes; where nothing is kept, or no links are probed, each run decides for itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CONFIRMED_BY = 3
 
 @dataclass(frozen=True)
 class LastRun:
-    """Data that a run leaves to the next.
+    """Data that a run keeps for the next one.
 
     Attributes:
-        plan: that it began with.
-        wanted: strategies that it would have chosen instead; none where they are the plan's.
-        runs: in a row that wanted them.
+        plan: the run's first plan.
+        wanted: the strategies that it would have chosen instead; empty where they are the plan's.
+        runs: number of runs in a row that wanted them.
     """
 
     plan: Plan
@@ -38,16 +38,16 @@ class LastRun:
 
 
 def changes(old: Plan, new: Plan) -> tuple[str, ...]:
-    """Parameters whose strategy another plan changes."""
+    """Lists the parameters whose strategies differ between two plans."""
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
 def as_last_run(key: Sequence[Any], links: Cluster, decide: Callable[[Cluster, Plan | None], Plan]) -> Plan:
-    """The plan for links that have just been probed, with the strategies of the last run unless these are outdone.
+    """Decides the plan for newly probed links, with the strategies of the last run unless others are confirmed.
 
     Args:
-        key: what a plan follows from besides links and batches.
-        decide: the plan for links, given the one in use.
+        key: all that a plan depends on besides links and batches.
+        decide: (links, the plan in use) -> plan.
     """
     key = (platform.node(), *key)
     last = recall(LastRun, *key)
@@ -57,7 +57,7 @@ def as_last_run(key: Sequence[Any], links: Cluster, decide: Callable[[Cluster, P
         found = decide(links, last.plan)
         if changes(last.plan, found):
             before = decide(last.plan.links, last.plan)
-            if not changes(last.plan, before):  # it is the links that want another one, not the batch
+            if not changes(last.plan, before):  # the links ask for another plan, not the batch
                 wanted = tuple(decision.name for decision in found)
                 runs = last.runs + 1 if wanted == last.wanted else 1
                 if runs < CONFIRMED_BY:

@@ -1,4 +1,4 @@
-"""The links between the ranks: probed once for a network, and remembered from one run to the next."""
+"""Probes the links between the ranks once for a network, and keeps the result for later runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
     """Measures the links of every collective; None where a step sends too little for it to matter. Collective.
 
-    What an earlier run has probed between the same hosts is checked by two short measurements and taken where it still
-    holds; else the links are probed anew. Rank 0's files alone are read and written.
+    The result of an earlier run between the same hosts is checked by two short measurements and used if they agree;
+    else the links are probed again. Only rank 0's files are read and written.
 
     Args:
-        sent_bytes: what a step sends, about; equal on all ranks.
-        device: whose tensors are sent.
+        sent_bytes: about what a step sends; equal on all ranks.
+        device: the device whose tensors are sent.
     """
     key: list[tuple[str, ...]] = []
     recalled: list[Cluster | None] = []
@@ -41,7 +41,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
 
 def _own_part(device: torch.device) -> tuple[str, ...]:
-    """Returns the machine's properties that the speed of a rank's links follows from, as far as they can be named."""
+    """Names the properties of the machine that decide the speed of a rank's links."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

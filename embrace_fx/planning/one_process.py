@@ -1,4 +1,4 @@
-"""One process's schedule and timeline: compute, and copies out of memory and back; nothing is sent."""
+"""Makes the schedule of a single process: compute, offloads and reloads; nothing is sent."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from embrace_fx.vocabulary.schedule import Schedule
 
 @dataclass(frozen=True)
 class SoloSchedule:
-    """The schedule and graphs that one process shows of its steps.
+    """The estimated schedule of a single process, and the recorder that measures it.
 
     Attributes:
-        schedule: backward, what comes between two calls, and forward, as estimated.
-        recorder: measures them.
+        schedule: backward, the time between two calls, and forward.
+        recorder: measures these operations.
     """
 
     schedule: Schedule
@@ -51,10 +51,10 @@ class SoloSchedule:
         """Estimates the steps of a training graph on one process.
 
         Args:
-            graph: in phases.
-            name: of the schedule that was asked for.
-            device: of the model.
-            memory: of tables beyond memory.
+            graph: a graph with phases.
+            name: the schedule that was asked for.
+            device: the model's device.
+            memory: table beyond memory -> its rows in memory.
         """
         node_ms = estimate(compute, graph.expected)
 

@@ -1,4 +1,4 @@
-"""Parameters placed as a plan says, and placed anew under another plan."""
+"""Places parameters as a plan says, and moves them under another plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
-    """Shards the tables, makes the replicas equal, and tells steps and announcements which tables there are."""
+    """Shards the tables, makes the replicas equal, and registers the tables with steps and announcements."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
     with setting.communicator.watching():
@@ -45,9 +45,9 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
 
 
 def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> None:
-    """Places tables as another plan says, between two steps; state and gradients of theirs come along. Collective.
+    """Moves tables, with their state and gradients, to another plan, between two steps. Collective.
 
-    A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own part.
+    The gradient of a replica is the mean already, equal on all ranks; of a shard each rank has its own part.
     """
     state = setting.state
     gather_tables(setting, [name for name in old.sharded if name not in new.sharded])
@@ -66,7 +66,7 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
 
 
 def gather_tables(setting: Setting, names: Sequence[str]) -> None:
-    """Puts sharded tables together, with their state and gradients, on every rank. Collective."""
+    """Makes sharded tables whole, with their state and gradients, on every rank. Collective."""
     with setting.communicator.watching(), torch.no_grad():
         for name in names:
             table = setting.state.tables[name]
@@ -77,7 +77,7 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
 
 
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Args: `mesh`: where its parts lie, if its parameter is one already."""
+    """Shards a table; `mesh`: the ranks of its parts, if its parameter is a part already."""
     parameter, communicator = setting.state.parameter(name), setting.communicator
     place = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, asked = setting.options.row_updates == "replay", setting.state.asked
@@ -97,7 +97,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
 
 
 def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
-    """Tells steps and announcements which tables there are."""
+    """Registers the tables with steps and announcements."""
     row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
     stepping.replicas = []
     for found in graph.tables:

@@ -1,4 +1,4 @@
-"""Counts the rows of each table that one batch reads, on its own rank."""
+"""Counts the rows of each table that this rank's batch reads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Read:
     """The rows that one batch reads of one table.
 
     Attributes:
-        rows: unique rows, the padding row included: it travels between shards whether or not the batch holds it.
-        drawn: (T,) ids as often as the batch has them, without those that get no gradient.
-        unique: (rows,) those rows.
+        rows: number of unique rows, always with the padding row, which travels even if the batch does not hold it.
+        drawn: (T,) all ids of the batch that get a gradient, with duplicates.
+        unique: (rows,) the unique rows.
     """
 
     rows: int
@@ -33,30 +33,30 @@ class Read:
     unique: Tensor
 
     def at_home(self, rank: int, ranks: int) -> dict[int, int]:
-        """Counts the rows that lie in a rank's own row of a grid: rows of the grid -> rows of the table."""
+        """Counts, for each grid, how many rows are in this rank's own row of it: rows of the grid -> count."""
         sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
         return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """Returns the numbers of rows that a grid of so many ranks can have, beyond one."""
+    """Lists the numbers of rows, beyond one, that a grid of this many ranks can have."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
 def used_parameters(graph: TrainingGraph) -> set[str]:
-    """Parameters to which the graph gives a gradient."""
+    """Names the parameters to which the graph gives a gradient."""
     return {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
 
 
 def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
-    """Counts the rows that a batch reads, by table: it runs the extracted id function on the batch itself."""
+    """Counts the rows that a batch reads, by table, by running the graph that computes its ids."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
     run = reader(extract_ids(graph, tables), state)
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
-    with random_state_kept(device), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
+    with random_state_kept(device), torch.no_grad():  # a model that draws ids must draw the same ones in its step
         ids = iter(run(leaves))
     reads = {}
     for table in tables:

@@ -1,9 +1,9 @@
-"""Watches whether another plan is due: rows that ranks read from step to step, against those planned for.
+"""Watches, by the rows that ranks read from step to step, whether another plan would be better.
 
 Contract
-    Rank 0 alone follows the numbers that ranks announce anyway. It asks for a plan in its own next announcement, which
-    all ranks hear in the same step. What is then planned, on fresh measurements, is rank 0's decision too; the new plan
-    is in place before the next step begins.
+    Only rank 0 follows the numbers, which ranks announce anyway. It asks for a plan in its next announcement, which all
+    ranks get in the same step. Rank 0 then decides the new plan, by new measurements; it is in use before the next
+    step begins.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from embrace_fx.runtime.ranks.checksums import digest_of
 from embrace_fx.vocabulary.plan import Plan
 
 SAMPLED_EVERY = 4
-"""Calls for training: of replicas, the rows of a batch have to be counted for this alone."""
+"""Training calls between two samples; the rows of replicas are counted only for this."""
 WEIGHT = 0.25
-"""Of a sample in the running mean, which so remembers about 16 calls."""
+"""Weight of a sample in the running mean, which thus covers about 16 calls."""
 LOOK_EVERY = 4
-"""Samples between two looks at whether another plan would be better."""
+"""Samples between two checks whether another plan would be better."""
 CONFIRMED_BY = 2
-"""Looks in a row that must want the same strategies: one batch unlike the others changes nothing."""
+"""Checks in a row that must find the same strategies, so that a single odd batch changes nothing."""
 DRIFTED = 0.2
-"""Share of the rows planned for by which a mean must have moved before it is worth a look."""
+"""Share of the planned rows by which a mean must have changed before a check is made."""
 
 
 @dataclass
 class Calls:
-    """The state that a model's calls share, and that its next announcement tells of.
+    """The state that a model's calls share, and from which its next announcement is made.
 
     Attributes:
-        count: of calls for training.
-        asks_to_plan: this rank would have another plan made.
-        rows_seen: of watched tables, in the coming step.
-        checksums: of this rank's replicas, where the coming step is to compare them; else empty.
-        authority: the rank whose buffers count.
+        count: number of training calls.
+        asks_to_plan: this rank asks for another plan.
+        rows_seen: watched table -> rows read in the next step.
+        checksums: those of this rank's replicas, if the next step compares them; else empty.
+        authority: the rank whose buffers the others take.
         uneven: ranks may have taken different numbers of optimizer steps (`join`).
-        ahead: batches that the loader is read ahead.
+        ahead: number of batches that the loader is read ahead.
     """
 
     count: int = 0
@@ -52,7 +52,7 @@ class Calls:
     ahead: int = 0
 
     def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
-        """Completes what a step announces by what it is to tell once."""
+        """Adds to a step's announcement the values that are sent once, and clears them."""
         seen, self.rows_seen = self.rows_seen, {}
         checksums, self.checksums = self.checksums, {}
         return replace(
@@ -66,10 +66,10 @@ class Calls:
 
 
 class Drift:
-    """Follows what ranks read of the tables whose strategy depends on it. Of rank 0 alone.
+    """Follows, on rank 0, the rows that ranks read of tables whose strategy depends on them.
 
     Attributes:
-        wants_plan: another plan is clearly better; stays so until there is one.
+        wants_plan: another plan is clearly better; True until it is made.
     """
 
     def __init__(self, plan: Plan, findings: Findings) -> None:
@@ -84,11 +84,11 @@ class Drift:
 
     @property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Running means of the rows that each rank reads, by table."""
+        """Table -> running means of the rows that each rank reads."""
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Takes one step's announced rows, by table and rank; below 0 where a rank does not know."""
+        """Adds one step's announced rows, by table and rank (below 0: unknown), to the means."""
         for name, mean in self._means.items():
             rows = rows_read.get(name, ())
             if rows and min(rows) >= 0:
@@ -116,10 +116,10 @@ def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
 
 
 def story(calls: int, old: Plan, new: Plan) -> str:
-    """Tells in one line what a new plan changes, and why.
+    """Prints in one line what a new plan changes, and why.
 
     Args:
-        calls: of the model, for training, so far.
+        calls: number of training calls so far.
     """
     told = []
     for name in changes(old, new):

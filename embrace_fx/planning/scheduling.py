@@ -1,7 +1,7 @@
-"""From a plan to a flow: which launches a window has, in which order, and in how many chunks.
+"""Makes a flow from a plan: the launches of a window, their order, and their chunks.
 
-Chunks are cut once, for the links as they were probed. The first order comes from the cost model. A few steps later,
-with durations profiled on every rank, rank 0 computes the order that is kept, and all ranks take it.
+Chunks are cut once, for the probed links. The first order comes from the cost model. A few steps later, when every rank
+has profiled durations, rank 0 computes the final order for all ranks.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedul
 from embrace_fx.vocabulary.submissions import submitted
 
 PROFILED_AFTER, PROFILED = 5, 6
-"""Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
+"""Steps that warm up, and steps that are measured; one or two disturbed ones do not change a median of six."""
 
 
 MAY_HOLD = 1.05
-"""What a backward in another order may hold at most, over what it holds as autograd has it; with a budget, as much."""
+"""Peak memory of a backward in another order, at most, over its peak in autograd's order; 1 under a budget."""
 
 ComputeInOrder = Callable[[tuple[str, ...]], TrainingGraph]
 
 
 @dataclass(frozen=True)
 class _Ordered:
-    """The launch order that rank 0 has found, and the order of compute.
+    """The launch order and the order of compute that rank 0 has found.
 
     Attributes:
-        units: of the backward, in the order in which they are to be computed; none: as they stand.
+        units: units of the backward in their new order; empty: the order is unchanged.
     """
 
     schedule: Schedule
@@ -77,15 +77,14 @@ class Scheduling:
     """The schedule of one compiled model, and the flow that follows it.
 
     Args:
-        graph: the first training batch's, as it runs.
-        gradients_alone: the graph has no more than gradients, which leave in the order in which autograd makes them.
-        cuts: in what pieces its communication travels.
-        compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
-            stays as it stands.
-        ahead: batches that the loader is read ahead.
+        graph: the graph of the first training batch, as it runs.
+        gradients_alone: the graph has only gradients, which are launched in the order in which autograd makes them.
+        cuts: the pieces in which communication travels.
+        compute_in_order: reorders the backward's units, and returns the new graph; None: the order is fixed.
+        ahead: number of batches that the loader is read ahead.
 
     Attributes:
-        memory: what is predicted of tables beyond memory, at the pace of the profile once there is one.
+        memory: the prediction for tables beyond memory, at the measured speed once there is a profile.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Scheduling:
         self._flow: Flow | None = None
 
     def start(self, warn: Callable[[], None]) -> Flow:
-        """Makes what follows the schedule. Collective."""
+        """Makes the flow that follows the schedule. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
         order = launches(self.schedule, self.looks_ahead)
@@ -134,7 +133,7 @@ class Scheduling:
             communicator.look_each_time(launcher.looks())
         communicator.in_turn = launcher.in_turn
         pieces = dict(self._cuts.pieces)
-        communicator.rounding.forget()  # what other buckets have left out
+        communicator.rounding.forget()  # drops the residuals of other buckets
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
@@ -151,10 +150,10 @@ class Scheduling:
         return self._flow
 
     def _exchanges(self, on_streams: bool) -> dict[int, BucketExchange]:
-        """Returns the functions that start the exchanges of those buckets that are not AllReduced. Collective.
+        """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
 
         Args:
-            on_streams: each runs to its end where it is launched, on the stream of its class.
+            on_streams: each exchange runs to its end where it is launched, on the stream of its class.
         """
         by_bucket = {
             k: found for k, each in enumerate(self._plan.buckets) if (found := self._exchange(each)) is not None
@@ -169,7 +168,7 @@ class Scheduling:
         return {k: partial(start, each) for k, each in by_bucket.items()}
 
     def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
-        """Returns the exchange of a bucket; None: it is AllReduced."""
+        """Makes the exchange of a bucket; None: it is AllReduced."""
         plan, first = self._plan, self._setting.state.parameter(bucket[0])
         if bucket[0] in plan.exchanged:
             decision = plan[bucket[0]]
@@ -181,7 +180,7 @@ class Scheduling:
         return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
-        """Counts, profiles and orders steps, where every rank is known to go on with this one."""
+        """Counts, profiles and reorders steps; called where every rank is known to continue."""
         assert self._flow is not None
         if self._profiled:
             return
@@ -194,10 +193,10 @@ class Scheduling:
             if recorder.recording is not None and recorder.recording is self._recording:
                 self._follow(self._flow, profile(recorder.stop()))
             else:
-                self._steps = 0  # the user records these steps: once more
+                self._steps = 0  # the user records these steps: profiles the next ones
 
     def _follow(self, flow: Flow, own: Profile) -> None:
-        """Orders by what was measured, on all ranks, from the next window on."""
+        """Applies the order computed from all ranks' profiles, from the next window on."""
         communicator = self._setting.communicator
         everyone = communicator.gather(own, Profile)
         self.schedule = self._order(agree_on_profile(everyone))
@@ -205,7 +204,7 @@ class Scheduling:
         self._profiled = True
 
     def _order(self, profiled: Profile | None) -> Schedule:
-        """Returns the schedule that rank 0 computes, on every rank."""
+        """Returns, on every rank, the schedule that rank 0 computes."""
         communicator, found = self._setting.communicator, None
         if profiled is not None:
             self.memory = {name: at_pace(name, of, profiled.byte_ms) for name, of in self.memory.items()}
@@ -218,7 +217,7 @@ class Scheduling:
             assert self._compute_in_order is not None
             self._graph = self._compute_in_order(ordered.units)
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
-        # Nothing is on its way twice: a window never holds more than it sends.
+        # No launch is in flight twice, so that a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
         check_storage(agreed.steps, self.memory)
         node_ms = estimate(self._cluster.compute, self._graph.expected)
@@ -244,21 +243,18 @@ class Scheduling:
         return _Ordered(found, order)
 
     def _may_reorder(self) -> bool:
-        """Tells whether a backward can be put in another order at no cost.
-
-        Regions would have to be compiled anew, and copies placed anew.
-        """
+        """Tells whether a backward can be reordered without compiling regions or placing copies again."""
         copies = any(op_name(node) in COPY_OPS for node in self._graph.phases["backward"].graph.nodes)
         return self._compute_in_order is not None and self._setting.options.backend == "eager" and not copies
 
     def _expected_bytes(self) -> dict[OperationId, int]:
-        """Bytes that a rank sends in the launches whose bytes do not follow from their sizes."""
+        """Predicts the bytes that a rank sends in sparse exchanges, which do not follow from a bucket's size."""
         plan = self._plan
         exchanged = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
         return {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in exchanged.items()}
 
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
-        """Returns the window of the graph."""
+        """Builds the step graph of a window."""
         plan = self._plan
         sizes = Sizes(
             profiled.sent_bytes if profiled else self._expected_bytes(),
@@ -280,10 +276,10 @@ def cuts(setting: Setting, plan: Plan) -> Cuts:
 
 
 def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
-    """Elements of each chunk of a bucket's AllReduce: equal ones, of about the size that the cost model wants.
+    """Counts the elements of each chunk of a bucket's AllReduce: equal chunks of about the cost model's size.
 
-    A naive program, which nothing has to overtake, reduces whole buckets. An exchange, which sends in rounds, takes a
-    gradient as a whole.
+    Schedule "none", in which no launch overtakes another, reduces whole buckets. A sparse exchange, which sends in
+    rounds, takes a whole gradient.
     """
     parameters = [setting.state.parameter(name) for name in bucket]
     elements = sum(parameter.numel() for parameter in parameters)
@@ -296,7 +292,7 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
 
 
 def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns the sharded tables and stacks that have an exchange of their own -> the tables that each serves."""
+    """Maps each sharded table or stack that has its own exchange to the tables that this serves."""
     stacked = {table: stack for stack in plan.stacks for table in stack.tables}
     found: dict[str, tuple[str, ...]] = {}
     for table in plan.sharded:
@@ -318,19 +314,19 @@ def _rows_bytes(plan: Plan, table: str) -> int:
 
 
 def _ids_bytes(plan: Plan, table: str) -> int:
-    """About what a rank's ids of a table take, 4 bytes for each row that the plan expects to travel."""
+    """Estimates the bytes of a rank's ids of a table: 4 for each row that the plan expects to travel."""
     rows_bytes = _rows_bytes(plan, table) / 2 * plan.world_size / (plan.world_size - 1)
     return round(rows_bytes / plan[table].shape[1])
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Medians of what a few steps took on one rank.
+    """Medians over a few steps on one rank.
 
     Attributes:
-        compute_ms: by compute operation.
-        sent_bytes: by launch.
-        byte_ms: milliseconds of a byte, of reads and writes of rows beyond memory.
+        compute_ms: compute operation -> milliseconds.
+        sent_bytes: launch -> bytes.
+        byte_ms: read or write of rows beyond memory -> milliseconds per byte.
     """
 
     compute_ms: dict[OperationId, float]
@@ -339,11 +335,11 @@ class Profile:
 
 
 def profile(recording: Recording) -> Profile:
-    """Takes the medians over the windows of a recording, of which the first and the last are cut off."""
+    """Computes the medians over the whole windows of a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
-        if span.window in windows:  # what waits cut into pieces counts as a whole
+        if span.window in windows:  # adds up an operation that waits have cut into pieces
             spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
     took_ms: dict[OperationId, float] = {}
@@ -360,7 +356,7 @@ def profile(recording: Recording) -> Profile:
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
-    """One profile for all ranks: the compute of the slowest, the mean of what is sent, the slowest storage."""
+    """Makes one profile for all ranks: the slowest rank's compute, the mean of sent bytes, the slowest storage."""
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
     launched = {launch for each in everyone for launch in each.sent_bytes}
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
@@ -370,7 +366,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:
-    """Lists the launches of a schedule that the launcher issues: not those of the calling thread, which gathers the ids
-    of a batch that is not looked ahead to, and adds up rows' norms.
+    """Lists the launches of a schedule that the launcher issues. The calling thread issues the AllReduce of row norms,
+    and the AllGather of ids of a batch that was not known ahead.
     """
     return tuple(each for each in schedule.launches if each != ROW_NORMS and (looks_ahead or each != IDS))

@@ -1,4 +1,4 @@
-"""A plan in one line, for who has not asked, and the advice of a report: how to shard tables, how to keep the plan."""
+"""Prints a plan in one line, and a report's advice: how to shard tables, and how to keep the plan."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 
 MOST_NAMED = 3
-"""Tables that a line names; it counts the others."""
+"""Most tables that a line names; it counts the others."""
 LONGEST = 120 - len("embrace_fx: ")
-"""Characters of the line, with what is told before it."""
+"""Most characters of the line, without its prefix."""
 
 
 def summary(plan: Plan) -> str:
-    """Tells what was decided in a line, and predicts nothing. Tables are named as far as there is room.
+    """Prints the decisions, without predicted times, in one line that names as many tables as fit.
 
     >>> from embrace_fx.cost.links import Cluster
     >>> tables = [Decision("item", (9000, 8), True, "alltoall", "40 of 9000 rows read", 2048, 288000, 0.4)]
@@ -53,7 +53,7 @@ def _names(names: list[str]) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Advises on sharding a table that is whole, at the least cost, and on having the same plan again."""
+    """Advises how to shard the whole table for which this costs least, and how to use the same plan again."""
     whole = [d for d in plan if d.is_table and d.strategy not in ("alltoall", "frozen")]
     lines = []
     if (cheapest := _cheapest(whole)) is not None:
@@ -65,12 +65,12 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns the table that could be sharded at the least cost, and that cost."""
+    """Returns (the table that can be sharded at the least cost, that cost in ms); None: there is none."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole
         for candidate in decision.candidates
-        # A candidate that nothing but its time speaks against: what is not legal is the decision's reason too.
+        # Only candidates rejected for their time: the reason against an illegal one is also the decision's reason.
         if candidate.strategy == "alltoall" and candidate.rejected != decision.reason
     }
     return min(costs_ms.items(), key=lambda item: item[1]) if costs_ms else None

@@ -1,4 +1,4 @@
-"""Which tables keep a working set of rows in memory, as `table_memory` asks, and how many rows."""
+"""Decides which tables keep a working set of rows in memory, as `table_memory` asks, and of how many rows."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Tier:
     """A table beyond memory.
 
     Attributes:
-        memory: bytes for its working set, or, below 1, the share of its rows.
-        whole: what was asked for of it and the tables that share that with it.
-        columns: what there is of a row on this rank, by name.
+        memory: bytes for its working set; below 1, the share of its rows.
+        whole: the value asked for, which tables may share.
+        columns: name -> column of a row on this rank.
     """
 
     memory: float
@@ -57,7 +57,7 @@ class Tier:
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
-        """How many rows stay in memory.
+        """Counts the rows that stay in memory.
 
         Raises:
             ValueError: none would.
@@ -74,7 +74,7 @@ class Tier:
         return min(rows, found)
 
     def asked_for(self, slots: int, rows: int) -> str:
-        """Returns the least table_memory with which so many rows stay in memory."""
+        """Prints the least table_memory with which this many rows stay in memory."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
@@ -86,14 +86,14 @@ def fit_plan(
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """Returns the plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
+    """Takes tables beyond memory out of the plan's stacks, and adds the prediction for their rows. Collective.
 
     Args:
-        sparsity: rank 0's.
-        storage: finds where other rows rest, of such records. Collective.
+        sparsity: on rank 0.
+        storage: finds the storage of records of this form. Collective.
 
     Raises:
-        ValueError: a table cannot be kept so, or its batches cannot keep to its memory; the same on every rank.
+        ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
     """
     asked = _asked(setting, plan)
     if not asked:
@@ -101,7 +101,7 @@ def fit_plan(
     for name in asked:
         _check(setting, name, plan)
     stacks = (without_tables(plan, stack, list(asked)) for stack in plan.stacks)
-    found = tiers(setting, plan, rank=0)  # which has the most columns
+    found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
     own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
     agreed = setting.communicator.gather(own, dict[str, RowMemory])[0]
@@ -118,7 +118,7 @@ def fit_plan(
 
 
 def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
-    """Predicts a table's rows in memory and the others; a plan that is repeated has draws itself."""
+    """Predicts a table's reads and writes; a plan that is used again already has its draws."""
     repeated = Draws(decision.shape[0], 0.0, 0.0) if decision.memory is None else decision.memory.draws
     draws = repeated if lies is None else Draws.of(lies)
     rows, record = decision.shape[0], Records(tier.columns).nbytes
@@ -128,18 +128,18 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
 
 
 def in_files(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
-    """Measures the file in which a compiled model's rows rest, as the slowest rank reaches it. Collective."""
+    """Measures the file of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
     assert setting.options.tables_in is not None
     try:
         own = row_ms(setting.options.tables_in, records)
-    except TierError:  # who makes the file tells of it
+    except TierError:  # making the file will raise
         own = (0.0, 0.0)
     read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
     return (StorageTier("file", max(read), max(write)),)
 
 
 def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Returns the tables beyond memory, by name, as they lie on a rank."""
+    """Finds the tables beyond memory, by name, with their columns on a rank."""
     whole = _asked(setting, plan)
     columns = {name: _columns(setting, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
@@ -212,8 +212,8 @@ def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
 
 
 def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Finds the module of a table on the meta device whose rows are computed when they are first read; None: its values
-    are there, or its module has its own way to make them."""
+    """Finds the module of a table on the meta device whose rows can be computed when first read; None: the table has
+    values, or its module has its own `reset_parameters`."""
     parameter = setting.state.parameter(name)
     if parameter.device.type != "meta":
         return None
@@ -227,13 +227,13 @@ def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag
 def place_tiered(
     setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, columns: Mapping[str, Column], slots: int
 ) -> TieredTable:
-    """Puts a table into its file, or leaves its rows to be computed, and a working set into its place. Collective.
+    """Moves a table into its file, or leaves its rows to be computed, and puts a working set in its place. Collective.
 
     Args:
         shape: of the whole table.
-        mesh: where its parts lie, if its parameter is this rank's part already.
-        columns: what there is of a row on this rank.
-        slots: rows in memory.
+        mesh: the ranks of its parts, if its parameter is this rank's part already.
+        columns: name -> column of a row on this rank.
+        slots: number of rows in memory.
     """
     parameter, communicator = setting.state.parameter(name), setting.communicator
     ((optimizer, _),) = setting.stepping.holders.of(parameter)
@@ -246,7 +246,7 @@ def place_tiered(
     else:
         communicator.connect(torch.device("cpu"))
         place = Place(name, shape, mesh_of(communicator, "cpu", None), weakref.ref(communicator))
-    like = torch.empty_strided((shape[0], len(own)), (0, 0), dtype=parameter.dtype)  # of one element
+    like = torch.empty_strided((shape[0], len(own)), (0, 0), dtype=parameter.dtype)  # has memory for one element
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
     memory = _made(setting, name, slots, columns, initial, first, shape[0])
@@ -275,7 +275,7 @@ def _made(
     first: Mapping[str, Tensor],
     rows: int,
 ) -> WorkingSet:
-    """The working set of a part, its first values in the file. Collective: what one rank cannot do, none does."""
+    """Makes the working set of a part, with its first values in the file. Collective: fails on all ranks or on none."""
     assert setting.options.tables_in is not None
     memory, told = None, ""
     try:

@@ -1,4 +1,4 @@
-"""The measured timeline: recordings of all ranks, on one clock."""
+"""Joins the recordings of all ranks into a measured timeline on one clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.schedule import MemoryAt, Operation, Span, StepGraph, Timeline, Wait
 
 ROUNDS = 9
-"""Exchanges of clocks: a median of nine outlives a few that were held up."""
+"""Exchanges of clocks; a few delayed ones do not change a median of nine."""
 
 
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
-    """All ranks' recordings as one timeline, the same on every rank. Collective.
+    """Joins all ranks' recordings into one timeline, the same on every rank. Collective.
 
-    Only whole windows are kept; of a single step, whose window no other one ends, its forward, its backward and what
-    followed. Times start with the first window of rank 0.
+    Only whole windows are kept; of a single step, whose window does not end, its forward, its backward and all behind
+    it. Times start with the first window of rank 0.
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
-    complete = min(each.window for each, _ in everyone)  # the last one begun may be cut off
+    complete = min(each.window for each, _ in everyone)  # the last window may be incomplete
     if not complete:
         everyone, complete = [(_single_step(each), offset) for each, offset in everyone], 1
     marks = everyone[0][0].marks
@@ -39,7 +39,7 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
 
 
 def _single_step(recording: Recording) -> Recording:
-    """The same with the forward before the one backward in the window of that."""
+    """Copies a recording with the forward before its only backward moved into that backward's window."""
     return replace(
         recording,
         marks=[(each, 0, when) for each, _, when in recording.marks if each is not None],
@@ -83,7 +83,7 @@ def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -
 
 
 def _clock_offset(communicator: Communicator) -> float:
-    """Seconds by which this rank's clock is ahead of rank 0's: medians over moments at which all ranks are released."""
+    """Measures by how many seconds this rank's clock is ahead of rank 0's: the median over common moments."""
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):

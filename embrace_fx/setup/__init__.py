@@ -1,1 +1,1 @@
-"""Holds what a compiled model is set up with: its options, what ranks agree on, the setting of the run."""
+"""Sets a compiled model up: checks its options, lets ranks agree on them, and finds their process group."""

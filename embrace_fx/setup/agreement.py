@@ -1,4 +1,4 @@
-"""Checks that all ranks have in common what training needs; a rank that cannot go on tells the others."""
+"""Checks that ranks agree on model, optimizers and options; a rank that cannot continue reports it to the others."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
 class SetUpError(ValueError, RuntimeError):
-    """Raised where `compile` cannot train what it was given: a ValueError, and as DDP's constructor raises one, a
-    RuntimeError.
-    """
+    """`compile` cannot train with these arguments: a ValueError and, as of DDP's constructor, a RuntimeError."""
 
 
 class OtherRoute(Exception):
-    """No graph holds the forward, on some rank: all ranks run it as it is written. Or they have, and a capture gains.
+    """All ranks change the route: to eager, as no graph holds some rank's forward, or back to graphs.
 
     Args:
-        reason: why, in a line.
+        reason: why, in one line.
     """
 
     def __init__(self, reason: str, *, captures: bool = False) -> None:
@@ -48,10 +46,10 @@ def agree_on_set_up(
     group: dist.ProcessGroup | None = None,
     hook: str = "",
 ) -> None:
-    """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting.
+    """Checks the arguments of all ranks together; a rank that failed alone would leave the others waiting.
 
     Args:
-        group: the one that was given, besides what the options say.
+        group: the process group given beside the options.
         hook: the communication hook's name.
 
     Raises:
@@ -79,7 +77,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Returns a rank's model, optimizers and options, as comparable text by aspect; not what it keeps for itself."""
+    """Describes a rank's model, optimizers and options as text by aspect; parameters to ignore are left out."""
     ignored = names_to_ignore(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -104,7 +102,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Raises `ValueError` where another compiled model has left this one a part of a table that they share."""
+    """Raises `ValueError` where another compiled model has sharded a table that this one shares."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     own = {name for hook in hooks for name in getattr(hook, "places", ())}
     for name, parameter in model.named_parameters():
@@ -117,7 +115,7 @@ def refuse_parts(model: nn.Module) -> None:
 
 
 def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raises `ValueError` where a model or an optimizer is none, or they have nothing to do with each other."""
+    """Raises `ValueError` where an argument is no model or optimizer, or the optimizers do not step the model."""
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
@@ -172,14 +170,14 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
-    """Raises where a rank differs from rank 0, or has not come as far as to describe itself.
+    """Raises where a rank differs from rank 0, or has bad arguments.
 
     Args:
-        reports: what `describe` returned on each rank, or what is wrong with the rank's own arguments.
+        reports: by rank, the result of `describe`, or the error in its arguments.
 
     Raises:
-        SetUpError: naming the rank, and what is wrong with its arguments, or the first aspect in which it differs from
-            rank 0 with both versions of it; on every rank.
+        SetUpError: names the rank and the error in its arguments, or the first aspect in which it differs from rank 0,
+            with both versions; on every rank.
     """
     failures = [report for report in reports if isinstance(report, str)]
     if failures == list(reports) and len(set(failures)) == 1:
@@ -201,7 +199,7 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a param group, as they are compared between ranks."""
+    """Returns the options of a param group in a form that ranks compare."""
     return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
@@ -210,10 +208,10 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_stand_ins(model: nn.Module) -> None:
-    """Raises where tensors stand in parameters' places for the time of a call, as `functional_call` puts them there.
+    """Raises where plain tensors replace parameters during a call, as in `functional_call`.
 
     Raises:
-        ValueError: naming one.
+        ValueError: names one of them.
     """
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, nn.Parameter):
@@ -225,7 +223,7 @@ def refuse_stand_ins(model: nn.Module) -> None:
 
 
 def refuse_node_hooks(model: nn.Module) -> None:
-    """Raises where something waits for autograd to accumulate a gradient, an optimizer in the backward for one.
+    """Raises where a hook waits for autograd to accumulate a gradient, as an optimizer in the backward does.
 
     Raises:
         ValueError: naming the parameter.
@@ -240,7 +238,7 @@ def refuse_node_hooks(model: nn.Module) -> None:
 
 
 def refuse_counts_of_ignored(model: nn.Module) -> None:
-    """Raises where a table that each rank has for itself counts ids: here they are counted over all ranks.
+    """Raises where a parameter to ignore scales its gradient by frequency, which is counted over all ranks here.
 
     Raises:
         ValueError: naming the table.
@@ -266,16 +264,16 @@ def agree_on_first_call(
     """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
 
     Args:
-        activity: of this rank.
+        activity: this rank's activity.
         failure: why it could not capture its batch, or None.
-        route: the one that was asked for.
-        has_run: the forward has run as it is written, and can go on to, whatever the failure.
+        route: the route that was asked for.
+        has_run: the forward has run eagerly, and can do so whatever the failure.
 
     Returns:
-        Why the forward is to run as it is written, on every rank; "" where all have captured it.
+        Why all ranks run the forward eagerly; "" where all have captured it.
 
     Raises:
-        CaptureError: a rank could not; on every rank, but on one whose forward raises: there, what it raises.
+        CaptureError: a rank could not capture; on every rank, except one whose forward raises by itself: that error.
     """
     reason = runs_eagerly_for(failure, route)
     if has_run and failure is not None:
@@ -293,17 +291,17 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Tells why a forward that could not be captured runs as it is written; "": it does not."""
+    """Returns the reason why a forward that could not be captured runs eagerly; "": it does not."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
 
 
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
-    """Reports a failure in place of a step, so that the other ranks do not wait for this one.
+    """Announces a failure in place of a step, so that the other ranks do not wait for this one.
 
     Raises:
-        CaptureError: the failure itself, if it is one, or what the forward raises; the other ranks raise PeerFailure.
+        CaptureError: the failure itself, if it is one (or the forward's own error); other ranks raise PeerFailure.
         PeerFailure: any other failure, on every rank.
     """
     report = None
@@ -311,14 +309,14 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
         announcements.announce(Announcement(failure=failure_text(failure)))
     except PeerFailure as raised:
         report = raised
-    assert report is not None  # what is announced is raised, on every rank
+    assert report is not None  # an announced failure raises on every rank
     if isinstance(failure, CaptureError):
         raise _of_forward(failure) or failure
     raise report from failure
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the exception of the user's forward, if a capture has failed by it: loops may catch it."""
+    """Returns the exception by which the user's forward made a capture fail, which loops may catch, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

@@ -1,11 +1,11 @@
-"""Keeps plain data for the next run in files, each under a hash of all that it follows from.
+"""Keeps plain data for later runs in files, each named by a hash of all that the data depends on.
 
 Contract
-    Safe to delete at any time. Files hold JSON that is read by its type: nothing in them is executed, and what cannot
-    be read counts as not there. A folder that cannot be written is no error; nothing is kept then.
+    Files can be deleted at any time. They hold JSON that is read by its type: nothing in them is executed, and a file
+    that cannot be read counts as missing. Where the folder cannot be written, nothing is kept, without an error.
 
-    The folder is that of the variable `EMBRACE_FX_CACHE`, else `embrace_fx` in the user's cache folder. An empty
-    variable turns it off.
+    The folder is the value of the variable `EMBRACE_FX_CACHE`, else `embrace_fx` in the user's cache folder. An empty
+    variable turns the cache off.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def cache_folder() -> Path | None:
 
 
 def recall(kind: type[T], *key: Any) -> T | None:
-    """Reads the value that `keep` has left under a key; None: there is none, or none that can be read.
+    """Reads the value that `keep` has written under a key; None: there is no readable one.
 
     Args:
-        key: what the value follows from, printable by `repr`; the versions of torch and embrace_fx count too.
+        key: all that the value depends on, printable by `repr`; the versions of torch and embrace_fx are added.
     """
     folder = cache_folder()
     if folder is None:
@@ -53,7 +53,7 @@ def recall(kind: type[T], *key: Any) -> T | None:
 
 
 def keep(value: Any, *key: Any) -> None:
-    """Leaves a value, of dataclasses, tuples, numbers and text, to later runs."""
+    """Writes a value of dataclasses, tuples, numbers and text for later runs."""
     folder = cache_folder()
     if folder is None:
         return
@@ -63,7 +63,7 @@ def keep(value: Any, *key: Any) -> None:
         os.close(handle)
         try:
             write_json(value, draft)
-            os.replace(draft, folder / _name(type(value), key))  # whole or not at all, whoever else writes it
+            os.replace(draft, folder / _name(type(value), key))  # atomic: other processes may write it too
         finally:
             Path(draft).unlink(missing_ok=True)
     except OSError:

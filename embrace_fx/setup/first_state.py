@@ -12,7 +12,7 @@ from embrace_fx.setup.options import Options
 def send_first_state(model: nn.Module, communicator: Communicator, options: Options) -> None:
     """Sends rank 0's parameters and buffers to every rank. Collective.
 
-    Embeddings, which may be large, wait until it is known which rank needs what of them.
+    Embeddings, which may be large, are sent later, when the plan says which rank needs which part.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     later = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -1,4 +1,4 @@
-"""The process group that a model trains in, where the user names none."""
+"""Finds the process group that a model trains in, and refuses groups that changed or do not fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Returns the default group as it is now; None where torch.distributed is not initialised."""
+    """Returns the present default group; None where torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def group_of_mesh(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the ranks along a mesh's one dimension; None where there is none to take."""
+    """Returns the group of a mesh of one dimension; None for no mesh or another one."""
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
 
 
 def check_mesh(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> None:
-    """Raises where a device mesh does not say which ranks train together; in words that loops made for DDP look for.
+    """Raises where a device mesh does not say which ranks train together; messages hold DDP's words, which loops match.
 
     Raises:
         ValueError: a group is given besides, or the mesh has several dimensions.
@@ -42,15 +42,15 @@ def check_mesh(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> None
 
 
 def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
-    """Raises where the first call would not train with the ranks that the program was started for.
+    """Raises where the first call would not train with the ranks that the program was started with.
 
     Args:
         now: the default group at the first call.
         compiled_in: the default group at `compile`.
 
     Raises:
-        RuntimeError: the environment tells of other ranks, and there is no group; or it is another one than at
-            `compile`, where the ranks have agreed on model and options.
+        RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not the one of `compile`,
+            whose ranks agreed on model and options.
     """
     if now is None and compiled_in is None and (ranks := _ranks_told()) > 1:
         raise RuntimeError(
@@ -66,7 +66,7 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
 
 
 def _check_still_alone(now: dist.ProcessGroup | None) -> None:
-    """Raises where a model that was first called in a single process has got other ranks since.
+    """Raises where torch.distributed has several ranks now, but not at the model's first call.
 
     Raises:
         RuntimeError: torch.distributed has been initialised after the first call.
@@ -80,14 +80,14 @@ def _check_still_alone(now: dist.ProcessGroup | None) -> None:
 
 
 def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
-    """Raises where a call cannot be one of this model's.
+    """Raises where a model cannot be called.
 
     Args:
         group: the ranks that train together.
         begun: the model has been called before.
 
     Raises:
-        RuntimeError: it is in a context of RPC's autograd, or other ranks have come after the first call.
+        RuntimeError: the call is in a context of RPC's autograd, or torch.distributed was initialised after the first.
     """
     _refuse_distributed_autograd()
     if begun and group is None:
@@ -95,7 +95,7 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
 
 
 def _refuse_distributed_autograd() -> None:
-    """Raises where RPC's autograd would look for gradients in a context of its own, in which none arrive.
+    """Raises in a context of RPC's autograd, which would look for gradients there and find none.
 
     Raises:
         RuntimeError: the caller is in such a context.
@@ -115,6 +115,6 @@ def _refuse_distributed_autograd() -> None:
 
 
 def _ranks_told() -> int:
-    """Returns the number of ranks that the launcher tells by WORLD_SIZE, as torchrun and most others do."""
+    """Returns the number of ranks in WORLD_SIZE, which torchrun and most launchers set."""
     told = os.environ.get("WORLD_SIZE", "")
     return int(told) if told.isdecimal() else 1

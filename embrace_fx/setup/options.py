@@ -1,4 +1,4 @@
-"""The options of `compile`, and what values they can have."""
+"""The options of `compile`, and checks of their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-"""What may be given as the optimizer."""
+"""The types accepted as optimizer."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,21 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Tells whether forwards read rank 0's buffers."""
+        """Whether forwards read rank 0's buffers."""
         return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property
     def given_plan(self) -> Plan | None:
-        """The plan to repeat, from its file where it is one.
+        """The plan to use again, read from its file where a path is given.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the file holds no plan.
         """
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """The options that must be the same on all ranks, as text. Of a plan its contents count, not its file; folders
-        of dumps and copies, and a rank's own view of the ranks, do not.
+        """Returns the options that must be the same on all ranks, as text: without folders and the device mesh, and
+        with a plan's digest in place of its path.
         """
         plan = self.given_plan
         offloads = None if self.offload_to is None else "somewhere"
@@ -116,7 +116,7 @@ class Options:
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
-        """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
+        """Raises `ValueError` where an option has a wrong value; `where`: the call that the error names."""
         allowed = {
             "schedule": SCHEDULES,
             "row_updates": ("exact", "sweep", "replay", "lazy"),
@@ -202,6 +202,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Puts an optimizer, or several, into a tuple; all ranks check together that they are optimizers."""
+    """Puts an optimizer, or several, into a tuple, unchecked: all ranks check them together later."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

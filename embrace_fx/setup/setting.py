@@ -1,4 +1,4 @@
-"""The setting of one compiled model: the model, its optimizers, the ranks, the options."""
+"""The setting of a compiled model: the model, its optimizers, the ranks, the options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Setting:
-    """The run that a plan is made for and applied to.
+    """All that a plan is made for and applied to.
 
     Attributes:
-        stepping: the optimizers that step the model, as far as they are known.
+        stepping: the known optimizers of the model.
     """
 
     model: nn.Module

@@ -1,7 +1,7 @@
-"""Parameters that share memory without being one Parameter.
+"""Refuses parameters that share memory without being one Parameter.
 
-Under data parallelism, two Parameters on one storage move together, since both are written in place. Here a table's
-rows may lie on other ranks and updates of two parameters come at two times, so that they would part silently.
+Under DDP, two Parameters on one storage stay equal, because both are written in place. Here a table's rows may be on
+other ranks, and two parameters may be updated at different times, so that they would silently diverge.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    by_storage.pop(0, None)  # of tensors without elements
+    by_storage.pop(0, None)  # tensors without elements
     for tensors in by_storage.values():
         for (name, one), (other, another) in combinations(tensors, 2):
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):
@@ -47,7 +47,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.is_contiguous() and other.is_contiguous():
         return True
     if one.element_size() != other.element_size():
-        return True  # elements of one lie across those of the other
+        return True  # elements of different sizes may overlap
     touched = torch.zeros(max(stop, other_stop) // one.element_size(), dtype=torch.bool, device="cpu")
     touched.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(touched.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -1,8 +1,8 @@
-"""Logs on rank 0 each stage of a first call that takes long, and one line of the decisions.
+"""Logs on rank 0 each long stage of a first call, and one line of the decisions.
 
-Everything goes to the logger "embrace_fx" at INFO. A program that has configured logging gets it by its own handlers
-and levels. One that has not sees it on stderr, for seconds without a word look like a hang. Any means of `logging`
-silences it: a level of the logger, `logging.disable`, or handlers of one's own.
+All lines go to the logger "embrace_fx" at INFO. A program that has configured logging gets them by its own handlers
+and levels. Otherwise they are printed on stderr, because seconds without output look like a hang. Any means of
+`logging` silences them: a level of the logger, `logging.disable`, or handlers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterator
 logger = logging.getLogger("embrace_fx")
 
 LINE_EVERY_S = 1.8
-"""Where stderr is no terminal: no longer than this passes without a line, whatever the stages and however many."""
+"""Longest time without a line where stderr is no terminal, whatever the stages."""
 
 _Stages = list[tuple[str, float]]
 
 
 class _OfThread(threading.local):
-    """Stages under way in a thread and when they began, each inside of the one before it."""
+    """A thread's nested stages, outermost first, and when they began."""
 
     def __init__(self) -> None:
         self.stages: _Stages = []
@@ -33,7 +33,7 @@ _of_thread = _OfThread()
 
 
 def tell(message: str, *args: object) -> None:
-    """One line at INFO. For rank 0 alone."""
+    """Logs one line at INFO; called on rank 0 only."""
     configured = logger.hasHandlers()
     if logger.isEnabledFor(logging.INFO) and configured:
         logger.info(message, *args)
@@ -42,7 +42,7 @@ def tell(message: str, *args: object) -> None:
 
 
 def _shown_by_default() -> bool:
-    """Tells whether nobody has said anything to `logging` about these lines."""
+    """Tells whether the program has neither configured nor silenced logging of these lines."""
     level_is_silent = logger.level != logging.NOTSET and logger.level > logging.INFO
     off = logger.disabled or logging.root.manager.disable >= logging.INFO
     return not (logger.hasHandlers() or level_is_silent or off)
@@ -50,11 +50,11 @@ def _shown_by_default() -> bool:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Tells of what happens inside while it takes long: a live line on a terminal, lines at INFO elsewhere.
+    """Opens a context that reports a long stage: by a live line on a terminal, by lines at INFO elsewhere.
 
     Args:
-        what: happens, as in "probing links".
-        rank: this one's; all but rank 0 are silent.
+        what: the stage, such as "probing links".
+        rank: this rank; only rank 0 reports.
     """
     if rank != 0:
         yield
@@ -63,7 +63,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
     stages.append((what, time.monotonic()))
     in_main = threading.current_thread() is threading.main_thread()
     try:
-        if len(stages) > 1:  # those around it are told of already
+        if len(stages) > 1:  # the outer stage's line or thread also reports inner ones
             yield
         elif in_main and _shown_by_default() and sys.stderr.isatty():
             with _live_line(stages):
@@ -76,7 +76,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 
 
 def _current(stages: _Stages) -> tuple[str, float] | None:
-    """Returns the innermost stage and the seconds it has taken; None where the last one has just ended."""
+    """Returns (the innermost stage, the seconds it has taken); None where the last one has just ended."""
     try:
         what, began_s = stages[-1]
     except IndexError:
@@ -86,7 +86,7 @@ def _current(stages: _Stages) -> tuple[str, float] | None:
 
 @contextlib.contextmanager
 def _live_line(stages: _Stages) -> Iterator[None]:
-    """Returns a line that says what happens and for how long, gone at the end."""
+    """Shows, while active, a line with the stage and its time, and removes it at the end."""
     from rich.console import Console  # noqa: PLC0415  (only where there is a terminal)
     from rich.live import Live  # noqa: PLC0415
     from rich.spinner import Spinner  # noqa: PLC0415
@@ -101,13 +101,13 @@ def _live_line(stages: _Stages) -> Iterator[None]:
     console = Console(file=sys.stderr)
     with Live(
         get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    ):  # ten times a second by a thread of its own
+    ):  # refreshed ten times a second by its own thread
         yield
 
 
 @contextlib.contextmanager
 def _lines(stages: _Stages) -> Iterator[None]:
-    """Returns a line now and then of the stage under way, from a thread that sleeps otherwise."""
+    """Logs, while active, a line with the present stage every `LINE_EVERY_S`, from a thread."""
     ended = threading.Event()
 
     def watch() -> None:

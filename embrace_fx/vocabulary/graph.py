@@ -278,7 +278,7 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns a node's line in the user's source as `file:line in function`, or its name where the capture kept none."""
+    """Returns a node's line in the user's source, `file:line in function`, or its name where the capture kept none."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     for frame in reversed(frames):
