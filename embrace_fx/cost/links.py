@@ -59,7 +59,7 @@ class Link:
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
-        """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
+        """Predicts the time in which a rank sends `sent_bytes` in `messages` messages, one after the other."""
         return max(messages * self.least_ms, sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms)
 
 
@@ -249,7 +249,7 @@ class Cluster:
         return replace(self, links=tuple(links), ranks_per_machine=1, inside=None)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
-        """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
+        """Predicts the time in which a rank sends `sent_bytes` in `messages` messages, one after the other."""
         return self.link(collective).transfer_ms(sent_bytes, messages)
 
 

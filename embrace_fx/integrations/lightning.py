@@ -101,12 +101,12 @@ class EmbraceStrategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors. Collective."""
+        """Returns the state with whole tensors. Collective."""
         assert self.lightning_module is not None
         return embrace_fx.full_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole tensors. Collective."""
+        """Returns the state with whole tensors. Collective."""
         return embrace_fx.full_state_dict(optimizer)
 
 
