@@ -41,7 +41,6 @@ class TableRoute:
     table: str
     ids: str
     counts: str
-    dtype: torch.dtype
     padding_idx: int
     parts: tuple[tuple[str, int], ...]
 
@@ -83,6 +82,8 @@ class Ahead:
         ticket: of its exchange of ids.
         usable: whether every rank's batch holds ids of its tables alone, as far as that is known.
         splits: how its rows and those of the batch before it are cut, by table, where that has been found.
+        everyone: the most rows that it reads, by rank, by table, once every rank has announced its own.
+        current: the routings of the batch before, by table, likewise.
     """
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values) -> None:
@@ -92,6 +93,8 @@ class Ahead:
         self.routed = False
         self.usable = True
         self.splits: Mapping[str, Split] = {}
+        self.everyone: Sequence[Sequence[int]] = ()
+        self.current: Mapping[str, Routing] = {}
         self._read = [leaves[k] for k in program.reads]
         self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
 
@@ -108,21 +111,10 @@ class Ahead:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
-    def exchange(
-        self,
-        communicator: Communicator,
-        sizes: Sequence[Sequence[int]],
-        current: Mapping[str, Routing],
-        exchanges: Mapping[str, RowExchange],
-    ) -> InFlight:
-        """Launches the exchange of ids.
-
-        Args:
-            sizes: what every rank announced, by rank, by table.
-            current: the routings of the batch before, by table.
-        """
+    def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
+        """Launches the exchange of ids."""
         rows = self.program.rows_of_batch(self.values)
-        return communicator.gather_rows_read(rows, sizes, self.program.num_rows, LANE_GROUP[IDS.lane])
+        return communicator.gather_rows_read(rows, self.everyone, self.program.num_rows, LANE_GROUP[IDS.lane])
 
     def arrive(self, wait: Callable[[Ticket], Tensor]) -> None:
         """Adds the values of the ids phase, once its exchange has ended."""
@@ -158,15 +150,10 @@ class AheadOfDevice(Ahead):
         """The most rows that the batch can read, by table."""
         return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
 
-    def exchange(
-        self,
-        communicator: Communicator,
-        sizes: Sequence[Sequence[int]],
-        current: Mapping[str, Routing],
-        exchanges: Mapping[str, RowExchange],
-    ) -> InFlight:
+    def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Exchanges the ids, cuts both batches, and has the sizes copied to the host; all on the ids' stream."""
         unique, num_rows = self.program.rows_of_batch(self.values), self.program.num_rows
+        sizes, current = self.everyone, self.current
         self._rank = communicator.rank
         launched = communicator.gather_rows_ahead(unique, self._counts, sizes, num_rows, LANE_GROUP[IDS.lane])
         packed = communicator.wait(launched)
@@ -224,17 +211,3 @@ class AheadOfDevice(Ahead):
         self._streams.keep(*(value for value in self.values.values() if isinstance(value, Tensor)))
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
-
-
-@dataclass(frozen=True)
-class Coming:
-    """The next batch, when it is known on all ranks.
-
-    Attributes:
-        sizes: what every rank announced of it, by rank, by table.
-        current: the routings of the batch before, by table.
-    """
-
-    batch: Ahead
-    sizes: Sequence[Sequence[int]]
-    current: dict[str, Routing]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.flow.routing import Routing, Selection
+from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_gradient import Sent
 from embrace_fx.runtime.tables.own_step import hyperparameters, same_options
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -23,7 +23,7 @@ class Arriving:
     Attributes:
         rows: what has been sent.
         routing: of the batch, once it is known.
-        late: which of its rows are still to be looked up; None: all of them.
+        late: those of its rows that are still to be looked up, or all of them.
         stale: the table was written, or another step came than was supposed.
     """
 
@@ -31,16 +31,16 @@ class Arriving:
         self._table = table
         self.rows: list[Sent] = []
         self.routing: Routing | None = None
-        self.late: Selection | None = None
+        self.late: Routing | None = None
         self._ids: Tensor | None = None
         self._before: Tensor | None = None  # as the table had them
         self._left: Tensor | None = None  # as they left
         self._supposed: tuple[Optimizer | None, Options] | None = None  # whose step they have left with
         self.stale = False
 
-    def begin(self, routing: Routing, late: Selection | None = None) -> None:
-        """Begins a batch."""
-        self.rows, self.routing, self.late = [], routing, late
+    def begin(self, late: Routing) -> None:
+        """Begins a batch, of which these rows are still to be looked up."""
+        self.rows, self.routing, self.late = [], late.whole or late, late
 
     @property
     def usable(self) -> bool:

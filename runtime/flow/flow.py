@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from embrace_fx import cost
-from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, Coming, IdsProgram
+from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.head import announce, read
 from embrace_fx.runtime.flow.routing import Routing
@@ -68,7 +68,7 @@ class Flow:
         self._warn = warn
         self._after_announcement = after_announcement
         self._ahead: Ahead | None = None
-        self._coming: Coming | None = None  # the next batch, from a forward's announcement to its submission
+        self._coming: Ahead | None = None  # the next batch, from a forward's announcement to its submission
         self._has_cut = False  # the last backward has cut the rows of the batch that comes next
         self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
@@ -122,8 +122,11 @@ class Flow:
         self.launcher.enter_forward()
         self._coming = None
         if following is not None and program.routes and all(size >= 0 for row in everyone.coming for size in row):
-            current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
-            self._coming = Coming(following, everyone.coming, current)
+            following.everyone = everyone.coming
+            following.current = {
+                each.table: Routing.of(values[each.ids], values[each.counts]) for each in program.routes
+            }
+            self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)
         if variant.arrives == "other":  # whose rows wait for gradients that the order has behind them
             self.launcher.catch_up()
@@ -249,13 +252,13 @@ class Flow:
 
     def submit_ids(self) -> None:
         """Submits the exchange of the next batch's ids."""
-        coming, self._coming = self._coming, None
-        assert coming is not None
-        ahead = self._ahead = coming.batch
+        ahead, self._coming = self._coming, None
+        assert ahead is not None
+        self._ahead = ahead
         ahead.ticket = self.launcher.submit(
             IDS,
-            lambda: ahead.exchange(self.communicator, coming.sizes, coming.current, self.exchanges),
-            cost.gather_ids(tuple(map(sum, coming.sizes)), max(ahead.program.num_rows)).sent_bytes,
+            lambda: ahead.exchange(self.communicator, self.exchanges),
+            cost.gather_ids(tuple(map(sum, ahead.everyone)), max(ahead.program.num_rows)).sent_bytes,
         )
 
     def await_ids(self) -> None:

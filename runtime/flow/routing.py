@@ -1,6 +1,12 @@
-"""Rows of a table that each rank reads for one batch, and the cut of those of two batches in a row.
+"""Rows of a table that each rank reads for one batch: how two batches in a row are cut, and how the rows travel.
 
-Shape legend: as in `embrace_fx/vocabulary/ops.py`; R rows of a routing, of all ranks; N ranks.
+Contract
+    Rows are cut by the ids of all ranks, in the same way on all of them. On the grid of ranks that a table lies on
+    (columns alone are a grid of one row), a rank looks up, receives and updates what its own row of the grid has.
+    On a device with several rows in the grid, the host waits for the sizes of each part.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`; R rows of a routing, of all ranks; N ranks; U' rows that this rank
+reads of the whole batch.
 """
 
 from __future__ import annotations
@@ -12,61 +18,129 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import coalesce, gpu
+from embrace_fx.runtime.kernels import (
+    coalesce,
+    gpu,
+    join_columns,
+    join_columns_into,
+    split_columns,
+    split_selected_columns,
+)
+from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
+from embrace_fx.vocabulary.plan import Grid
+
+Sums = tuple[Tensor, Tensor]
+"""Ids (k,) of the sums of gradients, sorted and unique, without the padding row; (R,) which of them each row goes into,
+k: none, a padding row. So no host has to ask for their number."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows of a table that each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
+    """Rows of a table that each rank reads for one batch: all of them, or some, the same ones on all ranks.
+
+    Attributes:
+        ids: (R,) in rank order.
+        counts: how many of them are whose.
+        whole: all of the batch's, where these are some; None: these are all.
+        positions: (R,) of some among all of them, ascending.
+        sums: how their gradients are summed up; None: found when they arrive.
+    """
 
     ids: Tensor
     counts: tuple[int, ...]
+    whole: Routing | None = None
+    positions: Tensor | None = None
+    sums: Sums | None = None
 
     @staticmethod
     def of(ids: Tensor, counts: Tensor) -> Routing:
         return Routing(ids, tuple(counts.tolist()))
 
+    def where(self, mask: Tensor) -> Routing:
+        """The rows that a mask (R,) bool selects."""
+        positions, ends = mask.nonzero().view(-1), [*accumulate(self.counts)]
+        # One host read for all ranks: where the positions of each end.
+        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
+        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
+
+    def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
+        """The rows at positions (K,), ascending, of which so many are whose."""
+        return Routing(self.ids.index_select(0, positions), counts, self, positions, sums)
+
     def own(self, rank: int) -> slice:
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 
+    def own_positions(self, rank: int) -> Tensor | None:
+        """(k,) positions of the rank's rows among those of its batch; None: these are all."""
+        if self.whole is None or self.positions is None:
+            return None
+        return self.positions[self.own(rank)] - self.whole.own(rank).start
+
 
 @dataclass(frozen=True)
-class Selection:
-    """Some of a routing's rows, the same ones on all ranks.
+class GridPart:
+    """Rows of a batch, all or some, on a grid.
 
     Attributes:
-        positions: (K,) among the routing's rows, ascending.
-        counts: how many of them are whose.
-        sums: how their gradients are summed, without a size that the host would have to ask for: the ids (k,) of the
-            sums, sorted and unique, without the padding row, and (K,) which of them each row goes into; k: none, a
-            padding row. None: found when they arrive.
+        ids: (M,) rows of the own part of the table that any rank reads, in rank order of the readers.
+        counts: how many rows a rank reads of each row of the grid, by rank.
+        own: likewise, of this rank.
+        positions: (U,) of this rank's rows among those of its batch, grouped by the grid's rows; None: all of them, on
+            a grid of one row.
+        columns: of the grid.
+        sums: as of the routing.
     """
 
-    positions: Tensor
-    counts: tuple[int, ...]
-    sums: tuple[Tensor, Tensor] | None = None
+    ids: Tensor
+    counts: Sequence[Sequence[int]]
+    own: Sequence[int]
+    positions: Tensor | None
+    columns: int
+    sums: Sums | None
 
     @staticmethod
-    def of(routing: Routing, mask: Tensor) -> Selection:
-        """The rows that a mask (R,) bool selects."""
-        positions, ends = mask.nonzero().view(-1), [*accumulate(routing.counts)]
-        # One host read for all ranks: where the positions of each end.
-        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
-        return Selection(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
+    def of(routing: Routing, grid: Grid, rank: int) -> GridPart:
+        ids, sizes, positions = routing.ids, routing.counts, routing.own_positions(rank)
+        if grid.rows == 1:
+            return GridPart(ids, [(size,) for size in sizes], (sizes[rank],), positions, grid.columns, routing.sums)
+        own_ids, by_row, order = route_grid(ids, torch.tensor(sizes, device="cpu"), rank, grid.rows, grid.columns)
+        positions = order if positions is None else positions.index_select(0, order)
+        counts = by_row.tolist()
+        return GridPart(own_ids, counts, counts[rank], positions, grid.columns, routing.sums)
 
-    def own(self, routing: Routing, rank: int) -> Tensor:
-        """(k,) positions of the rank's rows, counted from its first."""
-        first = sum(self.counts[:rank])
-        return self.positions[first : first + self.counts[rank]] - sum(routing.counts[:rank])
+    def join(self, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """The rows that have arrived, in their places among those of the batch.
 
-    def coalesce(
-        self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float
+        Args:
+            out: (U', D) those of parts before; None: there are none.
+            shape: U', D.
+        """
+        if self.positions is None:
+            return join_columns(flat, shape[1], self.columns)
+        out = flat.new_empty(shape) if out is None else out
+        if len(self.own) == 1:
+            join_columns_into(out, self.positions, flat, self.columns)
+        else:
+            join_grid_into(out, self.positions, flat, self.own, self.columns)
+        return out
+
+    def split(self, rows: Tensor) -> Tensor:
+        """The part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
+        if self.positions is None:
+            return split_columns(rows, self.columns)
+        if len(self.own) == 1:
+            return split_selected_columns(rows, self.positions, self.columns)
+        return split_selected_grid(rows, self.positions, self.own, self.columns)
+
+    def summed(
+        self, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The op of that name, for gradients of the rows selected."""
+        """The gradients (M, d) of all ranks that have arrived, flat, as one for each row: ids (K,), rows (K, d)."""
+        flat = flat.to(dtype)
         if self.sums is None:
-            unique, rows = coalesce(ids, flat, columns, padding_idx, scale)
-            return unique, rows
+            ids, rows = coalesce(self.ids, flat, columns, padding_idx, scale)
+            return ids, rows
         unique, places = self.sums
         rows = flat.view(places.numel(), columns)
         return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
@@ -77,17 +151,15 @@ class Split:
     """The rows of this batch and of the next one, cut by use (EmbRace, ICPP 2022, section 4.2).
 
     Attributes:
-        following: the next batch's routing.
-        early, late: of its rows, those that this batch does not read and those it does.
+        early, late: of the next batch's rows, those that this batch does not read and those it does.
         prior: of this batch's rows, those the next one reads.
         delayed: finds the others, in chunks.
     """
 
-    following: Routing
-    early: Selection
-    late: Selection
-    prior: Selection
-    delayed: Callable[[], list[Selection]]
+    early: Routing
+    late: Routing
+    prior: Routing
+    delayed: Callable[[], list[Routing]]
 
 
 class RowSplitter:
@@ -128,11 +200,10 @@ class RowSplitter:
         late = self.among(following.ids, current.ids)
         prior = self.among(current.ids, following.ids)
         return Split(
-            following,
-            Selection.of(following, ~late),
-            Selection.of(following, late),
-            Selection.of(current, prior),
-            lambda: [Selection.of(current, mask) for mask in chunks_of(current.ids, ~prior, chunks)],
+            following.where(~late),
+            following.where(late),
+            current.where(prior),
+            lambda: [current.where(mask) for mask in chunks_of(current.ids, ~prior, chunks)],
         )
 
 

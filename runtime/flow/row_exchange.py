@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.arriving import Arriving
-from embrace_fx.runtime.flow.grid_parts import GridPart
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
+from embrace_fx.runtime.flow.routing import GridPart, Routing, RowSplitter, Split
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -64,7 +63,7 @@ class RowExchange:
         self.arriving = Arriving(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
-        self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
+        self._delayed: list[Routing] | None = None  # the pieces of its delayed rows, once they have been found
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -83,16 +82,15 @@ class RowExchange:
     def _submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
         arriving = self.arriving
         if launch.part == "early":
-            split = self._split
-            assert split is not None
-            arriving.rows.append(self._send_rows(launch, split.following, split.early, dtype))
+            assert self._split is not None
+            arriving.rows.append(self._send_rows(launch, self._split.early, dtype))
             return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
             arriving.begin(Routing.of(ids, counts))
-        assert arriving.routing is not None
+        assert arriving.late is not None
         self._routing, self._split = arriving.routing, None
-        arriving.rows.append(self._send_rows(launch, arriving.routing, arriving.late, dtype))
+        arriving.rows.append(self._send_rows(launch, arriving.late, dtype))
 
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
@@ -117,10 +115,8 @@ class RowExchange:
         self._recorder.begin_segment(compute_id("forward", table))
         return joined.view(-1)
 
-    def _send_rows(
-        self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
-    ) -> Sent:
-        part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
+    def _send_rows(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> Sent:
+        part = GridPart.of(routing, self._grid, self._communicator.rank)
         return self._launch_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,7 +182,7 @@ class RowExchange:
         assert self._routing is not None
         split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
         self._split, self._delayed = split, None
-        self.arriving.begin(split.following, split.late)
+        self.arriving.begin(split.late)
 
     def forget_cut(self) -> None:
         """Treats all gradients of a backward that starts as prior ones, unless `cut` follows."""
@@ -209,12 +205,11 @@ class RowExchange:
         """
         self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
-            routing, gradient = self._routing, self._gradient
-            assert routing is not None
+            gradient = self._gradient
             assert gradient is not None
             assert self._split is not None
             self._delayed = self._delayed or self._split.delayed()
-            self._send_gradient(gradient, launch, rows, routing, self._delayed[launch.number])
+            self._send_gradient(gradient, launch, rows, self._delayed[launch.number])
             return gradient
         self.apply_delayed()
         self.materialise()  # of an earlier backward: the step will want the sum
@@ -223,14 +218,12 @@ class RowExchange:
             routing, self._split = Routing.of(ids, counts), None
             self.arriving.stale = True  # they were chosen for not being among that one's rows
         gradient = RowGradient(self.table, self._launcher, (self._dtype, self._columns, padding_idx, scale))
-        self._send_gradient(gradient, launch, rows, routing, None if self._split is None else self._split.prior)
+        self._send_gradient(gradient, launch, rows, routing if self._split is None else self._split.prior)
         self._gradient = gradient
         return gradient
 
-    def _send_gradient(
-        self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
-    ) -> None:
-        part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
+    def _send_gradient(self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing) -> None:
+        part = GridPart.of(routing, self._grid, self._communicator.rank)
         gradient.parts[launch] = self._launch_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
 
     # -- updates -------------------------------------------------------------------------------------------------------

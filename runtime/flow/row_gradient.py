@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from embrace_fx.runtime.flow.grid_parts import GridPart
+from embrace_fx.runtime.flow.routing import GridPart
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.tables.held_gradient import GONE, Late, Rows, merged

@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split, by_rank
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Split, by_rank
 from embrace_fx.runtime.launch.streams import first_true
 
 _BELOW_ALL = torch.iinfo(torch.int64).min
@@ -60,7 +60,7 @@ def _heads(ordered: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Selected:
-    """A `Selection` whose sizes are still on the device."""
+    """Some rows of a routing, whose sizes are still on the device."""
 
     positions: Tensor
     counts: Tensor
@@ -165,13 +165,12 @@ class SplitAhead:
         late, early, *parts = rows
         merged = sizes[ranks * len(rows) : self.length]
         selections = [
-            Selection(part.positions[: sum(counts)], counts, _sliced(merge, part, sum(counts), size))
+            self.current.at(part.positions[: sum(counts)], counts, _sliced(merge, part, sum(counts), size))
             for part, counts, merge, size in zip(self._parts, parts, self._merges, merged, strict=True)
         ]
         return Split(
-            following,
-            Selection(self._early.positions[: sum(early)], early),
-            Selection(self._late.positions[: sum(late)], late),
+            following.at(self._early.positions[: sum(early)], early),
+            following.at(self._late.positions[: sum(late)], late),
             selections[0],
             lambda: selections[1:],
         )

@@ -176,7 +176,7 @@ def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
     """
     op, launch = op_name(node), launch_of(node)
     if op == "embrace::join_rows":
-        return partial(flow.exchanges[node.args[3]].join_rows)
+        return partial(flow.exchanges[str(node.args[3])].join_rows)
     if op in ("embrace::hand_over", "embrace::update_bucket"):
         return partial(flow.buckets.hand_over if op == "embrace::hand_over" else flow.buckets.update_bucket)
     if launch is None:

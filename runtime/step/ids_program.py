@@ -44,7 +44,6 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
                 node.args[3],
                 node.args[1].meta["role"].name,
                 node.args[2].meta["role"].name,
-                node.args[4],
                 paddings.get(node.args[3], -1),
                 parts[node.args[1].meta["role"].name],
             )

@@ -42,7 +42,7 @@ class Late(Generic[Landed]):
     """
 
     def __init__(self, land: Callable[[], Sequence[Landed]]) -> None:
-        self._land = land
+        self._land: Callable[[], Sequence[Landed]] = land
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:

@@ -77,7 +77,7 @@ def ids_program() -> IdsProgram:
     def routing(values: Values, unpacked: list[Tensor]) -> None:
         values["ids"], values["counts"] = values["unique"], torch.tensor([values["unique"].numel()])
 
-    route = TableRoute("t", "ids", "counts", torch.float32, -1, (("t", 0),))
+    route = TableRoute("t", "ids", "counts", -1, (("t", 0),))
     return IdsProgram(
         unique,
         lambda leaves: (unique(leaves), []),

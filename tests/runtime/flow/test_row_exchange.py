@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer
 
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, chunks_of
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -58,13 +58,17 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
 
     for _ in range(2):  # it leaves no marks behind
         mask = splitter.among(routing.ids, other.ids)
-        prior, delayed = Selection.of(routing, mask), Selection.of(routing, ~mask)
+        prior, delayed = routing.where(mask), routing.where(~mask)
 
     read_next = {i for ids in following for i in ids}
     assert mask.tolist() == [i in read_next for ids in current for i in ids]
+    assert prior.positions is not None
     assert prior.positions.tolist() == mask.nonzero().view(-1).tolist()
+    assert prior.ids.tolist() == routing.ids[mask].tolist()
     for rank, ids in enumerate(current):
-        assert [ids[k] for k in prior.own(routing, rank).tolist()] == [i for i in ids if i in read_next]
+        own = prior.own_positions(rank)
+        assert own is not None
+        assert [ids[k] for k in own.tolist()] == [i for i in ids if i in read_next]
     assert prior.counts == tuple(sum(i in read_next for i in ids) for ids in current)
     assert tuple(map(sum, zip(prior.counts, delayed.counts, strict=True))) == routing.counts
     pieces = [routing.ids[routing.own(rank)].tolist() for rank in range(len(current))]

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter
+from embrace_fx.runtime.flow.routing import GridPart, Routing, RowSplitter
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import first_true
+from embrace_fx.vocabulary.plan import Grid
 
 V = 9
 CPU = torch.device("cpu")
@@ -80,11 +81,13 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     parts += zip(found.delayed(), expected.delayed(), strict=True)
     for part, each in parts:
         assert part.counts == each.counts
+        assert part.positions is not None
+        assert each.positions is not None
         assert torch.equal(part.positions, each.positions)
+        assert torch.equal(part.ids, each.ids)
     for part, _ in parts[2:]:
-        rows = torch.randn(part.positions.numel(), 3, dtype=torch.float64)
-        of_part = current.ids[part.positions]
+        rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        summed = part.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5)
-        for mine, reference in zip(summed, kernels.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5), strict=True):
+        summed = GridPart.of(part, Grid(1, ranks), 0).summed(rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
+        for mine, reference in zip(summed, kernels.coalesce(part.ids, rows.view(-1), 3, padding_idx, 0.5), strict=True):
             assert torch.equal(mine, reference)
