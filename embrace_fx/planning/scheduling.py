@@ -37,9 +37,10 @@ from embrace_fx.runtime.flow.bucket_updates import BucketExchange, BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch import streams
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
-from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
@@ -123,15 +124,14 @@ class Scheduling:
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         of_forward = submitted(self._graph.phases["forward"])
-        launcher: Launcher
+        queue: LaunchQueue
         if on is None:
-            at_once = len(order) if self._gradients_alone else IN_FLIGHT
-            launcher = Launcher(order, of_forward, recorder, communicator, at_once=at_once)
+            queue = LaunchQueue(recorder, at_once=len(order) if self._gradients_alone else IN_FLIGHT)
         else:
-            channels = communicator.channels(device)
-            launcher = StreamLauncher(order, of_forward, recorder, communicator, on, channels)
-            communicator.look_each_time(launcher.looks())
-        communicator.in_turn = launcher.in_turn
+            queue = StreamQueue(recorder, on, communicator.channels(device))
+            communicator.look_each_time(queue.looks())
+        launcher = Launcher(order, of_forward, queue, communicator)
+        communicator.in_turn = queue.in_turn
         pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # drops the residuals of other buckets
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}

@@ -19,7 +19,7 @@ from embrace_fx.runtime.flow.routing import Routing, Split
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.split_ahead import Routed, SplitAhead, routed
 from embrace_fx.runtime.kernels import unpack_ids
-from embrace_fx.runtime.launch.stream_launcher import StreamTicket
+from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.announcement import bad_id_report

@@ -107,7 +107,7 @@ class Flow:
         self.announcements.note_rows(program.tables, everyone.rows)
         self._after_announcement()
         if everyone.overtook:
-            self.launcher.catch_up()
+            self.launcher.queue.catch_up()
         if expected is not None and everyone.found:
             self._route(expected)
         else:
@@ -129,7 +129,7 @@ class Flow:
             self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)
         if variant.arrives == "other":  # whose rows wait for gradients that the order has behind them
-            self.launcher.catch_up()
+            self.launcher.queue.catch_up()
         self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant

@@ -60,7 +60,7 @@ def announce(
         PeerFailure: a rank could not go on, on every rank.
     """
     now = [each.numel() for each in rows]
-    state = found * _FOUND + (not launcher.took_turns()) * _OVERTOOK
+    state = found * _FOUND + (not launcher.queue.took_turns()) * _OVERTOOK
     with launcher.recorder.waiting(ANNOUNCEMENT):
         everyone = announcements.announce_step([state, *now, *(coming or [-1] * len(now))], failure)
     return Announced(

@@ -3,23 +3,27 @@
 Contract
     The launch order is what makes ranks meet: see `launcher.py`, whose rules `next` keeps. One thread launches at a
     time, whichever has made something due: it submitted it, or saw the end of what stood before it.
+    On a device a queue of another kind launches on streams: see `stream_queue.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
-from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.launch.window import LaunchWindow
+from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 STANDSTILL_S = 0.5
 
@@ -28,6 +32,44 @@ LATE, SHORTEST_S = 1.5, 0.005
 one does not wait for it. A rank alone that reads a parameter has launched others first."""
 
 _WAITING = attrgetter("waiting")  # called where a generator would be Python's
+_FAREWELL_S = 5.0
+_POLL_S = 0.001
+
+LARGE_BYTES = 1 << 18
+"""From here on, writing what is sent takes longer than waking the thread that does it beside the model's."""
+
+
+class LaunchWindow:
+    """The launches of one window: what has been submitted, by its place in the order.
+
+    Attributes:
+        held: nothing of it leaves yet.
+        dropped: nothing of it will.
+    """
+
+    def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
+        self.held = held
+        self.dropped = False
+        self.order = order
+        self._passed = 0  # of them, the first so many, that have been launched or are not coming
+        self.number = number
+        self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
+        self.expected = set(order)  # may still be submitted
+        self.in_forward = False
+
+    def to_come(self) -> Sequence[OperationId]:
+        """The launches from the first one on that has not been launched, and may still be."""
+        order, waiting, expected = self.order, self.waiting, self.expected
+        while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
+            self._passed += 1
+        return order[self._passed :]
+
+    def drop(self) -> None:
+        """Has nothing of it leave."""
+        self.dropped = True
+        for ticket in self.waiting.values():
+            ticket.drop()
+        self.waiting.clear()
 
 
 class LaunchQueue:
@@ -35,15 +77,18 @@ class LaunchQueue:
 
     A thread that waits for time to pass holds this, and not the launcher, which ends with whoever made it.
 
+    Args:
+        recorder: told of every launch that completes.
+        channel: the group that carries a class. Launches of one channel never overtake each other.
+        at_once: how many may be on the way: more where none is more urgent than another.
+
     Attributes:
-        channel: the group that carries a class.
-        at_once: how many may be on the way.
         hurried: how many wait in a hurry.
         draining: everything submitted is to leave, whatever is still to come.
         callbacks: of collectives, run and dropped by threads of theirs.
     """
 
-    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str], at_once: int) -> None:
+    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str] = LANE_GROUP, at_once: int = IN_FLIGHT) -> None:
         self.at_once = at_once
         self.recorder = recorder
         self.channel = channel
@@ -61,6 +106,92 @@ class LaunchQueue:
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # by launch, when it was last alone on its way
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._end: Callable[[], object] = lambda: None
+
+    # -- what a launcher asks of it ------------------------------------------------------------------------------------
+
+    def start(self, owner: object) -> None:
+        """Begins to launch what is submitted, as long as the owner lives."""
+        thread = threading.Thread(target=_run, args=(self,), name="embrace_fx launcher", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(owner, _stop, self, thread)
+
+    def close(self) -> None:
+        """Waits until everything submitted has completed, and launches no more.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        self.draining = True
+        self.issue()
+        with self.lock:
+            self.arrived.wait_for(lambda: self.error is not None or not self.under_way())
+        self._end()
+        if self.error is not None:
+            raise self.error
+
+    def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+        """Makes the ticket of a launch of the current window."""
+        return Ticket(which, launch, sent_bytes, self.recorded_window, state=self)
+
+    @property
+    def recorded_window(self) -> int:
+        """The window that the recorder is in."""
+        recording = self.recorder.recording
+        return OUTSIDE if recording is None else recording.window
+
+    def enter(self, ticket: Ticket) -> None:
+        """Has a ticket wait for its turn."""
+        with self.lock:
+            window = self.windows[-1]
+            window.expected.remove(ticket.id)
+            if window.dropped:
+                ticket.drop()
+            else:
+                self.enters(ticket)
+                if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
+                    self.changed.notify_all()
+                    return
+        self.note_change(window)
+
+    def note_change(self, window: LaunchWindow) -> None:
+        """Has whatever is due be launched, once a window has changed."""
+        if window.dropped:
+            with self.lock:
+                self.arrived.notify_all()
+        self.issue()
+
+    def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
+        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
+        with self.lock:
+            window = self.windows[-1]
+            window.expected.clear()
+            self.windows.append(LaunchWindow(order, window.number + 1, held=held))
+            self.forget_windows()
+        self.note_change(window)
+
+    def hurrying(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which what has not been submitted does not hold up what the caller waits for."""
+        return _Hurrying(self)
+
+    def took_turns(self) -> bool:
+        """Whether, since it was last asked, everything left in its turn; where not, all ranks must come to know.
+
+        What another rank has launched is launched here in time: nobody needs to know.
+        """
+        return True
+
+    def catch_up(self) -> None:
+        """Launches what another rank may have launched out of turn, which happens by itself here."""
+
+    @property
+    def in_turn(self) -> InTurn | None:
+        """The context in which the communicator runs collectives of the calling thread; None: nothing orders them, on
+        the host.
+        """
+        return None
+
+    # -- launching -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
         """Launches everything whose turn it is, unless another thread does: that one finds what has come since."""
@@ -213,3 +344,44 @@ class LaunchQueue:
     def under_way(self) -> bool:
         """Tells whether anything has been submitted that has not completed."""
         return bool(self.in_flight) or self.waits()
+
+
+class _Hurrying(contextlib.AbstractContextManager[None]):
+    def __init__(self, queue: LaunchQueue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        with self._queue.lock:
+            self._queue.hurried += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._queue.lock:
+            self._queue.hurried -= 1
+
+
+def _run(queue: LaunchQueue) -> None:
+    """Launches what time alone has made due, and what it is woken for."""
+    while True:
+        with queue.lock:
+            if not queue.stopped:
+                queue.wait_for_change()
+            if queue.stopped:
+                return
+        queue.issue()
+
+
+def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
+    """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
+    deadline_s = time.monotonic() + _FAREWELL_S
+    queue.draining = True
+    queue.issue()
+    with queue.lock:
+        # All ranks have submitted the same, so it completes; unless one is gone.
+        queue.arrived.wait_for(lambda: queue.error is not None or not queue.under_way(), timeout=_FAREWELL_S)
+        queue.stopped = True
+        queue.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout=_FAREWELL_S)
+    # The thread of a collective needs the interpreter once more after its callback has run: to drop it.
+    while queue.callbacks and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from embrace_fx.runtime.launch import stream_launcher
+from embrace_fx.runtime.launch import stream_queue
 from embrace_fx.runtime.launch.streams import CudaStreams
 from tests.gpu.stress import overwritten
 
@@ -43,19 +43,19 @@ def no_record_stream() -> Iterator[None]:
 
 @contextmanager
 def what_is_sent_is_freed_at_once() -> Iterator[None]:
-    enqueue = stream_launcher._Issuer._enqueue
+    enqueue = stream_queue.StreamQueue._enqueue
 
     def forgetting(self: Any, ticket: Any, *how: Any) -> None:
         enqueue(self, ticket, *how)
         ticket.held = ()
 
-    with patch.object(stream_launcher._Issuer, "_enqueue", forgetting):
+    with patch.object(stream_queue.StreamQueue, "_enqueue", forgetting):
         yield
 
 
 @contextmanager
 def the_event_of_a_launch_is_recorded_before_it() -> Iterator[None]:
-    enqueue = stream_launcher._Issuer._enqueue
+    enqueue = stream_queue.StreamQueue._enqueue
 
     def early(self: Any, ticket: Any, *how: Any) -> None:
         with self.streams.on(ticket.id.lane, "early"):
@@ -63,7 +63,7 @@ def the_event_of_a_launch_is_recorded_before_it() -> Iterator[None]:
         enqueue(self, ticket, *how)
         ticket.ended = ended
 
-    with patch.object(stream_launcher._Issuer, "_enqueue", early):
+    with patch.object(stream_queue.StreamQueue, "_enqueue", early):
         yield
 
 

@@ -11,8 +11,9 @@ import random
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import CudaStreams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -29,7 +30,7 @@ def main() -> None:
 def overwritten(windows: int) -> int:
     """Launches in so many windows; returns how many values did not arrive as they were sent."""
     device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
-    launcher = StreamLauncher(ORDER, OF_FORWARD, Recorder(), Communicator(None), CudaStreams(device))
+    launcher = Launcher(ORDER, OF_FORWARD, StreamQueue(Recorder(), CudaStreams(device)), Communicator(None))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for window in range(windows):
         tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]
@@ -42,9 +43,7 @@ def overwritten(windows: int) -> int:
     return int(wrong)
 
 
-def submit(
-    launcher: StreamLauncher, name: str, window: int, draw: random.Random, device: torch.device
-) -> tuple[int, Ticket]:
+def submit(launcher: Launcher, name: str, window: int, draw: random.Random, device: torch.device) -> tuple[int, Ticket]:
     number = window * len(NAMES) + NAMES.index(name)
     sent = torch.full((draw.randrange(1, 1 << 16),), number, device=device)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.launch.stream_launcher import _Issuer
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import CudaStreams
 from tests.gpu import needs
 from tests.gpu.deeds import stands_still, trains_two_models
@@ -132,22 +132,22 @@ def test_a_send_that_no_receive_fits(findings: Path) -> None:
 
 def flags_are_in_no_order(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Issuer, "in_turn", lambda self: nullcontext())
+        patch.setattr(StreamQueue, "_in_turn", lambda self: nullcontext())
         trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2)
 
 
 def a_rank_leaves_its_turn_unasked(rank: int, world_size: int) -> None:
-    def look(self: _Issuer, store: Any, key: str) -> None:
+    def look(self: StreamQueue, store: Any, key: str) -> None:
         self._follow(self.place())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Issuer, "look", look)
+        patch.setattr(StreamQueue, "look", look)
         stands_still(rank, world_size, "cuda")
 
 
 def models_are_in_no_order(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Issuer, "_wait_for_other_models", lambda self: None)
+        patch.setattr(StreamQueue, "_wait_for_other_models", lambda self: None)
         trains_two_models(rank, world_size, "cuda")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -93,7 +94,7 @@ def ids_program() -> IdsProgram:
 def listening_flow(table: Listening, warn: Callable[[], None], order: Iterable[OperationId] = ()) -> Flow:
     """A flow of one table and no buckets. Its launcher is to be closed."""
     communicator = Communicator(None)
-    launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], Recorder(), communicator)
+    launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], LaunchQueue(Recorder()), communicator)
     return Flow(
         Announcements(communicator),
         launcher,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.kernels import pack_bucket
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -89,7 +90,7 @@ class Deferred(Training):
         self._communicator = communicator
         self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
-        self.launcher = Launcher(order, (), Recorder(), communicator)
+        self.launcher = Launcher(order, (), LaunchQueue(Recorder()), communicator)
         buckets = BucketUpdates(BUCKETS, self.parameter, communicator, self.launcher, {})
         self.flow = Flow(
             Announcements(communicator),

@@ -117,27 +117,28 @@ def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = Non
         patch.setattr(
             launch_queue,
             "threading",
-            SimpleNamespace(Condition=Watched, RLock=threading.RLock),
+            SimpleNamespace(Condition=Watched, RLock=threading.RLock, Thread=threading.Thread),
         )
-        return Launcher(order, OF_FORWARD, recorder or Recorder(), Communicator(None))
+        queue = launch_queue.LaunchQueue(recorder or Recorder())
+        return Launcher(order, OF_FORWARD, queue, Communicator(None))
 
 
 def rest(launcher: Launcher) -> None:
     """Waits until a launcher has launched whatever is due."""
-    changed = launcher._state.changed
+    changed = launcher.queue.changed
     assert isinstance(changed, Watched)
     changed.rest()
 
 
 def stand_still(launcher: Launcher) -> None:
     """Lets a launcher believe that nothing has moved for long."""
-    with launcher._state.changed:
-        launcher._state.moved_s = float("-inf")
-        launcher._state.changed.notify_all()
+    with launcher.queue.changed:
+        launcher.queue.moved_s = float("-inf")
+        launcher.queue.changed.notify_all()
 
 
 def submit(launcher: Launcher, link: Link, *names: str) -> list[Ticket]:
-    changed = launcher._state.changed
+    changed = launcher.queue.changed
     link.rest = changed.rest if isinstance(changed, Watched) else lambda: None
     return [launcher.submit(ID[name], link.launch(name), 100) for name in names]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -150,7 +151,7 @@ def test_what_a_phase_leaves_out_is_not_waited_for(steps: Steps) -> None:
 
 
 def test_what_is_left_out_is_of_the_phase_itself() -> None:
-    launcher = Launcher([EARLY, PRIOR, IDS, LATE], [IDS, LATE], Recorder(), Communicator(None))
+    launcher = Launcher([EARLY, PRIOR, IDS, LATE], [IDS, LATE], LaunchQueue(Recorder()), Communicator(None))
 
     assert launcher.absent([LATE, PRIOR], forward=True) == (IDS,)
     assert launcher.absent([LATE, PRIOR], forward=False) == (EARLY,)

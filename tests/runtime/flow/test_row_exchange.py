@@ -25,6 +25,7 @@ from torch.optim import Adagrad, Adam, Optimizer
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -203,7 +204,7 @@ class Training:
         order = [PRIOR, *self.pieces]
         order.insert(self.draw.randrange(1, 1 + len(order)), LATE)  # which wait for the prior ones
         order.insert(self.draw.randrange(1 + len(order)), EARLY)
-        self.launcher = Launcher(order, [LATE], Recorder(), communicator)
+        self.launcher = Launcher(order, [LATE], LaunchQueue(Recorder()), communicator)
         self.exchange = RowExchange(self.table, communicator, self.launcher, chunks)
         self.number = 0
         self.split = 0  # steps whose gradients were cut in two
@@ -282,7 +283,7 @@ class Training:
     def finish(self) -> None:
         self.launcher.open_window()
         self.exchange.apply_delayed()
-        while self.launcher._state.under_way():  # discarded ones too: the next training uses the same groups
+        while self.launcher.queue.under_way():  # discarded ones too: the next training uses the same groups
             time.sleep(0.001)
         mine = self.table.local
         first, last = own_columns(self.table.shape[1], self.communicator.world_size, self.communicator.rank)

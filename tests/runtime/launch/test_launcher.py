@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.runtime.launch.launcher import LARGE_BYTES, Launcher
+from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -39,7 +40,7 @@ def test_what_is_submitted_waits_for_its_turn() -> None:
 
 def known(launcher: Launcher, **took_s: float) -> None:
     """Has it know how long launches take, which is longer than anything here but for those that are named."""
-    launcher._state.took_s = {each: took_s.get(str(each), LONG_S) for each in ORDER}
+    launcher.queue.took_s = {each: took_s.get(str(each), LONG_S) for each in ORDER}
 
 
 def test_one_is_on_the_way() -> None:
@@ -82,7 +83,7 @@ def test_one_more_leaves_where_the_last_one_is_late() -> None:
 def test_how_long_a_launch_takes_is_told_by_those_that_are_alone_on_their_way() -> None:
     launcher, link = make(), Link()
     known(launcher, prior=0.0)
-    took_s = launcher._state.took_s
+    took_s = launcher.queue.took_s
 
     submit(launcher, link, "early rows", "prior", "bucket 0")
     link.end("early rows")
@@ -105,7 +106,7 @@ def test_what_stood_still_tells_nothing() -> None:
     link.end("early rows")
     link.rest()
 
-    assert not {ID["early rows"]} & {*launcher._state.took_s}
+    assert not {ID["early rows"]} & {*launcher.queue.took_s}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
@@ -36,8 +37,8 @@ class Device:
     ) -> None:
         self.streams = streams or NotedStreams()
         self.left = threading.Event()  # something has
-        communicator = Communicator(None)
-        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), communicator, self.streams, channel)
+        self.queue = StreamQueue(recorder or Recorder(), self.streams, channel)
+        self.launcher = Launcher(ORDER, OF_FORWARD, self.queue, Communicator(None))
 
     def submit(self, *names: str) -> list[Ticket]:
         return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
@@ -97,7 +98,7 @@ def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
         device.launcher.open_window()
 
     assert device.launched == expected
-    assert device.launcher.took_turns()
+    assert device.queue.took_turns()
     assert hazards(device.program()) == []
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
@@ -121,8 +122,8 @@ def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
     bucket.wait()
 
     assert device.launched == ["early rows", "bucket 0"]  # "prior" may still come
-    assert not device.launcher.took_turns()
-    assert device.launcher.took_turns()  # since it was last asked
+    assert not device.queue.took_turns()
+    assert device.queue.took_turns()  # since it was last asked
     early.wait()
 
 
@@ -138,7 +139,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
     """Another rank's may wait the other way round."""
     device = Device()
     device.submit("bucket 1", "delayed")
-    device.launcher._issuer.issue(hurry=True)  # as whoever waits does
+    device.queue.issue(hurry=True)  # as whoever waits does
     assert device.launched == ["delayed"]
     device.submit("early rows", "prior", "bucket 0", "ids", "rows")
 
@@ -151,17 +152,17 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
         elif isinstance(step, Launch):
             assert all(place[name] < place[step.op] for name in waits), (step.op, waits)
             waits = []
-    assert not device.launcher.took_turns()
+    assert not device.queue.took_turns()
 
 
 def test_what_no_schedule_orders_leaves_between_what_was_issued_and_what_will_be() -> None:
     device = Device()
     device.submit("early rows")
-    assert device.launcher.in_turn is not None
+    assert device.queue.in_turn is not None
 
-    with device.streams.on("ids", "flags"), device.launcher.in_turn():
+    with device.streams.on("ids", "flags"), device.queue.in_turn():
         device.streams.steps.append(Launch("ids", "flags"))
-    with device.streams.on("ids", "more flags"), device.launcher.in_turn():
+    with device.streams.on("ids", "more flags"), device.queue.in_turn():
         device.streams.steps.append(Launch("ids", "more flags"))
     device.submit("prior", "bucket 0")
 
@@ -173,14 +174,14 @@ def test_classes_of_one_channel_keep_one_order_whoever_is_in_a_hurry() -> None:
     """They meet on one communicator: where one of them overtook the other on a rank, neither would be what it is."""
     device = Device(channel={"ids": "a", "embedding": "a", "dense": "b", "delayed": "b"})
     device.submit("delayed", "rows")
-    device.launcher._issuer.issue(hurry=True)
+    device.queue.issue(hurry=True)
     assert device.launched == []
 
     device.submit("early rows", "prior", "bucket 0")
-    device.launcher._issuer.issue(hurry=True)
+    device.queue.issue(hurry=True)
     assert device.launched == ["early rows", "prior", "bucket 0", "delayed"]
     device.submit("ids")
-    device.launcher._issuer.issue(hurry=True)
+    device.queue.issue(hurry=True)
     assert device.launched[4:] == ["ids", "rows"]
 
 
@@ -188,10 +189,10 @@ def test_all_ranks_catch_up_together() -> None:
     device = Device()
     device.submit("delayed", "bucket 0")
 
-    device.launcher.catch_up()
+    device.queue.catch_up()
 
     assert device.launched == ["bucket 0", "delayed"]
-    assert device.launcher.took_turns()
+    assert device.queue.took_turns()
 
 
 def test_what_leaves_when_all_ranks_catch_up_is_before_all_that_leaves_later() -> None:
@@ -199,7 +200,7 @@ def test_what_leaves_when_all_ranks_catch_up_is_before_all_that_leaves_later() -
     device = Device()
     first = ["early rows", "bucket 0", "delayed"]
     device.submit(*first)
-    device.launcher.catch_up()
+    device.queue.catch_up()
     rest = [name for name in NAMES if name not in first]
     device.submit(*rest)
 
@@ -226,15 +227,15 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
 
     ticket.wait()
     for device in (asks, before, there):
-        device.launcher.looks()(store, "name")
+        device.queue.looks()(store, "name")
 
     assert there.left.wait(LONG_S)
-    with there.launcher._state.lock:  # until all have left
+    with there.queue.lock:  # until all have left
         assert there.launched == asks.launched == ["bucket 0", "delayed"]
-    assert not there.launcher.took_turns()
+    assert not there.queue.took_turns()
     assert before.launched == []
     before.submit("bucket 0")
-    before.launcher.looks()(store, "name")
+    before.queue.looks()(store, "name")
     assert before.left.wait(LONG_S)
 
 
@@ -243,11 +244,11 @@ def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -
     device, store = Device(), Store()
     device.submit("delayed")
 
-    device.launcher.looks()(store, "name")
-    device.launcher._issuer.issue()
+    device.queue.looks()(store, "name")
+    device.queue.issue()
 
     assert device.launched == []
-    assert device.launcher._state.moved_s == float("inf")
+    assert device.queue.moved_s == float("inf")
 
 
 def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
@@ -261,7 +262,7 @@ def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
     one.submit("delayed", "ids")
 
     assert too_many_in_flight(one.program(), IN_FLIGHT, {*NAMES} - {"bucket 1"}) == []
-    assert other.launcher._issuer.tells == (0, len(NAMES) - 4)
+    assert other.queue.tells == (0, len(NAMES) - 4)
 
 
 def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""The launcher on streams: the calling thread enqueues a rank's collectives in the schedule's order, and never waits.
+"""A launch queue on streams: the calling thread enqueues a rank's collectives in the schedule's order, and never waits.
 
 Contract
     As `runtime/launch/launcher.py`: the same windows, the same total order, the same behaviour where it gives way. But
@@ -20,19 +20,17 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch.launch_queue import LaunchQueue
-from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
-from embrace_fx.runtime.launch.window import LaunchWindow
-from embrace_fx.runtime.ranks.communicator import Communicator, InTurn
+from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -60,7 +58,7 @@ class StreamTicket(Ticket):
     ended: Event = None
     held: tuple[Tensor, ...] = ()
     waited: bool = False
-    issuer: _Issuer = field(default=None)  # type: ignore[assignment]
+    queue: StreamQueue = field(default=None)  # type: ignore[assignment]
 
     @property
     def done(self) -> bool:
@@ -74,7 +72,7 @@ class StreamTicket(Ticket):
             RuntimeError: a launch failed.
         """
         if self.ended is None:
-            self.issuer.issue(hurry=True)
+            self.queue.issue(hurry=True)
         if self.state.error is not None:
             raise self.state.error
         if self.ended is None:
@@ -91,24 +89,25 @@ class StreamTicket(Ticket):
         """
         self.issue()
         assert self.value is not None
-        streams = self.issuer.streams
+        streams = self.queue.streams
         streams.wait(self.ended)
         streams.keep(self.value)
         self.waited, self.held = True, ()
-        self.issuer.unwaited.pop(self.place, None)
+        self.queue.unwaited.pop(self.place, None)
         return self.value
 
 
-class _Issuer:
-    """Enqueues what is due. All under the state's lock.
+class StreamQueue(LaunchQueue):
+    """Enqueues what is due on streams, under its lock.
 
     Attributes:
         overtook: something has left out of its turn, since the ranks last told each other.
         tells: where this rank stood when it had that done, as others are still to be told; None: they are not.
     """
 
-    def __init__(self, state: LaunchQueue, streams: Streams) -> None:
-        self.state = state
+    def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
+        super().__init__(recorder, channel)
+        self.moved_s = math.inf  # however long nothing moves, nothing overtakes
         self.streams = streams
         self.overtook = False
         self.tells: Place | None = None
@@ -122,13 +121,12 @@ class _Issuer:
             agreed: all ranks do so at this place: what leaves is behind what has been issued, and before all that will
                 be, as in its turn.
         """
-        state = self.state
-        with state.lock:
-            if state.error is not None:
+        with self.lock:
+            if self.error is not None:
                 return
-            was_draining, state.draining = state.draining, state.draining or hurry
+            was_draining, self.draining = self.draining, self.draining or hurry
             try:
-                while (ticket := state.next()) is not None:
+                while (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self._is_out_of_turn(ticket)
                     if not in_turn:  # told before: over gloo the host waits here for a rank that does likewise
@@ -136,16 +134,66 @@ class _Issuer:
                     last = self._issued[-1][0] if self._issued else (-1,)
                     self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)
             except BaseException as error:
-                state.error = error
+                self.error = error
                 raise
             finally:
-                state.draining = was_draining
+                self.draining = was_draining
+
+    def start(self, owner: object) -> None:
+        """Does nothing: what is due is enqueued by whoever submits it."""
+
+    def close(self) -> None:
+        """Has the current stream wait for everything submitted."""
+        self.catch_up()
+        for ticket in list(self.unwaited.values()):
+            ticket.wait()
+
+    def note_change(self, window: LaunchWindow) -> None:
+        if self.error is not None:
+            raise self.error
+        self.issue()
+
+    def hurrying(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: a ticket that is waited for is launched then, out of its turn only where it must be."""
+        return contextlib.nullcontext()
+
+    def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+        current = self.windows[-1]
+        place = (current.number, current.order.index(which))
+        ready = self.streams.record(f"{which} ready")
+        ticket = StreamTicket(
+            which, launch, sent_bytes, self.recorded_window, state=self, place=place, ready=ready, queue=self
+        )
+        self.unwaited[place] = ticket
+        return ticket
+
+    def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
+        super().open_window(order, held=held)
+        # What nobody has waited for in a whole window, nobody will: its memory may go once this stream has.
+        current = self.windows[-1].number
+        for place, ticket in list(self.unwaited.items()):
+            if place[0] < current - 1 and ticket.ended is not None:
+                ticket.wait()
+
+    def took_turns(self) -> bool:
+        overtook, self.overtook = self.overtook, False
+        return not overtook
+
+    def catch_up(self) -> None:
+        """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
+        self.issue(hurry=True, agreed=True)
+        self.overtook, self.tells = False, None
+
+    @property
+    def in_turn(self) -> InTurn | None:
+        """The context in which the communicator runs collectives of the calling thread."""
+        return self._in_turn
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def _in_turn(self) -> Iterator[None]:
         """A context in which a collective that is none of the window's is enqueued on the current stream: behind all
         launches that have been issued, and before all that will be."""
-        with self.state.lock:
+        with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
                 place, _, ended = self._issued[-1]
@@ -162,8 +210,20 @@ class _Issuer:
             self.streams.wait(last[1])
 
     def place(self) -> Place:
-        window = self.state.windows[-1]
+        window = self.windows[-1]
         return window.number, len(window.expected)
+
+    def looks(self) -> Callable[[Any, str], None]:
+        """Makes what a thread of the ranks' is to call, a few times a second, with its store and a name in it. It does
+        not keep this alive.
+        """
+        found = weakref.ref(self)
+
+        def look(store: Any, name: str) -> None:
+            if (queue := found()) is not None:
+                queue.look(store, f"{name}/out of turn")
+
+        return look
 
     def look(self, store: Any, key: str) -> None:
         """Tells other ranks of what has left here out of its turn, or does as one of them has that stood where this
@@ -176,23 +236,23 @@ class _Issuer:
         tells, self.tells = self.tells, None
         if tells is not None:
             store.set(key, f"{tells}")
-        if tells is not None or not self.state.lock.acquire(blocking=False):
+        if tells is not None or not self.lock.acquire(blocking=False):
             return  # whoever has the lock launches
         try:
-            place, held = self.place(), any(window.waiting for window in self.state.windows)
+            place, held = self.place(), any(window.waiting for window in self.windows)
         finally:
-            self.state.lock.release()
+            self.lock.release()
         if held and store.check([key]) and store.get(key).decode() == f"{place}":
             threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
 
     def _follow(self, place: Place) -> None:
         self.streams.use_device()
-        with self.state.lock, contextlib.suppress(Exception):  # whoever submits or waits next raises it
+        with self.lock, contextlib.suppress(Exception):  # whoever submits or waits next raises it
             if self.place() == place:
                 self.issue(hurry=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        windows = [window for window in self.state.windows if window.number <= ticket.place[0]]
+        windows = [window for window in self.windows if window.number <= ticket.place[0]]
         before = [
             launch
             for window in windows
@@ -202,7 +262,7 @@ class _Issuer:
         return bool(before)
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, place: tuple[int, ...]) -> None:
-        streams, recorder = self.streams, self.state.recorder
+        streams, recorder = self.streams, self.recorder
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, place, key=lambda each: each[0])
         with streams.on(ticket.id.lane, str(ticket.id)):
@@ -229,87 +289,3 @@ class _Issuer:
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
             recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))
-
-
-class StreamLauncher(Launcher):
-    """Enqueues launches on streams, in the schedule's order.
-
-    Args:
-        order, of_forward, recorder, communicator, channel: as for `Launcher`.
-    """
-
-    def __init__(
-        self,
-        order: Iterable[OperationId],
-        of_forward: Iterable[OperationId],
-        recorder: Recorder,
-        communicator: Communicator,
-        streams: Streams,
-        channel: Mapping[Lane, str] = LANE_GROUP,
-    ) -> None:
-        self._streams = streams
-        super().__init__(order, of_forward, recorder, communicator, channel)
-
-    def _start(self) -> None:
-        self._issuer = _Issuer(self._state, self._streams)
-        self._state.moved_s = math.inf  # however long nothing moves, nothing overtakes
-
-    def looks(self) -> Callable[[Any, str], None]:
-        """Makes what a thread of the ranks' is to call, a few times a second, with its store and a name in it. It does
-        not keep this alive.
-        """
-        found = weakref.ref(self._issuer)
-
-        def look(store: Any, name: str) -> None:
-            if (issuer := found()) is not None:
-                issuer.look(store, f"{name}/out of turn")
-
-        return look
-
-    def close(self) -> None:
-        """Has the current stream wait for everything submitted."""
-        self.catch_up()
-        for ticket in list(self._issuer.unwaited.values()):
-            ticket.wait()
-
-    def _note_change(self, window: LaunchWindow) -> None:
-        if self._state.error is not None:
-            raise self._state.error
-        self._issuer.issue()
-
-    def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: a ticket that is waited for is launched then, out of its turn only where it must be."""
-        return contextlib.nullcontext()
-
-    def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
-        current = self._state.windows[-1]
-        place = (current.number, current.order.index(which))
-        ready = self._streams.record(f"{which} ready")
-        ticket = StreamTicket(
-            which, launch, sent_bytes, window, state=self._state, place=place, ready=ready, issuer=self._issuer
-        )
-        self._issuer.unwaited[place] = ticket
-        return ticket
-
-    def open_window(self, *, held: bool = False) -> None:
-        super().open_window(held=held)
-        # What nobody has waited for in a whole window, nobody will: its memory may go once this stream has.
-        current = self._state.windows[-1].number
-        for place, ticket in list(self._issuer.unwaited.items()):
-            if place[0] < current - 1 and ticket.ended is not None:
-                ticket.wait()
-
-    def took_turns(self) -> bool:
-        """Whether, since it was last asked, everything left in its turn. Where not, all ranks must come to know."""
-        overtook, self._issuer.overtook = self._issuer.overtook, False
-        return not overtook
-
-    @property
-    def in_turn(self) -> InTurn | None:
-        """The context in which the communicator runs collectives of the calling thread. It does not keep this alive."""
-        return self._issuer.in_turn
-
-    def catch_up(self) -> None:
-        """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
-        self._issuer.issue(hurry=True, agreed=True)
-        self._issuer.overtook, self._issuer.tells = False, None
