@@ -197,7 +197,7 @@ class LaunchQueue:
         """Launches everything whose turn it is, unless another thread does: that one finds what has come since."""
         while not self.issuing:
             with self.lock:
-                if self.issuing or self.stopped or self.error is not None:
+                if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return
                 if (ticket := self.next()) is None:
                     if time.perf_counter() + self.until_due_s() < self.wakes_s:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.runtime.launch import launcher as launcher_module
 
 
 @pytest.fixture(autouse=True)
 def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine must not look like one on which nothing moves."""
     monkeypatch.setattr(launch_queue, "STANDSTILL_S", 1e6)
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", 0.1)  # what a test leaves on the way never completes
+    monkeypatch.setattr(launch_queue, "_FAREWELL_S", 0.1)  # what a test leaves on the way never completes

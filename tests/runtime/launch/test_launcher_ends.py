@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.ranks.communicator import InFlight
 from tests.support.launches import ID, LONG_S, Link, make, rest, submit
 
@@ -71,7 +71,7 @@ def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
 
 
 def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
+    monkeypatch.setattr(launch_queue, "_FAREWELL_S", LONG_S)
     launcher, link = make(), Link()
     tickets = submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
     link.expect("early rows", "prior")
@@ -108,7 +108,7 @@ class LateFuture:
 
 def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take the interpreter to do so, and a process whose interpreter is gone would end with SIGABRT."""
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
+    monkeypatch.setattr(launch_queue, "_FAREWELL_S", LONG_S)
     launcher, future = make(), LateFuture()
     launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
     launcher.submit(ID["early rows"], lambda: launched, 0)
@@ -121,9 +121,9 @@ def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch:
         future.dropped.wait(LONG_S)
 
     monkeypatch.setattr(
-        launcher_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic, perf_counter=time.perf_counter)
+        launch_queue, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic, perf_counter=time.perf_counter)
     )
-    launcher._stop()
+    launcher.queue._end()
 
     assert looked[0] is False
     assert future.dropped.is_set()
