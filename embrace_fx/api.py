@@ -76,7 +76,7 @@ def compile(
         rows: the format in which rows and their gradients travel: "exact", "bf16", "fp16" or "int8".
         buckets: likewise of gradients that are AllReduced.
         table_memory: what sharded tables may hold of this rank's memory, in bytes, or below 1 as a share; by name too.
-        tables_in: with it, a directory for rows that do not fit.
+        tables_in: with it, a directory for rows that do not fit; None: of a CUDA model, its host's memory.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler

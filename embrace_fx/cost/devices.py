@@ -27,6 +27,8 @@ LAUNCH_MS = 0.005
 """Time from one kernel's end to the next one's start, where the host enqueues them one by one."""
 KERNELS_OF_ROUND = 10
 """Kernels that prepare one round of an exchange and take what arrived."""
+FIRST_BYTE_MS = 1e-4
+"""Time until a core has the first byte of a row that no cache holds: the order of a server's memory."""
 BYTES_OF_UNIT = 128
 """Bytes moved to find a row's place among others: eight passes of a radix sort over an int64 index and its position."""
 
@@ -61,13 +63,17 @@ class Device:
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
-    def storage(self, host_bytes: float) -> tuple[StorageTier, ...]:
-        """Lists the storage for rows of tables beyond its memory: pinned memory of its host, and its own drive.
+    def storage(self, host_bytes: float, cores: int = 8) -> tuple[StorageTier, ...]:
+        """Lists the storage for rows of tables beyond its memory: its host's memory, and its own drive.
+
+        The host gathers rows into pinned memory while the device copies those before: the slower of both sets the pace.
 
         Args:
             host_bytes: bytes of the host's memory for this device's rows.
+            cores: cores of the host that gather them.
         """
-        return (StorageTier("pinned host memory", 0.0, 0.0, 1 / self.to_host.bandwidth_bytes_per_ms, host_bytes), NVME)
+        byte_ms = max(1 / self.to_host.bandwidth_bytes_per_ms, 2 / (cores * CORE.moved_bytes_per_ms))
+        return (StorageTier("host memory", FIRST_BYTE_MS / cores, FIRST_BYTE_MS / cores, byte_ms, host_bytes), NVME)
 
     def cluster(
         self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import socket
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.planning.fitting import without_tables
+from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.memory.copies import PinnedCopies
+from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part
 from embrace_fx.runtime.tables.placement import shard_parameter
@@ -102,6 +106,8 @@ def fit_plan(
         _check(setting, name, plan)
     stacks = (without_tables(plan, stack, list(asked)) for stack in plan.stacks)
     found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
+    if setting.options.tables_in is None:
+        _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
     own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
     agreed = setting.communicator.gather(own, dict[str, RowMemory])[0]
@@ -127,15 +133,40 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
     return RowMemory(rows, slots, slot_bytes(tier.columns), ROW_BYTES, record, at_once, draws, storage)
 
 
-def in_files(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
-    """Measures the file of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
-    assert setting.options.tables_in is not None
+def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
+    """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
+    directory, device = setting.options.tables_in, _device(setting)
+    streams, read, write, byte_ms = streams_of(device), 0.0, 0.0, 0.0
+    if streams is not None:
+        rate, _ = PinnedCopies(streams).measure(device)
+        byte_ms = 1 / rate
     try:
-        own = row_ms(setting.options.tables_in, records)
+        if directory is not None:
+            read, write = row_ms(directory, records)
     except TierError:  # making the file will raise
-        own = (0.0, 0.0)
-    read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
-    return (StorageTier("file", max(read), max(write)),)
+        pass
+    everyone = setting.communicator.gather((read, write, byte_ms), tuple[float, float, float])
+    return (StorageTier("file" if directory else "host memory", *(max(each) for each in zip(*everyone, strict=True))),)
+
+
+def _device(setting: Setting) -> torch.device:
+    """Finds the device of the model, parameters on the meta device apart."""
+    devices = (parameter.device for parameter in setting.model.parameters())
+    return next((each for each in devices if each.type != "meta"), torch.get_default_device())
+
+
+def _check_host(setting: Setting, found: Mapping[str, Tier], plan: Plan) -> None:
+    """Raises `ValueError` on every rank where a host lacks memory for rows at rest. Collective."""
+    own = sum(plan[name].shape[0] * Records(tier.columns).nbytes for name, tier in found.items())
+    everyone = setting.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
+    for host, _, available in everyone:
+        needed = sum(nbytes for name, nbytes, _ in everyone if name == host)
+        if needed > available > 0:
+            raise ValueError(
+                f"expected {needed:,} bytes of memory on {host} for rows at rest of {', '.join(found)}, with "
+                f"table_memory, in the first call, found {available:,}. Name a directory in tables_in, where they lie "
+                "in a file then, or train on more hosts."
+            )
 
 
 def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:
@@ -183,10 +214,16 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             f"expected {name} in shards by columns, with table_memory, in the first call, found it {how}. Pass "
             f"strategy={{{name!r}: 'alltoall'}}, or leave it out of table_memory."
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    device = parameter.device if parameter.device.type != "meta" else _device(setting)
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"expected {name} on the CPU, with table_memory, found it on {parameter.device}: a working set on a device "
-            "is not there yet. Leave it out of table_memory."
+            f"expected {name} on the CPU or on a CUDA device, with table_memory, found it on {device}. Leave it out of "
+            "table_memory."
+        )
+    if device.type == "cpu" and setting.options.tables_in is None:
+        raise ValueError(
+            f"expected a directory in tables_in for {name}, which is on the CPU, with table_memory, found none: rows "
+            "that do not fit lie there. Pass both. A CUDA model's lie in its host's memory without it."
         )
     if len(held) != 1:
         raise ValueError(
@@ -237,6 +274,7 @@ def place_tiered(
     """
     parameter, communicator = setting.state.parameter(name), setting.communicator
     ((optimizer, _),) = setting.stepping.holders.of(parameter)
+    device = parameter.device if parameter.device.type != "meta" else _device(setting)
     state, own = optimizer.state.get(parameter) or {}, _columns_of(shape, communicator.world_size, communicator.rank)
     module, first = begins_lazily(setting, name), {}
     if module is None:
@@ -244,12 +282,14 @@ def place_tiered(
         parts = {key: place.part_of(value, communicator.group) for key, value in state.items() if key in columns}
         first = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
-        communicator.connect(torch.device("cpu"))
-        place = Place(name, shape, mesh_of(communicator, "cpu", None), weakref.ref(communicator))
-    like = torch.empty_strided((shape[0], len(own)), (0, 0), dtype=parameter.dtype)  # has memory for one element
+        communicator.connect(device)
+        place = Place(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
+    like = torch.empty_strided(
+        (shape[0], len(own)), (0, 0), dtype=parameter.dtype, device=device
+    )  # one element's memory
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
-    memory = _made(setting, name, slots, columns, initial, first, shape[0])
+    memory = _made(setting, name, slots, columns, initial, first, shape[0], device)
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, Part):
         become_part(parameter, like, place)
@@ -274,15 +314,16 @@ def _made(
     initial: FirstValues,
     first: Mapping[str, Tensor],
     rows: int,
+    device: torch.device,
 ) -> WorkingSet:
-    """Makes the working set of a part, with its first values in the file. Collective: fails on all ranks or on none."""
-    assert setting.options.tables_in is not None
+    """Makes the working set of a part, with its first values at rest. Collective: fails on all ranks or on none."""
     memory, told = None, ""
     try:
         directory = setting.options.tables_in
-        memory = WorkingSet(name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder)
+        memory = WorkingSet(name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device)
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if first else ():
-            memory.store(some, {key: value.index_select(0, some) for key, value in first.items()})
+            values = {key: value[int(some[0]) :][: some.numel()].cpu() for key, value in first.items()}
+            memory.store(some, values)
     except TierError as error:
         told = str(error)
     for rank, each in enumerate(setting.communicator.gather(told, str)):

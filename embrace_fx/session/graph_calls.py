@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
@@ -81,9 +80,14 @@ class GraphCalls:
         planned.calls.count += train
         if train:
             check_replicas()
-        if train and (hints := self._setting.state.hints) is not None and self._lookahead.active:
-            hints.step(self._rows_ahead(kind, leaves, call.spec), self._lookahead.batches)
-        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
+        inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
+        if train and hints is not None and self._lookahead.active:
+            hints.step(inputs, self._rows_ahead(kind, leaves, call.spec), self._lookahead.batches)
+        try:
+            results = run_step(program, inputs, train=train, following=following)
+        finally:
+            if hints is not None:
+                hints.end_call()
         if train:
             planned.observe()
         return variant.captured.results(results, call.args, call.kwargs)
@@ -125,17 +129,17 @@ class GraphCalls:
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
-    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Mapping[str, Tensor]:
-        """Returns the rows, by table, that this rank's farthest known batch reads, where a program for it exists."""
+    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+        """Returns this rank's farthest known batch, with the rows that it reads, where a program for it exists."""
         coming = self._lookahead.following(leaves, farthest=True)
         found = self._to_come(kind, coming, spec)
         if coming is None or found is None:
-            return {}
+            return None
         variant, of_batch = found
         try:
             return of_batch.rows_read(variant.captured.inputs(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
-            return {}
+            return None
 
     def _to_come(
         self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec

@@ -21,7 +21,7 @@ from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
-from embrace_fx.planning.tiering import fit_plan, in_files
+from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -163,7 +163,7 @@ class PlanInUse:
                 plan, findings = make_plan(setting, analysed, leaves, probes=self.probes)
         else:
             plan = repeated(setting, analysed, given)
-        plan = fit_plan(setting, plan, findings.sparsity if findings else {}, partial(in_files, setting))
+        plan = fit_plan(setting, plan, findings.sparsity if findings else {}, partial(at_rest, setting))
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
             place(setting, analysed, plan)

@@ -68,7 +68,8 @@ class Options:
         buckets: likewise of gradients that are AllReduced; sparse exchanges of replicas stay exact.
         table_memory: what sharded tables and their optimizer state may hold of this rank's memory, in bytes, or, below
             1, as a fraction of their rows; for all of them, or by patterns of names (docs/memory.md). None: all.
-        tables_in: with table_memory: a directory in which the other rows lie, in a file without a name.
+        tables_in: with table_memory: a directory in which the other rows lie, in a file without a name. None: those of
+            a CUDA model lie in its host's memory.
     """
 
     strategy: Strategy
@@ -194,9 +195,9 @@ class Options:
                 "row's gradient is kept in memory. Leave out one of them."
             )
         directory: object = self.tables_in
-        if not isinstance(directory, str | Path | None) or (directory is None) != (memory is None):
+        if not isinstance(directory, str | Path | None) or (memory is None and directory is not None):
             raise ValueError(
-                f"expected a directory in tables_in with table_memory, and none without, in {where}, found "
+                f"expected tables_in to be None, or with table_memory a directory, in {where}, found "
                 f"tables_in={self.tables_in!r} and table_memory={memory!r}. Pass both: rows that do not fit lie there."
             )
 

@@ -40,7 +40,9 @@ def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float])
     """
     read, write = (byte_ms.get(storage_id(kind, table), 0.0) * memory.record_bytes for kind in ("read", "write"))
     first, *others = memory.storage
-    return replace(memory, storage=(StorageTier(first.name, read or first.read_ms, write or first.write_ms), *others))
+    bytes_ms = memory.record_bytes * first.byte_ms
+    first = StorageTier(first.name, read or first.read_ms + bytes_ms, write or first.write_ms + bytes_ms)
+    return replace(memory, storage=(first, *others))
 
 
 def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:

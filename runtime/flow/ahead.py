@@ -20,11 +20,12 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.split_ahead import Routed, SplitAhead, routed
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
-from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.announcement import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS
@@ -111,6 +112,10 @@ class Ahead:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
+    def rows(self) -> dict[str, Tensor]:
+        """Returns the rows (K,) that it reads, on the host, by table. Perhaps of a thread."""
+        return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
+
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Launches the exchange of ids."""
         rows = self.program.rows_of_batch(self.values)
@@ -129,10 +134,13 @@ class AheadOfDevice(Ahead):
         super().__init__(program, leaves, values)
         self._streams = streams
         self._counts = counts  # (T,) of this rank
+        self._copies: list[Tensor] = []  # rows by table, and how many they are, on their way to the host
+        self._copied: Event = None
         self._rank = 0
         self._tables: list[Routed] = []
         self._splits: dict[str, SplitAhead] = {}
         self._sizes: Tensor | None = None  # on their way to the host
+        self._for_host: list[tuple[TableRoute, RowTable, Tensor]] = []  # likewise, ids of tables whose host needs them
 
     @staticmethod
     def of(program: IdsProgram, leaves: Sequence[Any], streams: Streams) -> AheadOfDevice:
@@ -145,6 +153,21 @@ class AheadOfDevice(Ahead):
             return AheadOfDevice(
                 program, leaves, values, torch.stack(counts) if counts else torch.empty(0, device="cpu"), streams
             )
+
+    def copied(self) -> AheadOfDevice:
+        """Itself, with its rows on their way to the host."""
+        with self._streams.on("ids", "rows of a batch to come"):
+            rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
+            self._copies = [*rows, self._streams.to_host(self._counts)]
+            self._copied = self._streams.record("rows copied")
+        return self
+
+    def rows(self) -> dict[str, Tensor]:
+        """Likewise; none where an id is outside its table. Behind them row 0, which unique rows are filled up with."""
+        self._streams.reach(self._copied)
+        *rows, counts = self._copies
+        found = zip(self.program.tables, rows, counts.tolist(), strict=True)
+        return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
         """The most rows that the batch can read, by table."""
@@ -170,6 +193,10 @@ class AheadOfDevice(Ahead):
                 )
         parts = [table.counts for table in self._tables] + [split.sizes() for split in self._splits.values()]
         self._sizes = self._streams.to_host(torch.cat(parts))
+        for route in self.program.routes:
+            (first, *others) = exchanges[route.table].table.members
+            if first.needs_host and not others:
+                self._for_host.append((route, first, self._streams.to_host(self._routed(packed, sizes, route).ids)))
         return InFlight(packed, None, reads=launched.reads)
 
     def _routed(self, packed: Tensor, sizes: Sequence[Sequence[int]], route: TableRoute) -> Routed:
@@ -204,6 +231,9 @@ class AheadOfDevice(Ahead):
             found[route.table] = split.split(following, rest)
             rest = rest[split.length :]
         self.splits = found
+        for route, beyond, ids in self._for_host:
+            own = self.values[route.ids]
+            beyond.tell(own, ids[: own.numel()].unique())
 
     def _take_rows(self, counts: Sequence[int]) -> None:
         """Cuts this rank's unique rows to their number, and takes over what the unique phase made."""

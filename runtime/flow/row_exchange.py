@@ -117,6 +117,7 @@ class RowExchange:
 
     def _send_rows(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> Sent:
         part = GridPart.of(routing, self._grid, self._communicator.rank)
+        self.table.note(part.ids, (routing.whole or routing).ids)
         return self._launch_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,6 +225,7 @@ class RowExchange:
 
     def _send_gradient(self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing) -> None:
         part = GridPart.of(routing, self._grid, self._communicator.rank)
+        self.table.note(part.ids, (routing.whole or routing).ids)
         gradient.parts[launch] = self._launch_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
 
     # -- updates -------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class RowGradient:
             table, launcher = found(), by()
             if table is None or launcher is None:
                 raise RuntimeError(GONE)
-            split = [table.split(*rows) for rows in _in_a_hurry(parts, launcher, how)]
+            split = [table.split(*rows) for rows in _in_a_hurry(parts, table, launcher, how)]
             return [list(rows) for rows in zip(*split, strict=True)]
 
         return land
@@ -114,7 +114,9 @@ class RowGradient:
         """Applies a part; with the last delayed one, what the step does to all other rows. Tells whether that is so."""
         assert self.step is not None
         landed = not self.parts
-        arrived = _arrived([self.parts.pop(launch)], self._launcher, self._how) if launch in self.parts else []
+        arrived = (
+            _arrived([self.parts.pop(launch)], self._table, self._launcher, self._how) if launch in self.parts else []
+        )
         if landed or (launch.part == "delayed" and not self.parts):
             self.step.finish(arrived)
             return True
@@ -129,14 +131,19 @@ class RowGradient:
         self.parts = {}
 
     def _rest(self) -> list[Rows]:
-        return _in_a_hurry(self.parts.values(), self._launcher, self._how)
+        return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)
 
 
-def _arrived(parts: Iterable[Sent], launcher: Launcher, how: How) -> list[Rows]:
+def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
     """The rows of parts, once they are here."""
-    return [part.summed(launcher.wait(ticket), *how) for ticket, part in parts]
+    found = []
+    for ticket, part in parts:
+        ids, rows = part.summed(launcher.wait(ticket), *how)
+        table.note(ids, part.ids)
+        found.append((ids, rows))
+    return found
 
 
-def _in_a_hurry(parts: Iterable[Sent], launcher: Launcher, how: How) -> list[Rows]:
+def _in_a_hurry(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
     with launcher.hurrying():  # rows of a forward to come may stand before them
-        return _arrived(parts, launcher, how)
+        return _arrived(parts, table, launcher, how)

@@ -1,8 +1,8 @@
 """Streams and events of a device, as the launcher uses them.
 
 Contract
-    Nothing here makes the host wait but `read`, whose event has as a rule long passed. Every call is about the
-    *current* stream, which `on` changes for a while; outside of it that is the stream of the model's compute.
+    Nothing here makes the host wait but `reach` and `read`, whose event has as a rule long passed. Every call is about
+    the *current* stream, which `on` changes for a while; outside of it that is the stream of the model's compute.
 """
 
 from __future__ import annotations
@@ -47,8 +47,14 @@ class Streams(Protocol):
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
         """(V,) int64 on the device, for what is enqueued on the current stream from here on."""
 
+    def up(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the host on the device, for what is enqueued on the current stream from here on."""
+
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, on its way: to be read by `read`, after an event recorded behind it."""
+        """A copy in pinned memory, on its way: to be read after an event recorded behind it has passed."""
+
+    def reach(self, event: Event) -> None:
+        """Has the host wait for the event, if it has not passed."""
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
         """The values of a copy, as a list. The host waits for the event if it has not passed."""
@@ -88,15 +94,21 @@ class CudaStreams:
                 tensor.record_stream(stream)
 
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device="cpu").pin_memory().to(device, non_blocking=True)
+        return self.up(torch.tensor(values, dtype=torch.int64, device="cpu"))
+
+    def up(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def read(self, event: Event, copy: Tensor) -> list[Any]:
+    def reach(self, event: Event) -> None:
         if not event.query():
             event.synchronize()
+
+    def read(self, event: Event, copy: Tensor) -> list[Any]:
+        self.reach(event)
         values: list[Any] = copy.tolist()
         return values
 

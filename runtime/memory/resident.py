@@ -1,4 +1,4 @@
-"""Reads how much memory is in use: what a device's allocator, or the process's, has handed out."""
+"""Reads how much memory is in use: what a device's allocator, or the process's, has handed out, and what is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/statm")
+_STATUS, _MEMORY = Path("/proc/self/statm"), Path("/proc/meminfo")
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -39,6 +39,14 @@ def bytes_in_use(device: torch.device) -> int:
     if not _STATUS.exists():
         return 0
     return int(_STATUS.read_text().split()[1]) * resource.getpagesize()
+
+
+def available_bytes() -> int:
+    """Bytes of memory of this machine that new uses can have, as its kernel says; 0 where nothing tells."""
+    if not _MEMORY.exists():
+        return 0
+    found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
+    return 1024 * int(found["MemAvailable"].split()[0])
 
 
 @cache

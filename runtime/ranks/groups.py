@@ -208,11 +208,12 @@ class Groups:
                 gc.collect()  # groups of models that one rank has not collected yet
             _check_counts(self._hosts)
 
-    def sub_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """The group of those ranks, of several parts of these, that this rank is among. Collective among all of these.
 
         Args:
             parts: global numbers, each once.
+            backend: None: those of these ranks.
         """
         assert self.group is not None
         if self.world_size < dist.get_world_size():
@@ -220,7 +221,7 @@ class Groups:
             parts = [ranks for ranks in parts if dist.get_rank() in ranks]
         # Where all ranks of the job make all groups, torch names them by how many it has ever made: the same on all.
         # Those that some make alone it names by how many there are: one rank may have collected an earlier model.
-        made = [self._new_group(name, ranks=ranks) for ranks in parts]
+        made = [self._new_group(name, backend, ranks=ranks) for ranks in parts]
         (own,) = (group for group in made if group is not None)
         assert isinstance(own, dist.ProcessGroup)
         return own

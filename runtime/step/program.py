@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
@@ -236,13 +237,16 @@ class Program:
             assert self.flow is not None
             return self.flow.look_at(self.ids_program, leaves)
 
-    def rows_read(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
-        """The rows that a batch to come reads, by table; none where that cannot be known before its turn."""
+    def rows_read(self, leaves: Sequence[Any]) -> Ahead | None:
+        """A batch to come with the rows that it reads, on the host; None where that cannot be known before its turn."""
         if self.ids_program is None or not self._ids_are_pure:
-            return {}
+            return None
+        parameter = self.state.any_parameter()
+        streams = None if parameter is None else streams_of(parameter.device)
         with torch.no_grad(), autocast_is_in_the_graph():
-            of_ids = self.ids_program
-            return dict(zip(of_ids.tables, of_ids.rows_of_batch(of_ids.unique(leaves)), strict=True))
+            if streams is not None:
+                return AheadOfDevice.of(self.ids_program, leaves, streams).copied()
+            return Ahead(self.ids_program, leaves, self.ids_program.unique(leaves))
 
     @property
     def result_count(self) -> int:

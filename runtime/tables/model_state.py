@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -19,7 +19,17 @@ from embrace_fx.runtime.tables.row_table import RowTable
 class Hints(Protocol):
     """Is told, at each call for training under `lookahead`, of the rows that a batch to come reads."""
 
-    def step(self, rows: Mapping[str, Tensor], ahead: int) -> None: ...
+    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None: ...
+
+    def end_call(self) -> None: ...
+
+
+class ToCome(Protocol):
+    """A batch to come."""
+
+    def is_batch(self, leaves: Sequence[Any]) -> bool: ...
+
+    def rows(self) -> dict[str, Tensor]: ...
 
 
 def names_to_ignore(model: nn.Module) -> frozenset[str]:

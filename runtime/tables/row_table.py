@@ -100,6 +100,15 @@ class RowTable:
         """Where rows (K,) are in `local`, until the next call: there themselves."""
         return ids
 
+    needs_host = False
+    """Whether its host has to know which rows of a device are looked up."""
+
+    def tell(self, ids: Tensor, rows: Tensor) -> None:
+        """Tells it among which rows of the host (K,) ids of the device are, where it `needs_host`."""
+
+    def note(self, ids: Tensor, among: Tensor) -> None:
+        """Notes that ids are among others, likewise."""
+
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Rows (K, d), once they have taken skipped steps."""
         self.catch_up(ids)

@@ -61,6 +61,9 @@ class StackedTable:
         """Tensors besides the parameters that hold the stack's memory."""
         return () if self._weights.all is None else (self._weights.all,)
 
+    def note(self, ids: Tensor, among: Tensor) -> None:
+        """As of a table: none of a stack needs its host."""
+
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient waits for the next update at any of the tables."""

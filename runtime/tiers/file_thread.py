@@ -1,81 +1,122 @@
-"""Records of a file, read and written by a thread of their own, in the order in which they are asked for.
+"""Records at rest, read and written by threads, in the order in which they are asked for.
 
 Contract
-    What is read sees what was written before it was asked for. The thread writes rows that it has read into slots which
-    nobody else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
+    What is read sees what was written before it was asked for. Rows that have been read come into slots which nobody
+    else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
+    On the host one thread reads and writes. What leaves a device is there once the device has come so far: a thread of
+    its own waits for that, and reads wait for writes of the same records alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.launch.spans import span
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.initial import FirstValues
-from embrace_fx.runtime.tiers.record_file import RecordFile
-from embrace_fx.runtime.tiers.records import WEIGHTS, Records
+from embrace_fx.runtime.tiers.records import TAKEN, Records
+from embrace_fx.runtime.tiers.slots import Leaving, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
 _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 """Of all slots, so many parts, of at least and at most so many rows: as many are read at once, for they are in memory
-twice, and written at once; two wait to be."""
+twice, and written at once."""
+_WAITING = 2
+"""Parts that wait to be written."""
+
+
+class Rest(Protocol):
+    """A place where records are at rest."""
+
+    def write(self, numbers: Tensor, records: Tensor) -> None: ...
+
+    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor: ...
+
+
+class Come(NamedTuple):
+    """Rows that have come into slots.
+
+    Attributes:
+        arrivals: what the slots' `arrive` takes.
+        taken: the fewest steps that any of them has taken.
+    """
+
+    arrivals: Sequence[Any]
+    taken: int
 
 
 class FileThread:
-    """The thread of one file.
+    """The thread of a table's records, and of a device the one that waits for what leaves it.
 
     Args:
         table: its name.
-        columns: the slots' values, into which rows are read.
+        slots: into which rows come.
+        count: how many slots there are.
         recorder: is told of reads, writes, and waits for them; asked for each time.
+        streams: of the device; None: slots are the host's.
     """
 
     def __init__(
         self,
         table: str,
-        file: RecordFile,
+        file: Rest,
         records: Records,
-        columns: Mapping[str, Tensor],
+        slots: Slots,
+        count: int,
         recorder: Callable[[], Recorder],
+        streams: Streams | None = None,
     ) -> None:
-        self._file, self._records, self._columns, self._recorder = file, records, columns, recorder
+        self._file, self._records, self._slots, self._recorder = file, records, slots, recorder
         self._reading, self._writing = storage_id("read", table), storage_id("write", table)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embrace_fx rows")
-        self._writes: deque[tuple[Future[None], int]] = deque()
-        slots = next(iter(columns.values())).shape[0]
-        self.part = min(max(slots // _PARTS, _FEWEST), _MOST)
+        start: Callable[[], None] = streams.use_device if streams is not None else _nothing
+        self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows", start)
+        if streams is not None:
+            self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", start)
+        self._writes: deque[tuple[Future[None], Tensor]] = deque()
+        self.part = min(max(count // _PARTS, _FEWEST), _MOST)
+        self._most_waiting = self.part * _WAITING
 
     @property
     def waiting(self) -> int:
         """Rows that wait to be written, or are being."""
-        return sum(rows for _, rows in self._writes)
+        return sum(numbers.numel() for _, numbers in self._writes)
 
-    def write(self, runs: Sequence[range], rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Begins to write rows (K,) with their columns (K, ...) into runs of numbers."""
+    def write(self, numbers: Tensor, rows: Tensor, leaving: Leaving) -> None:
+        """Begins to write rows (K,), whose records are leaving, at numbers (K,)."""
         watch = self._watch(self._writing, rows.numel())
 
         def write() -> None:
             with watch:
-                self._write(runs, self._records.pack(rows, values))
+                self._file.write(numbers, self._records.sign(leaving(), rows))
 
         with span("submit", self._writing):
-            self._begin_write(write, rows.numel())
+            self._begin_write(write, numbers)
 
-    def move(self, runs: Sequence[range], records: Tensor) -> None:
-        """Begins to write records (K, B) that have been read elsewhere."""
-        self._begin_write(partial(self._write, runs, records), len(records))
+    def move(self, numbers: Tensor, records: Tensor) -> None:
+        """Begins to write records (K, B) that have been read elsewhere at numbers (K,)."""
+        if numbers.numel():
+            self._begin_write(partial(self._file.write, numbers, records), numbers)
 
     def read(self, numbers: Tensor) -> Tensor:
         """Reads the records (K, B) at numbers (K,), ascending, whatever their rows."""
-        return self._thread.submit(self._file.read, numbers).result()
+        behind = self._behind(numbers)
 
-    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues) -> Future[None]:
+        def read() -> Tensor:
+            _end(behind)
+            return self._file.read(numbers)
+
+        return self._reader.submit(read).result()
+
+    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues) -> Future[Come]:
         """Begins to bring rows (K,) into slots (K,).
 
         Args:
@@ -83,20 +124,30 @@ class FileThread:
         """
         watch = self._watch(self._reading, int((numbers >= 0).sum()))
         with span("submit", self._reading):
-            return self._thread.submit(self._bring, rows, numbers, slots, initial, watch)
+            behind = self._behind(numbers)
+            return self._reader.submit(self._bring, rows, numbers, slots, initial, watch, behind)
 
-    def await_rows(self, coming: Future[None]) -> None:
+    def has_come(self, coming: Future[Come]) -> bool:
+        """Tells whether nobody has to wait for rows that are being brought, and that nothing has failed."""
+        if not coming.done() or coming.exception() is not None:
+            return False
+        return all(map(self._slots.has_come, coming.result().arrivals))
+
+    def await_rows(self, coming: Future[Come]) -> Come:
         """Waits for rows that are being brought."""
         with self._recorder().waiting(self._reading) if not coming.done() else nullcontext():
-            coming.result()
+            come = coming.result()
+            for arrival in come.arrivals:
+                self._slots.arrive(arrival)
+        return come
 
     def land(self) -> None:
         """Waits for what is being written."""
         self._await_writes(0)
 
-    def _begin_write(self, write: Callable[[], None], rows: int) -> None:
-        self._await_writes(2 * self.part - rows)
-        self._writes.append((self._thread.submit(write), rows))
+    def _begin_write(self, write: Callable[[], None], numbers: Tensor) -> None:
+        self._await_writes(self._most_waiting - numbers.numel())
+        self._writes.append((self._writer.submit(write), numbers))
 
     def _await_writes(self, most: int) -> None:
         """Waits until no more rows are being written."""
@@ -107,26 +158,46 @@ class FileThread:
                 while self._writes and self.waiting > most:
                     self._writes.popleft()[0].result()
 
+    def _behind(self, numbers: Tensor) -> list[Future[None]]:
+        """The writes at any of numbers (K,) that a read has to wait for."""
+        if self._writer is self._reader:
+            return []
+        pending = [each for each in self._writes if not each[0].done()]
+        return [written for written, at in pending if bool(torch.isin(numbers, at).any())]
+
     def _watch(self, launch: OperationId, rows: int) -> Watch:
         return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
-    def _write(self, runs: Sequence[range], records: Tensor) -> None:
-        for run, some in zip(runs, records.split([len(run) for run in runs]), strict=True):
-            self._file.write(run.start, some)
-
-    def _bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues, watch: Watch) -> None:
+    def _bring(
+        self,
+        rows: Tensor,
+        numbers: Tensor,
+        slots: Tensor,
+        initial: FirstValues,
+        watch: Watch,
+        behind: Sequence[Future[None]],
+    ) -> Come:
+        _end(behind)
         numbers, order = numbers.sort()
         rows, slots = rows.index_select(0, order), slots.index_select(0, order)
-        begin = int((numbers < 0).sum())
-        with watch if begin < len(rows) else nullcontext():
+        begin, arrivals, taken = int((numbers < 0).sum()), [], torch.iinfo(torch.int64).max
+        reads: AbstractContextManager[object] = watch if begin < len(rows) else nullcontext()
+        with reads:
             for first in range(begin, len(rows), self.part):
                 part = slice(first, first + self.part)
-                read = self._records.unpack(self._file.read(numbers[part], rows[part]))
-                for key, column in self._columns.items():
-                    column.index_copy_(0, slots[part], read[key])
+                read = self._file.read(numbers[part], rows[part])
+                taken = min(taken, int(self._records.unpack(read)[TAKEN].min()))
+                arrivals.append(self._slots.come(slots[part], read))
         if begin:
-            for key, column in self._columns.items():
-                if key == WEIGHTS:
-                    column.index_copy_(0, slots[:begin], initial(rows[:begin]))
-                else:
-                    column.index_fill_(0, slots[:begin], self._records.columns[key].fill)
+            arrivals.append(self._slots.begin(slots[:begin], initial(rows[:begin])))
+            taken = 0
+        return Come(arrivals, taken)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _end(writes: Sequence[Future[None]]) -> None:
+    for each in writes:
+        each.result()

@@ -1,9 +1,10 @@
 """Steps that rows beyond memory have skipped: histories are kept, not settled, until each row is next in memory.
 
 Contract
-    Where a table in memory has all rows take what they have skipped, here the history is closed, and another begins: a
-    row takes the rest of the closed ones when it is next brought into memory, in the order and over the steps in which
-    it would have taken them there. So its bits are the same, and no pass over the file is ever needed.
+    Where a table in memory has all rows take what they have skipped, here rows in slots do, the history is closed, and
+    another begins: all other rows take the rest of the closed ones once they have come into memory, in the order and
+    over the steps in which they would have taken them there. So bits are the same, and no pass over the file is ever
+    needed. On a device rows take steps without the host's knowing which of them are behind.
 
 Shape legend: S slots of the working set; K of them.
 """
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.resting import PartAndState, RestingRows, SupposedStep
+from embrace_fx.runtime.tables.resting import ROWS_AT_ONCE, PartAndState, RestingRows, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -46,13 +47,16 @@ class _FirstStep:
         self._optimizer, self._options, self._counters = optimizer, options, dict(counters)
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        behind = ids[taken.index_select(0, ids) < 1]
-        values = local.index_select(0, behind)
+        behind = taken.index_select(0, ids) < 1
+        before = local.index_select(0, ids)
+        values = before.clone()
         after = step_tensor(self._optimizer, self._options, values, torch.zeros_like(values), dict(self._counters))
-        local.index_copy_(0, behind, values)
+        local.index_copy_(0, ids, torch.where(behind.unsqueeze(1), values, before))
         for key, column in state.items():
-            if is_of_rows(after.get(key), behind.numel()):
-                column.index_copy_(0, behind, after[key])
+            made: Any = after.get(key)
+            if is_of_rows(made, ids.numel()):
+                shown = behind.view(-1, *[1] * (made.dim() - 1))
+                column.index_copy_(0, ids, torch.where(shown, made, column.index_select(0, ids)))
 
 
 class Histories(RestingRows):
@@ -61,6 +65,7 @@ class Histories(RestingRows):
     def __init__(self, memory: WorkingSet) -> None:
         super().__init__()
         self._memory = memory
+        memory.arrived = self._arrived
         self._closed: list[tuple[int, _Skipped]] = []  # with the number of steps before each
         self._before = 0  # steps of closed histories
 
@@ -89,8 +94,8 @@ class Histories(RestingRows):
     ) -> None:
         """All rows but those in slots `ids` are still to take the step that has made state."""
         self.close()
+        self._memory.columns[TAKEN].index_fill_(0, ids, self._before + 1)
         self._add(_FirstStep(optimizer, options, counters))
-        self._memory.columns[TAKEN].index_fill_(0, ids, self._before)
 
     def shorten(self, table: PartAndState) -> None:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
@@ -100,7 +105,7 @@ class Histories(RestingRows):
         self.close()
 
     def close(self) -> None:
-        """Closes the history: rows take the rest of it before anything else."""
+        """Closes the history: rows in slots take the rest of it now, all others before anything else."""
         skipped, self._skipped = self._skipped, None
         if skipped is not None and skipped.count:
             skipped.end()
@@ -116,47 +121,52 @@ class Histories(RestingRows):
         for each in saved:
             form = _FORMS[each["form"]]
             made = object.__new__(form)
-            vars(made).update({key: value for key, value in each.items() if key != "form"})
+            device = self._memory.columns[WEIGHTS].device
+            vars(made).update({key: _on(device, value) for key, value in each.items() if key != "form"})
             if form is Decaying and made._moments is not None:
                 moments, made._moments = made._moments, object.__new__(Moments)
                 vars(made._moments).update(moments)
+                made._moments = made._moments if device.type == "cpu" else None
             if form is _FirstStep:
                 made._optimizer = optimizer
             self._add(made)
 
     def _add(self, skipped: _Skipped) -> None:
-        self._closed.append((self._before, skipped))
+        before = self._before
+        self._closed.append((before, skipped))
         self._before += skipped.count
+        for slots in self._memory.in_use().split(ROWS_AT_ONCE):
+            self._arrived(slots, before)
 
-    def catch_up_closed(self, slots: Tensor, state: Mapping[str, Any]) -> None:
-        """Lets rows in slots (K,) take what a table in memory has settled."""
-        self._catch_up(slots, state, self._before)
+    def _arrived(self, slots: Tensor, taken: int) -> None:
+        """Lets rows in slots (K,) take what a table in memory has settled; each has taken so many steps, or more."""
+        due = [each for each in self._closed if each[0] + each[1].count > taken]
+        if due and slots.numel():
+            self._memory.wrote(slots)
+            self._take(self._memory.to_index(slots), due)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        self._catch_up(ids, state, self._steps)
+        if self._skipped is not None and self.rest:
+            self._take(ids, [(self._before, self._skipped)])
         return self.rest
 
-    def _catch_up(self, slots: Tensor, state: Mapping[str, Any], until: int) -> None:
+    def _take(self, slots: Tensor, due: Sequence[tuple[int, _Skipped]]) -> None:
+        """Lets rows in slots (K,) take what they have skipped of histories, which follow on each other."""
         memory, taken = self._memory, self._memory.columns[TAKEN]
+        until = due[-1][0] + due[-1][1].count
         steps = taken.index_select(0, slots)
-        behind = steps < until
-        if not bool(behind.any()):
-            return
-        slots, steps = slots[behind], steps[behind]
+        if not steps.is_cuda:  # where it costs nothing to know which
+            behind = steps < until
+            slots, steps = slots[behind], steps[behind]
+            due = [each for each in due if slots.numel() and each[0] + each[1].count > int(steps.min())]
         local = memory.columns[WEIGHTS]
         columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
-        for before, skipped in self._due(int(steps.min()), until):
-            own = slots[steps < before + skipped.count]
+        for before, skipped in due:
+            own = slots if steps.is_cuda else slots[steps < before + skipped.count]
             since = torch.empty(memory.slots, dtype=torch.int64, device=slots.device)
             since.index_copy_(0, own, (taken.index_select(0, own) - before).clamp_(min=0))
-            skipped.take(local, {**state, **columns}, own, since)
-        taken.index_fill_(0, slots, until)
-        memory.wrote(slots)
-
-    def _due(self, first: int, until: int) -> list[tuple[int, _Skipped]]:
-        """The histories that end after step `first`, with the number of steps before each."""
-        closed = [each for each in self._closed if each[0] + each[1].count > first]
-        return closed + ([(self._before, self._skipped)] if self._skipped is not None and until > self._before else [])
+            skipped.take(local, columns, own, since)
+        taken.index_copy_(0, slots, steps.clamp(min=until))
 
 
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (Decaying, Linear, _FirstStep)}
@@ -164,4 +174,8 @@ _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (Decaying, Li
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in fields.items() if not isinstance(value, Optimizer | torch.device)}
-    return {key: vars(value) if isinstance(value, Moments) else value for key, value in found.items()}
+    return {key: vars(value) if isinstance(value, Moments) else _on("cpu", value) for key, value in found.items()}
+
+
+def _on(device: torch.device | str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -26,12 +26,12 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
     apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
     file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
     rows = torch.arange(0, READ_ROWS * apart, apart, device="cpu")
-    for row, record in zip(rows.tolist(), _packed(rows, records), strict=True):
-        file.write(row, record.unsqueeze(0))
+    file.write(rows, _packed(rows, records))
     os.fdatasync(file.descriptor)
-    written = _packed(torch.arange(run, device="cpu"), records)
+    written = torch.arange(run, device="cpu")
+    packed, written = _packed(written, records), written + READ_ROWS * apart
     began = time.perf_counter()
-    file.write(READ_ROWS * apart, written)
+    file.write(written, packed)
     os.fdatasync(file.descriptor)
     write_ms = (time.perf_counter() - began) * 1e3 / run
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -34,13 +34,16 @@ class RecordFile:
         table: its name, for errors.
         count: how many records it has room for.
         records: their columns.
+        pinned: whether what is read is in memory from which a device copies.
 
     Raises:
         TierError: no such file can be made.
     """
 
-    def __init__(self, directory: str | Path, table: str, count: int, records: Records) -> None:
-        self._directory, self._table, self._records = str(directory), table, records
+    def __init__(
+        self, directory: str | Path, table: str, count: int, records: Records, *, pinned: bool = False
+    ) -> None:
+        self._directory, self._table, self._records, self._pinned = str(directory), table, records, pinned
         try:
             self.descriptor, path = tempfile.mkstemp(dir=directory)
             os.unlink(path)
@@ -54,12 +57,17 @@ class RecordFile:
             ) from error
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def write(self, first: int, records: Tensor) -> None:
-        """Writes records (K, B) uint8 from number `first` on.
+    def write(self, numbers: Tensor, records: Tensor) -> None:
+        """Writes records (K, B) uint8 at numbers (K,), of which there are some: one write for each run of them.
 
         Raises:
             TierError: some cannot be written.
         """
+        cuts = (numbers.diff() != 1).nonzero().view(-1).add_(1).tolist()
+        for first, run in zip(numbers[[0, *cuts]].tolist(), records.tensor_split(cuts), strict=True):
+            self._write_run(first, run)
+
+    def _write_run(self, first: int, records: Tensor) -> None:
         data, at, done = records.numpy().data.cast("B"), first * self._records.nbytes, 0
         try:
             while done < len(data):
@@ -84,7 +92,7 @@ class RecordFile:
             TierError: some cannot be read, or are not as they were written.
         """
         nbytes = self._records.nbytes
-        records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu")
+        records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         data, cuts = records.numpy().data.cast("B"), (numbers.diff() != 1).nonzero().view(-1).add_(1)
         starts = [0, *cuts.tolist()] if numbers.numel() else []
         try:

@@ -10,6 +10,8 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,9 +54,10 @@ class RecordLog:
         begun = self._begun + begins
         return begun > self._blocks or (begun > _FEW and begun * self.block > 2 * (self._count + count))
 
-    def take(self, count: int) -> list[range]:
-        """Takes numbers, in runs."""
+    def take(self, rows: Tensor) -> Tensor:
+        """Takes numbers (K,) for rows (K,), in runs."""
         found: list[range] = []
+        count = rows.numel()
         self._count += count
         while count:
             if self._next == self._end:
@@ -63,7 +66,7 @@ class RecordLog:
             self._in_use[run.start // self.block] += len(run)
             self._next, count = run.stop, count - len(run)
             found.append(run)
-        return found
+        return numbers_of(found)
 
     def give_back(self, numbers: Tensor) -> None:
         """Has numbers (K,) in use no more."""
@@ -94,3 +97,8 @@ class RecordLog:
         else:
             opened, self._begun = self._begun, self._begun + 1
         self._next, self._end = opened * self.block, (opened + 1) * self.block
+
+
+def numbers_of(runs: Sequence[range]) -> Tensor:
+    """The numbers (K,) of runs, as maps of rows have them."""
+    return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

@@ -37,9 +37,9 @@ class Column:
         """Bytes of a row."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
-    def filled(self, count: int) -> Tensor:
+    def filled(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """The column of (count,) rows as they begin."""
-        return torch.full((count, *self.size), self.fill, dtype=self.dtype, device="cpu")
+        return torch.full((count, *self.size), self.fill, dtype=self.dtype, device=device)
 
 
 class Records:
@@ -58,11 +58,20 @@ class Records:
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
-        records = torch.zeros((rows.numel(), self.nbytes), dtype=torch.uint8, device="cpu")
-        words = records.view(torch.int64)
-        words[:, 1] = rows
+        return self.sign(self.place(values), rows)
+
+    def place(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The same on the values' device, without rows and checksums."""
+        like = next(iter(values.values()))
+        records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device)
         for key, of_column in self.unpack(records).items():
             of_column.copy_(values[key])
+        return records
+
+    def sign(self, records: Tensor, rows: Tensor) -> Tensor:
+        """Puts rows (K,) and checksums into records, in place."""
+        words = records.view(torch.int64)
+        words[:, 1] = rows
         words[:, 0] = self._sums(words)
         return records
 

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.model_state import ToCome
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 
@@ -33,49 +35,79 @@ class RowsAhead:
     def __init__(self, tables: Mapping[str, RowTable], communicator: Communicator) -> None:
         self._tables = tables
         self._number = 0
+        self._to_come: deque[tuple[int, ToCome]] = deque()  # of one rank: what its calls will be, by number
         self._coming: deque[tuple[int, Future[list[Tensor]]]] = deque()
-        self._jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
         if communicator.world_size > 1:
             assert communicator.group is not None
             ranks = dist.get_process_group_ranks(communicator.group)
-            self._group = communicator.sub_group("rows ahead", [ranks])
+            self._group = communicator.sub_group("rows ahead", [ranks], backend="gloo")
             # One that a dead rank holds up must not hold up this one's exit.
             threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
 
-    def step(self, rows: Mapping[str, Tensor], ahead: int) -> None:
-        """Begins a step, of whose batch `ahead` calls later the rows are known, by table; empty: they are not."""
+    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
+        """Begins a step.
+
+        Args:
+            leaves: of its batch.
+            coming: that of `ahead` calls later; None: it is not known.
+        """
         self._number += 1
-        beyond = {name: table for name, table in self._tables.items() if isinstance(table, TieredTable)}
+        beyond = self._beyond()
         for table in beyond.values():
             table.memory.begin_step(self._number)
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        own = [rows.get(name, none).to(torch.int64) for name in beyond]
         if self._group is None:
-            self._tell(list(beyond.values()), own, self._number + ahead)
+            self._step_alone(leaves, coming, ahead)
             return
         if ahead == 1:  # it would come with the rows themselves
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
-        self._jobs.put((own, found))
+        self._jobs.put((coming, list(beyond), found))
         while self._coming and self._coming[0][1].done():
             due, done = self._coming.popleft()
             if done.exception() is None and due > self._number:
-                self._tell(list(beyond.values()), done.result(), due)
+                self._tell(dict(zip(beyond, done.result(), strict=True)), due)
 
-    def _tell(self, tables: Sequence[TieredTable], rows: Sequence[Tensor], due: int) -> None:
-        for table, ids in zip(tables, rows, strict=True):
-            if ids.numel():
+    def end_call(self) -> None:
+        """Ends a call: what the next lookup reads is not known."""
+        for table in self._beyond().values():
+            table.expect(None)
+
+    def _beyond(self) -> dict[str, TieredTable]:
+        return {name: table for name, table in self._tables.items() if isinstance(table, TieredTable)}
+
+    def _step_alone(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
+        """Reads ahead what is known of calls to come; of a device, what had been known a call before."""
+        devices = [table for table in self._beyond().values() if table.needs_host]
+        while self._to_come and self._to_come[0][0] <= self._number:
+            due, batch = self._to_come.popleft()
+            if devices and due == self._number and batch.is_batch(leaves):
+                rows = batch.rows()
+                for table in devices:
+                    table.expect(rows.get(table.name))
+        if coming is not None:
+            self._to_come.append((self._number + ahead, coming))
+            late = 1 if devices else 0
+            if len(self._to_come) > late:
+                due, batch = self._to_come[-1 - late]
+                self._tell(batch.rows(), due)
+
+    def _tell(self, rows: Mapping[str, Tensor], due: int) -> None:
+        for name, table in self._beyond().items():
+            if (ids := rows.get(name)) is not None and ids.numel():
                 table.read_ahead(ids, due)
 
 
-def _gather(jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:
+def _gather(jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:
     """Gathers rows of all ranks, table by table, until that fails: a rank is gone then, and others tell of it."""
-    size = dist.get_world_size(group)
+    size, none = dist.get_world_size(group), torch.empty(0, dtype=torch.int64, device="cpu")
     while True:
-        own, found = jobs.get()
+        coming, tables, found = jobs.get()
         try:
+            rows = {} if coming is None else coming.rows()
+            own = [rows.get(name, none).to(torch.int64) for name in tables]
             counts = torch.tensor([rows.numel() for rows in own], device="cpu")
             everyone = [torch.empty_like(counts) for _ in range(size)]
             dist.all_gather(everyone, counts, group=group)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held import Held
@@ -75,6 +76,8 @@ class TieredTable(RowTable):
     def __init__(self, *args: Any, memory: WorkingSet, shown: Collection[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.memory, self.shown = memory, set(shown)
+        self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
+        self._expected: Tensor | None = None
         self._resting: Histories = Histories(memory)
         if type(self.optimizer) is RowWiseAdagrad:
             self.shown.add("sum")
@@ -90,16 +93,41 @@ class TieredTable(RowTable):
         return self.parameter.held.now()  # type: ignore[attr-defined, no-any-return]  # a part
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        slots = self.memory.places(ids, to_write=to_write)
-        self._resting.catch_up_closed(slots, self.state)
-        return slots
+        return self.memory.places(ids, among=self._rows_on_host(ids), to_write=to_write)
+
+    @property
+    def needs_host(self) -> bool:  # type: ignore[override]
+        return self.local.is_cuda
+
+    def expect(self, rows: Tensor | None) -> None:
+        """Tells among which rows of the host (K,) the ids of the next lookup are; None: that is not known."""
+        self._expected = rows
+
+    def tell(self, ids: Tensor, rows: Tensor) -> None:
+        self._on_host[ids] = rows
+        self.read_ahead(rows, self.memory.step + 1)
+
+    def note(self, ids: Tensor, among: Tensor) -> None:
+        if ids.is_cuda and not self.failure:
+            self._on_host[ids] = self._rows_on_host(among)
+
+    def _rows_on_host(self, ids: Tensor) -> Tensor | None:
+        """The rows among which ids of the device are, as far as the host has been told; else it waits for the ids."""
+        if not ids.is_cuda:
+            return None
+        rows: Tensor | None = self._on_host.get(ids)
+        if rows is None:
+            rows = self._on_host[ids] = ids.cpu().unique()
+        return rows
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.failure:  # this rank has told, or will before the next step: others wait for rows all the same
             return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
         self.memory.counts.asked += ids.numel()
+        if self._expected is not None:
+            self._on_host[ids], self._expected = self._expected, None
         try:
-            slots = self.places(ids)
+            slots = self.places(ids, to_write=self._resting.rest)
         except TierError as error:
             self.failure = str(error)
             raise
@@ -132,7 +160,7 @@ class TieredTable(RowTable):
         return guarded
 
     def catch_up(self, ids: Tensor) -> bool:
-        return self._resting.catch_up(self.local, self.state, self.places(ids))
+        return self._resting.catch_up(self.local, self.state, self.places(ids, to_write=self._resting.rest))
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -212,7 +240,7 @@ class FirstAlone(RowsAlone):
 
     def finish(self, parts: Sequence[Rows]) -> None:
         table = self.table
-        none = (torch.empty(0, dtype=torch.int64, device="cpu"), table.local[:0])
+        none = (torch.empty(0, dtype=torch.int64, device=table.local.device), table.local[:0])
         ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
         slots, state = table.places(ids, to_write=True), table.state
         counters = table.counters

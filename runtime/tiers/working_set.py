@@ -1,10 +1,12 @@
-"""The rows of a table that are in memory: which they are, and where; all others lie in a file, or are as they began.
+"""The rows of a table that are in memory: which they are, and where; all others are at rest, or as they began.
 
 Contract
     Rows have *slots*. A slot holds what the table and its optimizer have of a row, in one tensor for each of them.
     A row that has never been written takes no room anywhere: its values are computed again.
     `places` returns slots that hold good until the next call of it, or of `read_ahead`: nothing else moves a row.
     A thread reads and writes. Maps of rows are the caller's alone: a row has its slot as soon as it begins to come.
+    They are the host's. Slots may be a device's, which then has a copy of where rows are: whoever has ids there alone
+    tells among which rows of the host they are (`places`).
 
 Shape legend: V' rows; S slots; K ids, in any order, some the same.
 """
@@ -12,7 +14,7 @@ Shape legend: V' rows; S slots; K ids, in any order, some the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,19 +26,23 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.tiers.file_thread import FileThread
+from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.tiers.file_thread import Come, FileThread
+from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
-from embrace_fx.runtime.tiers.record_log import RecordLog
+from embrace_fx.runtime.tiers.record_log import RecordLog, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
+from embrace_fx.runtime.tiers.slots import DeviceSlots, Leaving, Slots
 
 _FREE = torch.iinfo(torch.int64).max
 _SOON = _FREE // 2
 """Less the number of the step that asks for a row next: the farthest goes first, after all that none is known to."""
 _KNOWN = _SOON // 2
 """Above: slots whose next step is known."""
-_AHEAD = 4
-"""Of all slots, so many parts: as many rows as one of them has are read ahead at once."""
+_AHEAD, _BESIDE = 4, 8
+"""Of all slots, so many parts: as many rows as one of them has are read ahead at once; into a device, where rows that
+come are beside their slots until they are put there."""
 _SHARE = 64
 """Of all slots, so many parts: one of them is emptied at a time, those used least lately."""
 _BLOCK_BYTES, _BLOCKS = 1 << 18, 16
@@ -53,7 +59,8 @@ SLOT_BYTES = 3 * 8 + 4 + 1
 
 ON_THEIR_WAY = 1.25
 """Times the memory of slots: that of slots and of rows on their way. These are no more than a quarter: of 32 parts two
-wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`)."""
+wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`); of a device as many leave
+as four of them, and one of eight come."""
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
@@ -88,12 +95,15 @@ class WorkingSet:
         slots: of rows in memory.
         columns: what there is of a row; weights begin as `initial` says.
         initial: ids (K,) -> their first values (K, d).
-        directory: where the file is made.
+        directory: where the file is made; None: rows are at rest in the host's memory.
         recorder: as of `FileThread`.
+        device: where slots are.
 
     Attributes:
         initial: as given; another one after a checkpoint has been loaded.
         columns: name -> (S, ...), the slots' values.
+        step: the number of the one that has begun.
+        arrived: told of slots (K,) into which rows have come, and how many steps any of them has taken at least.
         row_of: (S,) which row is in a slot; -1: none.
     """
 
@@ -104,38 +114,64 @@ class WorkingSet:
         slots: int,
         columns: Mapping[str, Column],
         initial: FirstValues,
-        directory: str | Path,
+        directory: str | Path | None,
         recorder: Callable[[], Recorder] = Recorder,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._table, self.slots, self.initial = table, slots, initial
         self.records = Records(columns)
-        block = max(_FEWEST, min(_BLOCK_BYTES // self.records.nbytes, slots // _BLOCKS))
-        self._make_log = partial(RecordLog, rows, max(slots, ROWS_AT_ONCE), block)
+        device = torch.device(device)
+        streams = streams_of(device)
+        self.file: RecordFile | HostRecords
+        self._make_log: Callable[[], RecordLog | HostRecords]
+        if directory is None:
+            resting = self.file = HostRecords(rows, self.records)
+            self._make_log = lambda: resting
+        else:
+            block = max(_FEWEST, min(_BLOCK_BYTES // self.records.nbytes, slots // _BLOCKS))
+            self._make_log = partial(RecordLog, rows, max(slots, ROWS_AT_ONCE), block)
+            size = self._make_log().size
+            self.file = RecordFile(directory, table, size, self.records, pinned=streams is not None)
         self._log = self._make_log()
-        self.file = RecordFile(directory, table, self._log.size, self.records)
-        self.columns = {key: column.filled(slots) for key, column in columns.items()}
+        self._slots = (
+            Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
+        )
+        self.columns = self._slots.columns
         self.counts = Counts()
+        self.arrived: Callable[[Tensor, int], None] = lambda slots, taken: None
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
         # Of a row, 0: as it began; s + 1: in slot s; -n - 1: at number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
+        # Of a row, on the device, s + 1: in slot s; 0: in none.
+        self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
         # The call that asked for a slot last, or, from _KNOWN on, _SOON less the step that will next.
         self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._job = torch.zeros(slots, dtype=torch.int64, device="cpu")  # which brings what is in a slot
         self._free = torch.arange(slots, device="cpu")
-        self._thread = FileThread(table, self.file, self.records, self.columns, recorder)
-        self._coming: deque[Future[None]] = deque()
+        self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
+        self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # with the slots into which rows come
         self._jobs = 0  # so many have begun; those that have ended are not among the coming ones
-        self._step = 0
+        self.step = 0
+        self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._clock = 0
 
-    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+    def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
         """The slots (K,) of rows, which are brought there where they are not yet.
+
+        Args:
+            among: rows of the host, of which ids (K,) are some, where these are a device's.
 
         Raises:
             TierError: a row cannot be read, or another one written; or there are too few slots.
         """
+        slots = self._hold(ids if among is None else among, to_write=to_write)
+        if self._on_device is None:
+            return slots
+        return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
+
+    def _hold(self, ids: Tensor, *, to_write: bool) -> Tensor:
         where = self._where.index_select(0, ids)
         self._clock += 1
         missing = where <= 0
@@ -145,7 +181,7 @@ class WorkingSet:
         slots = where.to(torch.int64).sub_(1)
         self._await(slots)
         used = self._used.index_select(0, slots)
-        known = (used > _KNOWN) & (used < _SOON - self._step)
+        known = (used > _KNOWN) & (used < _SOON - self.step)
         self._used.index_copy_(0, slots, torch.where(known, used, self._clock))
         if to_write:
             self._dirty.index_fill_(0, slots, True)
@@ -156,7 +192,7 @@ class WorkingSet:
         where = self._where.index_select(0, ids)
         missing = where <= 0
         self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
-        rows = ids[missing].unique()[: self.slots // _AHEAD]
+        rows = ids[missing].unique()[: self._at_once]
         if rows.numel():
             self._make_room(rows.numel(), _SOON - due)
             rows = rows[: self._free.numel()]
@@ -164,17 +200,27 @@ class WorkingSet:
 
     def begin_step(self, number: int) -> None:
         """Begins a step: what has been read for earlier ones may go."""
-        self._step = number
+        self.step = number
+        while self._coming and self._thread.has_come(self._coming[0][0]):
+            self._await_jobs(self._jobs - len(self._coming) + 1)
 
     def wrote(self, slots: Tensor) -> None:
-        """Notes that what is in slots differs from what the file has of it."""
+        """Notes that what is in slots differs from what is at rest of it."""
         self._dirty.index_fill_(0, slots, True)
+
+    def in_use(self) -> Tensor:
+        """The slots (K,) of rows that have come."""
+        return ((self.row_of >= 0) & (self._job <= self._jobs - len(self._coming))).nonzero().view(-1)
+
+    def to_index(self, slots: Tensor) -> Tensor:
+        """Slots (K,) as the columns' ops take them."""
+        return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Writes rows (K,) that have no slot into the file: columns (K, ...), or what they begin with."""
         of = self.records.columns
         filled = {key: values[key] if key in values else of[key].filled(rows.numel()) for key in of}
-        self._write(rows, filled)
+        self._write(rows, partial(self.records.place, filled))
         self._thread.land()
 
     def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -190,7 +236,7 @@ class WorkingSet:
                 continue
             where, stored = where.index_select(0, found), stored.index_select(0, found)
             slots = (where - 1).clamp_(min=0)
-            values = {key: column.index_select(0, slots) for key, column in self.columns.items()}
+            values = self.records.unpack(self._slots.leave(slots)())
             numbers, order = (-where[stored] - 1).sort()
             if numbers.numel():
                 at = stored.nonzero().view(-1).index_select(0, order)
@@ -211,8 +257,9 @@ class WorkingSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
-        own = (self.row_of, self._where, self._used, self._job, self._number, self._dirty)
+        """Bytes of memory that it takes where slots are."""
+        maps = [self.row_of, self._where, self._used, self._job, self._number, self._dirty]
+        own = maps if self._on_device is None else [self._on_device]
         return sum(each.nbytes for each in (*own, *self.columns.values()))
 
     @property
@@ -221,10 +268,13 @@ class WorkingSet:
         counts, steps = self.counts, max(self.counts.steps, 1)
         found, waited = (n / max(counts.asked, 1) for n in (counts.asked - counts.brought, counts.missed))
         read, written = (n * self.records.nbytes / steps / 2**20 for n in (counts.read, counts.written))
+        rest = ""
+        if isinstance(self.file, HostRecords):
+            rest = f", others in the host's, {self.file.nbytes / 2**20:,.2f} MiB once all have moved"
         return (
-            f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB; "
-            f"{found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB read and "
-            f"{written:,.3f} written a step"
+            f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB"
+            f"{rest}; {found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB "
+            f"read and {written:,.3f} written a step"
         )
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
@@ -247,7 +297,12 @@ class WorkingSet:
                 f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
                 "table_memory, or make batches smaller."
             )
-        self._begin(new, self._take(new.numel()), self._clock)
+        if self._on_device is None:
+            self._begin(new, self._take(new.numel()), self._clock)
+            return
+        for some in new.split(self._at_once):  # a device has them twice
+            self._begin(some, self._take(some.numel()), self._clock)
+            self._await_jobs(self._jobs)
 
     def _make_room(self, count: int, before: int) -> None:
         """Empties slots until so many are free, or none is left of those that are used `before`."""
@@ -255,7 +310,7 @@ class WorkingSet:
         if short <= 0:
             return
         # Of an earlier step: their gradients may be still to come, so that they go when others do that were used then.
-        self._used.masked_fill_((self._used > _SOON - self._step) & (self._used < _FREE), self._clock)
+        self._used.masked_fill_((self._used > _SOON - self.step) & (self._used < _FREE), self._clock)
         last, oldest = self._used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
         for some in oldest[last < before].split(self._thread.part):
             self._evict(some)
@@ -271,27 +326,30 @@ class WorkingSet:
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
         self._where.index_copy_(0, rows, -number - 1)  # 0: as it began
+        if self._on_device is not None:
+            self._on_device.index_fill_(0, self._slots.to_index(rows), 0)
         if bool(dirty.any()):
             written, before = slots[dirty], number[dirty]
             self._log.give_back(before[before >= 0])
             self._where.index_fill_(0, rows[dirty], 0)
-            self._write(rows[dirty], {key: column.index_select(0, written) for key, column in self.columns.items()})
+            self._write(rows[dirty], self._slots.leave(written))
             self.counts.written += written.numel()
         self.row_of.index_fill_(0, slots, -1)
         self._used.index_fill_(0, slots, _FREE)
         self._free = torch.cat([self._free, slots])
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+    def _write(self, rows: Tensor, leaving: Leaving) -> None:
         """Begins to write rows (K,), whose records, if they had any, have been given back."""
         while self._log.lacks(rows.numel()):
             self._empty_block()
-        runs = self._log.take(rows.numel())
-        self._where.index_copy_(0, rows, -_numbers(runs) - 1)
-        self._thread.write(runs, rows, values)
+        numbers = self._log.take(rows)
+        self._where.index_copy_(0, rows, -numbers - 1)
+        self._thread.write(numbers, rows, leaving)
 
     def _empty_block(self) -> None:
         """Moves the records of a block elsewhere, where they are the only ones of their rows."""
-        numbers = _numbers([self._log.sparsest()])
+        assert isinstance(self._log, RecordLog)
+        numbers = numbers_of([self._log.sparsest()])
         records = self._thread.read(numbers.to(torch.int64))
         rows = self.records.rows(records)
         where = self._where.index_select(0, rows)
@@ -301,9 +359,9 @@ class WorkingSet:
         self._log.give_back(numbers[only | copied])
         self._number.index_fill_(0, slots[copied], -1)
         self._dirty.index_fill_(0, slots[copied], True)
-        runs = self._log.take(int(only.sum()))
-        self._where.index_copy_(0, rows[only], -_numbers(runs) - 1)
-        self._thread.move(runs, records[only])
+        moved = self._log.take(rows[only])
+        self._where.index_copy_(0, rows[only], -moved - 1)
+        self._thread.move(moved, records[only])
 
     def _begin(self, rows: Tensor, slots: Tensor, used: int) -> None:
         """Begins to bring rows (K,) into free slots."""
@@ -311,7 +369,9 @@ class WorkingSet:
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
         self._jobs += 1
-        self._coming.append(self._thread.bring(rows, number, slots, self.initial))
+        self._coming.append((self._thread.bring(rows, number, slots, self.initial), slots))
+        if self._on_device is not None:
+            self._on_device.index_copy_(0, *map(self._slots.to_index, (rows, (slots + 1).to(torch.int32))))
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self.row_of.index_copy_(0, slots, rows)
         self._used.index_fill_(0, slots, used)
@@ -326,14 +386,10 @@ class WorkingSet:
 
     def _await_jobs(self, last: int) -> None:
         while self._coming and self._jobs - len(self._coming) < last:
-            self._thread.await_rows(self._coming.popleft())
+            coming, slots = self._coming.popleft()
+            self.arrived(slots, self._thread.await_rows(coming).taken)
 
     def _land(self) -> None:
         """Waits for all that is on its way."""
         self._await_jobs(self._jobs)
         self._thread.land()
-
-
-def _numbers(runs: Sequence[range]) -> Tensor:
-    """The numbers (K,) of runs, as the maps of rows have them."""
-    return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

@@ -288,7 +288,7 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     assert of.record_bytes == 3 * 16 * 4 + 3 * 8
     assert 0.98 * 20e9 < of.nbytes <= 20e9 < more.nbytes <= 60e9
     (host, from_host), (drive, from_drive) = of.moved
-    assert (host.name, drive.name) == ("pinned host memory", "NVMe drive")
+    assert (host.name, drive.name) == ("host memory", "NVMe drive")
     assert more.moved_rows < from_host
     assert from_drive < from_host < of.draws.rows
     step_ms, faster_ms = (each.schedule.diagnostics().step_ms for each in (little, much))
@@ -299,7 +299,7 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     assert at_speed.schedule.diagnostics().exposed_ms["storage"] <= 0.02 * beside_ms
     told = little.explain()
     assert re.search(
-        r"table.weight, 18.6 GiB of memory: .* from pinned host memory, which holds .* from NVMe drive;\n"
+        r"table.weight, 18.6 GiB of memory: .* from host memory, which holds .* from NVMe drive;\n"
         r" *least budget",
         told,
     )

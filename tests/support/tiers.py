@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
@@ -70,12 +71,15 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     return TieredTable(parameter, place, "exact", optimizer, memory=memory, shown=shown)
 
 
-class OneTable(nn.Module):
-    """A table of `ROWS` rows, and a layer that reads it."""
+ROWS, COLUMNS = 200, 6
 
-    def __init__(self, device: str | None = None) -> None:
+
+class OneTable(nn.Module):
+    """A table, and a layer that reads it."""
+
+    def __init__(self, device: str | None = None, rows: int = ROWS) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, COLUMNS, padding_idx=3, device=device)
+        self.table = nn.Embedding(rows, COLUMNS, padding_idx=3, device=device)
         self.linear = nn.Linear(COLUMNS, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -83,14 +87,11 @@ class OneTable(nn.Module):
         return found
 
 
-ROWS, COLUMNS = 200, 6
-
-
-def batches(rank: int, steps: int, *, zipf: bool = True) -> list[tuple[Tensor]]:
+def batches(rank: int, steps: int, *, zipf: bool = True, rows: int = ROWS) -> list[tuple[Tensor]]:
     """Ids of a rank's batches, few of them often where Zipf's law holds."""
     generator = torch.Generator().manual_seed(100 + rank)
     drawn = torch.rand(steps, 3, 4, generator=generator)
-    ids = ((ROWS**drawn - 1) if zipf else drawn * ROWS).long().clamp_(max=ROWS - 1)
+    ids = ((rows**drawn - 1) if zipf else drawn * rows).long().clamp_(max=rows - 1)
     return [(each,) for each in ids]
 
 
@@ -147,7 +148,10 @@ class Run:
         folder: of a checkpoint, which is loaded at first if it is there, else saved after half of the steps.
         every: how many steps there are between checkpoints, in the place of one.
         fault: of `FAULTS`: what happens to rank 1 after two thirds of the steps.
-        directory: in which rows lie.
+        directory: in which rows lie; "": in the host's memory.
+        rows: of the table.
+        zipf: whether ids follow Zipf's law.
+        on_device: whether rank r trains on the CUDA device r.
     """
 
     optimizer: str = "adamw"
@@ -160,23 +164,31 @@ class Run:
     every: int = 0
     fault: str = ""
     directory: str = tempfile.gettempdir()
+    rows: int = ROWS
+    zipf: bool = True
+    on_device: bool = False
 
 
 def train(rank: int, world_size: int, run: Run) -> list[float]:
     """Losses of steps, and of an evaluation that reads every row."""
     torch.manual_seed(0)
-    model = OneTable("meta" if run.meta else None)
+    model, device = OneTable("meta" if run.meta else None, run.rows), torch.device("cpu")
+    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": run.directory or None}
+    if run.on_device:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        (model.linear if run.meta else model).to(device)
+        asked["process_group"] = dist.new_group(backend="nccl") if world_size > 1 else None
     stepping = OPTIMIZERS[run.optimizer](model.parameters())
-    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": run.directory}
     asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": run.schedule, "table_memory": run.memory}
     compiled = embrace_fx.compile(model, **asked)
     losses, half = [], run.steps // 2
-    own: Any = batches(rank, run.steps)
+    own: Any = [(ids.to(device),) for (ids,) in batches(rank, run.steps, zipf=run.zipf, rows=run.rows)]
     if loads := bool(run.folder) and Path(run.folder).exists():
         compiled.load_checkpoint(run.folder)
         own = own[half:]
         if not own:
-            compiled(*batches(rank, 1)[0])
+            compiled(batches(rank, 1)[0][0].to(device))
     looks_ahead = run.schedule != "none" or run.ahead > 1
     for step, batch in enumerate(compiled.lookahead(own, run.ahead) if looks_ahead else own):
         if run.folder and not loads and (step % run.every == 1 if run.every else step == half):
@@ -191,7 +203,8 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
         losses.append(loss.item())
     compiled.eval()
     with torch.no_grad():
-        losses += [compiled(ids).item() for ids in torch.arange(ROWS).split(10)]
+        every = torch.arange(run.rows, device=device).split(max(10, run.rows // 60))
+        losses += [compiled(ids).item() for ids in every]
     compiled.close()
     return losses
 

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -37,8 +36,7 @@ def records() -> Tensor:
 
 def put(file: RecordFile) -> None:
     """Writes each record at the number of its row."""
-    for row, record in zip(ROWS.tolist(), records(), strict=True):
-        file.write(row, record.unsqueeze(0))
+    file.write(ROWS, records())
 
 
 def test_records_come_back(tmp_path: Path) -> None:
@@ -69,11 +67,11 @@ def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
 
 def test_numbers_are_taken_in_runs_and_blocks_are_taken_again() -> None:
     log = RecordLog(records=100, at_once=8, block=4)
-    assert log.take(6) == [range(4), range(4, 6)]
-    assert log.take(7) == [range(6, 8), range(8, 12), range(12, 13)]
+    assert log.take(torch.arange(6)).tolist() == [*range(6)]
+    assert log.take(torch.arange(7)).tolist() == [*range(6, 13)]
     log.give_back(torch.tensor([4, 5, 6, 7, 8]))
     assert log.sparsest() == range(8, 12)
-    assert log.take(5) == [range(13, 16), range(4, 6)]
+    assert log.take(torch.arange(5)).tolist() == [*range(13, 16), 4, 5]
 
 
 def test_blocks_are_emptied_before_the_file_is_full() -> None:
@@ -86,8 +84,8 @@ def test_blocks_are_emptied_before_the_file_is_full() -> None:
             sparse = log.sparsest()
             moved = [row for row, number in where.items() if number in sparse]
             log.give_back(torch.tensor([where[row] for row in moved], dtype=torch.int32))
-            where |= zip(moved, chain(*log.take(len(moved))), strict=True)
-        where |= zip(rows, chain(*log.take(len(rows))), strict=True)
+            where |= zip(moved, log.take(torch.tensor(moved)).tolist(), strict=True)
+        where |= zip(rows, log.take(torch.tensor(rows)).tolist(), strict=True)
         assert len(set(where.values())) == len(where)
         assert max(where.values(), default=0) < log.size
 
@@ -103,7 +101,7 @@ def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
 def test_full_disk_is_an_error_that_tells_what_to_do(tmp_path: Path, limited: None) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with pytest.raises(TierError, match=r"expected room for 56 bytes more .* The last checkpoint is whole"):
+    with pytest.raises(TierError, match=r"expected room for \d+ bytes more .* The last checkpoint is whole"):
         put(file)
 
 

@@ -49,11 +49,17 @@ class NotedStreams:
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    def up(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def read(self, event: str, copy: Tensor) -> list[Any]:
+    def reach(self, event: str) -> None:
         self.steps.append(HostRead(event, ()))
+
+    def read(self, event: str, copy: Tensor) -> list[Any]:
+        self.reach(event)
         values: list[Any] = copy.tolist()
         return values
 

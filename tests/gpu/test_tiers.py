@@ -1,0 +1,152 @@
+"""A table beyond a device's memory trains as the same table in it, to the bit: from its host's memory, from a file."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import embrace_fx
+from embrace_fx.runtime.tiers.slots import DeviceSlots
+from tests.gpu.needs import emulated, gpus, host_waits, set_sync_debug_mode
+from tests.support.ranks import RankError, run_ranks
+from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
+
+pytestmark = pytest.mark.timeout(900)
+
+IN_HOST, IN_FILE = "", tempfile.gettempdir()
+ROWS, STEPS = 2000, 16
+ON_DEVICE = Run(rows=ROWS, steps=STEPS, on_device=True, directory=IN_HOST)
+
+
+@cache
+def in_memory(ranks: int, run: Run) -> list[list[float]]:
+    return run_ranks(ranks, train, replace(run, memory=None, directory=IN_HOST), timeout_s=400.0)
+
+
+def check(ranks: int, run: Run) -> None:
+    assert run_ranks(ranks, train, run, timeout_s=400.0) == in_memory(ranks, run)
+
+
+@gpus(1)
+def test_brief() -> None:
+    check(1, replace(ON_DEVICE, memory=0.1, rows=200, steps=6, ahead=2))
+
+
+@gpus(2)
+@pytest.mark.parametrize("directory", [IN_HOST, IN_FILE], ids=["host", "file"])
+@pytest.mark.parametrize("memory", [0.5, 0.1, 0.02])
+@pytest.mark.parametrize("zipf", [True, False], ids=["zipf", "random"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adagrad"])
+def test_two_ranks(optimizer: str, zipf: bool, memory: float, directory: str) -> None:
+    check(2, replace(ON_DEVICE, optimizer=optimizer, zipf=zipf, memory=memory, directory=directory))
+
+
+@gpus(1)
+@pytest.mark.parametrize("directory", [IN_HOST, IN_FILE], ids=["host", "file"])
+@pytest.mark.parametrize("memory", [0.5, 0.1, 0.02])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adagrad"])
+def test_one_rank(optimizer: str, memory: float, directory: str) -> None:
+    check(1, replace(ON_DEVICE, optimizer=optimizer, memory=memory, directory=directory, ahead=3))
+
+
+@gpus(2)
+@pytest.mark.parametrize("schedule", ["none", "2d"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_schedules_and_batches_ahead(ahead: int, ranks: int, schedule: str) -> None:
+    check(ranks, replace(ON_DEVICE, schedule=schedule, memory=0.1, ahead=ahead))
+
+
+@gpus(2)
+@pytest.mark.parametrize("directory", [IN_HOST, IN_FILE], ids=["host", "file"])
+def test_checkpoint_is_resumed_on_devices(directory: str, tmp_path: Path) -> None:
+    run = replace(ON_DEVICE, memory=0.1, directory=directory, folder=str(tmp_path / "saved"))
+    expected = in_memory(2, replace(run, folder=str(tmp_path / "in memory")))
+    assert run_ranks(2, train, run, timeout_s=400.0) == expected
+    assert run_ranks(2, train, run, timeout_s=400.0) == [losses[STEPS // 2 :] for losses in expected]
+
+
+@gpus(2)
+def test_table_on_the_meta_device_does_not_depend_on_memory_or_place() -> None:
+    in_host, in_file = (
+        run_ranks(2, train, replace(ON_DEVICE, meta=True, memory=memory, directory=directory), timeout_s=400.0)
+        for memory, directory in ((0.1, IN_HOST), (0.9, IN_FILE))
+    )
+    assert in_host == in_file
+
+
+def steady(rank: int, world_size: int) -> list[int]:
+    """Waits of the host in steady steps, with rows that come and leave."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = OneTable(rows=ROWS).to(device)
+    optimizer = OPTIMIZERS["adagrad"](model.parameters())
+    group = torch.distributed.new_group(backend="nccl") if world_size > 1 else None
+    compiled = embrace_fx.compile(
+        model, optimizer=optimizer, strategy="alltoall", table_memory=0.2, process_group=group
+    )
+    loaded = [(ids.to(device),) for (ids,) in batches(rank, 20, rows=ROWS)]
+    before, waits = host_waits(), list[int]()
+    for step, batch in enumerate(compiled.lookahead(loaded, 1 if world_size > 1 else 3)):
+        if step == 13:
+            set_sync_debug_mode("error")
+            before = host_waits()
+        compiled(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 18:
+            set_sync_debug_mode("default")
+            waits = [now - then for now, then in zip(host_waits(), before, strict=True)]
+    counts = compiled._session.state.tables["table.weight"].memory.counts  # type: ignore[attr-defined]
+    assert counts.written > 0
+    compiled.close()
+    return waits
+
+
+@emulated
+@gpus(2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_come_and_leave_without_the_host(ranks: int) -> None:
+    for streams, events, copies in run_ranks(ranks, steady, timeout_s=400.0):
+        assert streams == copies == 0
+        assert events <= 3 * 6  # sizes of the next batch; whether the loss is finite; in a thread of its own, what left
+
+
+def does_not_wait(rank: int, world_size: int, name: str, run: Run) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "arrive":
+            patch.setattr(DeviceSlots, "arrive", lambda self, coming: None)
+        else:
+            patch.setattr(DeviceSlots, "empty", lambda self: torch.cuda.Event())
+        return train(rank, world_size, run)
+
+
+@emulated
+@gpus(1)
+@pytest.mark.parametrize("name", ["arrive", "empty"])
+def test_a_wait_that_is_left_out_is_found(name: str, findings: Path) -> None:
+    with suppress(RankError):  # values are those of whatever is there
+        run_ranks(1, does_not_wait, name, replace(ON_DEVICE, memory=0.02, ahead=3), timeout_s=400.0)
+
+    text = findings.read_text(encoding="utf-8")
+    findings.unlink()
+    assert "nothing orders the two" in text
+
+
+def lacks_host_memory(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embrace_fx.planning.tiering.available_bytes", lambda: 1000)
+        train(rank, world_size, replace(ON_DEVICE, memory=0.1))
+
+
+@gpus(1)
+def test_host_that_lacks_memory_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"bytes of memory on .* for rows at rest of table.weight.*found 1,000"):
+        run_ranks(1, lacks_host_memory, timeout_s=400.0)
