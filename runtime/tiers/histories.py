@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
-from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.resting import ROWS_AT_ONCE, PartAndState, RestingRows, SupposedStep
+from embrace_fx.runtime.tables.own_step import is_of_rows, put_rows, same_options, step_tensor
+from embrace_fx.runtime.tables.resting import ROWS_AT_ONCE, PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -83,8 +83,16 @@ class Histories(RestingRows):
         if self._skipped is None:
             self._skipped = form(local.device)
 
-    def suppose(self, step: SupposedStep) -> None:
-        """Keeps nothing: rows may be in other slots by then."""
+    def note(self, options: Mapping[str, Any], table: Any) -> None:
+        supposed = self._supposed
+        super().note(options, table)
+        if supposed is None or not same_options(supposed.options, options):
+            return
+        slots, taken = table.places(supposed.ids, to_write=True), self._memory.columns[TAKEN]
+        if bool((taken.index_select(0, slots) == self._steps - 1).all()):  # none has had a gradient
+            table.local.index_copy_(0, slots, supposed.rows)
+            put_rows(self._memory.columns, supposed.state, slots, self._memory.slots)
+            taken.index_fill_(0, slots, self._steps)
 
     def took(self, ids: Tensor) -> None:
         self._memory.columns[TAKEN].index_fill_(0, ids, self._steps + 1)
@@ -106,7 +114,7 @@ class Histories(RestingRows):
 
     def close(self) -> None:
         """Closes the history: rows in slots take the rest of it now, all others before anything else."""
-        skipped, self._skipped = self._skipped, None
+        skipped, self._skipped, self._supposed = self._skipped, None, None
         if skipped is not None and skipped.count:
             skipped.end()
             self._add(skipped)
@@ -117,7 +125,7 @@ class Histories(RestingRows):
 
     def load(self, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
         """Takes over histories as `saved` gave them, in the place of these."""
-        self._skipped, self._closed, self._before = None, [], 0
+        self._skipped, self._supposed, self._closed, self._before = None, None, [], 0
         for each in saved:
             form = _FORMS[each["form"]]
             made = object.__new__(form)
