@@ -1,10 +1,10 @@
-"""Watches autograd accumulate gradients: where a backward begins, which gradients it leaves, where it ends or fails.
+"""Watches autograd accumulate gradients: a backward's begin, its gradients, its end or failure.
 
 Contract
-    A backward begins where autograd reaches a result of the model or accumulates a parameter's gradient, and ends with
+    A backward begins where autograd reaches a result of the model or accumulates a parameter's gradient. It ends with
     the engine's last callback, once for all calls of the model that it goes through. Its gradients are taken out of
-    `.grad`, which is then as it was: what is delivered, the step delivers for all parameters together, or for none.
-    A callback that the engine drops without calling it belongs to a backward that has raised.
+    `.grad`, which is restored: the step delivers gradients for all parameters together, or for none. A callback that
+    the engine drops without calling it belongs to a backward that has raised.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _RAISED = "expected every rank to finish its backward, found that this one's rai
 
 @dataclass
 class _Backward:
-    """A backward that is under way.
+    """A backward that is running.
 
     Attributes:
-        before: what `.grad` held of parameters that had one.
-        kept: those of them whose hooks are to find the sum in `.grad`.
+        before: parameter -> its `.grad` before the backward, where it had one.
+        kept: parameters of `before` whose hooks must find the sum in `.grad`.
         reached: parameters whose gradients have been accumulated, in that order.
-        task: the engine's number of it; a backward within it, of a checkpoint say, has another.
+        task: the engine's number for it; a backward inside it, of a checkpoint for example, has another one.
     """
 
     step: GradientStep
@@ -70,10 +70,10 @@ class Accumulation:
     """The gradients that autograd accumulates in one model's parameters.
 
     Args:
-        look: told of a backward's gradients, by parameter, before they are exchanged.
+        look: called with a backward's gradients, by parameter, before they are exchanged.
 
-    Attributes:
-        parameters: those that are exchanged, by name.
+        Attributes:
+            parameters: name -> parameter, of those whose gradients are exchanged.
     """
 
     def __init__(self, look: Callable[[Mapping[str, Tensor]], None]) -> None:
@@ -82,8 +82,8 @@ class Accumulation:
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
         self._handles: list[Any] = []
         self._backward: _Backward | None = None
-        self._waiting: list[weakref.ref[GradientStep]] = []  # calls, whose backwards may come, in their order
-        self._nests: bool | None = None  # whether a backward has had another one within; None: there has been none
+        self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may come, in their order
+        self._nests: bool | None = None  # whether a backward has contained another one; None: there has been none
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Watches the nodes that accumulate the gradients of these parameters."""
@@ -91,15 +91,15 @@ class Accumulation:
             return
         self.forget()
         self.parameters = dict(parameters)
-        itself = weakref.ref(self)  # what C++ holds, no collector sees: it must not keep this
+        itself = weakref.ref(self)  # C++ holds the hook, which no garbage collector sees: it must not keep this object
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             self._handles.append(node.register_hook(NodeHook(_accumulated, itself, name)))
-            self._nodes[name] = (parameter, node)  # of which autograd keeps none for itself
+            self._nodes[name] = (parameter, node)  # keeps the node alive: autograd does not
 
     def forget(self) -> None:
-        """Watches nothing any more."""
+        """Stops watching."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -117,7 +117,7 @@ class Accumulation:
             node.register_prehook(partial(_reached, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins a backward, of a call's results or, where they are hidden, of the last call's."""
+        """Begins a backward of a call; `step` None: the call is unknown, and the last one is taken."""
         if self._backward is not None or not self._is_of_parameters():
             return
         if step is None:
@@ -136,14 +136,14 @@ class Accumulation:
             step.begin_backward()
 
     def _is_of_parameters(self) -> bool:
-        """Whether the backward that runs accumulates a gradient of any parameter: `torch.autograd.grad` does not."""
+        """Tells whether the running backward accumulates parameters' gradients; `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
-        except RuntimeError:  # it is asked for the gradient of a parameter, to return it
+        except RuntimeError:  # `torch.autograd.grad` is asked for the gradient of a parameter
             return False
 
     def accumulated(self, name: str) -> None:
-        """Takes note of a gradient in `.grad`, and has it leave, once a backward has shown that no other one comes."""
+        """Records a gradient in `.grad`, and sends it if an earlier backward has shown that no second one follows."""
         self.begin(None)
         backward = self._backward
         if backward is None:
@@ -155,14 +155,14 @@ class Accumulation:
             backward.step.take(name, self._own(backward, name))
 
     def end(self) -> None:
-        """Exchanges the gradients of the backward, at its end. Collective."""
+        """Ends the backward, and exchanges its gradients. Collective."""
         self._nests = bool(self._nests)
         step, gradients = self._taken()
         self._look(gradients)
         step.exchange(gradients)
 
     def fail(self) -> None:
-        """Tells the other ranks that the backward has raised. What they tell of theirs is for them to raise."""
+        """Tells the other ranks that the backward has raised; failures of other ranks raise there, not here."""
         if self._backward is None:
             return
         step, _ = self._taken()
@@ -170,7 +170,7 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward: returns its step and its gradients, as they came, and restores `.grad` to what it was."""
+        """Ends the backward: returns its step and its gradients, in their order, and restores `.grad`."""
         backward, self._backward = self._backward, None
         assert backward is not None
         there = [name for name in backward.reached if self.parameters[name].grad is not None]
@@ -180,7 +180,7 @@ class Accumulation:
         return backward.step, gradients
 
     def _own(self, backward: _Backward, name: str) -> Tensor:
-        """Returns the backward's own part of what is in `.grad`."""
+        """Returns the backward's own part of `.grad`."""
         found = self.parameters[name].grad
         assert found is not None
         return found.detach() - backward.before[name] if name in backward.kept else found.detach()
@@ -197,7 +197,7 @@ def _reached(itself: weakref.ref[Accumulation], step: GradientStep, *_: Any) -> 
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:
-    """Returns the tensors among results, in containers and in objects."""
+    """Lists the tensors among results, in containers and in objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

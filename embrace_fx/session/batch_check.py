@@ -1,4 +1,4 @@
-"""Checks each batch ahead of the announcement: ids outside of tables, and rows read of watched ones."""
+"""Checks each batch before its announcement: refuses ids outside of tables, and counts rows read of watched tables."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from embrace_fx.vocabulary.plan import Plan
 def batch_check(
     setting: Setting, plan: Plan, graph: TrainingGraph, calls: Calls, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Makes the check of whole tables' ids, which runs ahead of the announcement. That one checks ids of shards.
+    """Makes the check of a batch's ids of whole tables; the announcement itself checks ids of sharded tables.
 
-    An id outside its table is a failure. Of tables that are watched, every few steps, the rows read are counted.
+    An id outside its table is a failure. Every few steps the check counts the rows read of watched tables.
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
@@ -37,7 +37,7 @@ def batch_check(
         with torch.no_grad():
             try:
                 ids = read_ids(leaves)
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # the announcement reports any failure to the other ranks
                 return unreadable(error)
             failure = bad_id_report(ids, names, num_rows)
             if failure is None and calls.count % SAMPLED_EVERY == 0:

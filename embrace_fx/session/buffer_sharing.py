@@ -1,10 +1,10 @@
-"""Buffers made equal on all ranks before a forward reads them.
+"""Makes buffers equal on all ranks before a forward reads them.
 
 Contract
-    Behind its head a forward reads rank 0's buffers, as under DDP: those that forwards change and live on are sent at
-    each training step, those that training has changed before an evaluation, and all of them once anything but a
-    forward has changed one on any rank, or while another rank's count, under `join`. As under DDP, the forwards behind
-    one under `no_sync` share none, until one has been reduced.
+    A forward reads rank 0's buffers, as under DDP. Sent are: at each training step, buffers that forwards change and
+    depend on; before an evaluation, buffers that training has changed; all buffers, if anything but a forward has
+    changed one on any rank, or while another rank is the authority under `join`. As under DDP, forwards after one
+    under `no_sync` share no buffers until gradients have been reduced.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True)
 class ForwardBuffers:
-    """Two calls by which one program shares buffers.
+    """The two functions by which a program shares buffers.
 
     Attributes:
-        told: returns what the announcement tells of what this rank would share.
-        share: called behind it, before anything of the forward reads a buffer. Collective.
+        told: returns the number by which ranks compare, in the announcement, which buffers they would share.
+        share: shares them; called behind the announcement, before the forward reads a buffer. Collective.
     """
 
     told: Callable[[], int]
@@ -41,7 +41,7 @@ class BufferSharing:
     """Makes one model's buffers equal on all ranks.
 
     Args:
-        on: false: each rank keeps its own buffers, as DDP's `broadcast_buffers=False`.
+        on: False: each rank keeps its own buffers, as under DDP's `broadcast_buffers=False`.
     """
 
     def __init__(self, state: ModelState, announcements: Announcements, calls: Calls, *, on: bool) -> None:
@@ -49,7 +49,7 @@ class BufferSharing:
         self._announcements = announcements
         self._calls = calls
         self._on = on and announcements.communicator.world_size > 1
-        self._live = frozenset[str]()  # what training forwards change and live on
+        self._live = frozenset[str]()  # changed by training forwards, whose results depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
         self._due = True
@@ -58,11 +58,11 @@ class BufferSharing:
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
     ) -> ForwardBuffers:
-        """Makes the calls by which a forward of the graph shares buffers.
+        """Makes the functions by which a forward of the graph shares buffers.
 
         Args:
-            assigned: buffers in whose place the forward puts others.
-            reduce: its gradients are reduced: the next forward shares buffers again.
+            assigned: buffers that the forward replaces by other tensors.
+            reduce: its gradients are reduced, so that the next forward shares buffers again.
         """
         if not self._on:
             return ForwardBuffers(lambda: 0, lambda: None)
@@ -83,8 +83,8 @@ class BufferSharing:
         def share() -> None:
             due, self._due = self._due, reduce
             if due:
-                # Ranks other than 0 are asked in turn, as others run out of batches: what one of them has, the next
-                # one goes on with.
+                # As ranks run out of batches, the authority moves to other ranks: each goes on with the buffers of
+                # the one before.
                 every = self._announcements.buffers_differ or self._calls.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
@@ -95,11 +95,11 @@ class BufferSharing:
         return ForwardBuffers(told, share)
 
     def _unwritten(self) -> Iterable[Tensor]:
-        """Returns the buffers that no forward writes."""
+        """Lists the buffers that no forward writes."""
         return self._state.buffers_but(self._written | self._state.ignored)
 
     def _shared(self) -> list[str]:
-        """All buffers but those that each rank has for itself."""
+        """Names all buffers but those that each rank has for itself."""
         return [name for name in self._state.buffer_names() if name not in self._state.ignored]
 
     def _share(self, names: Sequence[str]) -> None:
@@ -110,5 +110,5 @@ class BufferSharing:
 
 @functools.lru_cache(maxsize=64)
 def _number_of(names: frozenset[str]) -> int:
-    """Hashes names into a number, the same on all ranks. Cached, because steps repeat the same names."""
+    """Hashes names into a number, the same on all ranks; cached, because steps repeat the same names."""
     return zlib.crc32("\n".join(sorted(names)).encode())

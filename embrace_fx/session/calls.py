@@ -1,4 +1,4 @@
-"""Calls of a model, told apart: which of them one capture may stand for, and the programs they run on."""
+"""Groups a model's calls into kinds that captures may share, and holds the captures and their programs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call: as they are, and flat.
+    """The arguments of a call, also flattened.
 
     Attributes:
-        leaves: with `spec`, the tree that they are flattened from.
+        leaves: the flattened arguments, of the structure `spec`.
         train: a backward may follow.
     """
 
@@ -33,10 +33,10 @@ class Arguments:
 
 @dataclass
 class Variant:
-    """A program and the batches it is valid for.
+    """A capture with its programs.
 
     Attributes:
-        reused: how many calls have found it after the one that it was captured for.
+        reused: number of calls that have used it after the one it was captured for.
     """
 
     captured: Captured
@@ -49,12 +49,12 @@ class Variant:
 
 @dataclass
 class Kind:
-    """Calls that differ in shapes and constants alone: structure, dtypes, training mode and autocast are the same.
+    """Calls that differ only in shapes and constants: structure, dtypes, training mode and autocast are the same.
 
     Attributes:
-        shapes: of the batches that were captured, by their tensors' positions.
-        values: names of those that have changed, and are inputs of graphs.
-        deciding: names of those that have changed, and cannot be.
+        shapes: of each captured batch, index of a tensor -> its shape.
+        values: names of values that have changed and are inputs of graphs.
+        deciding: names of values that have changed and cannot be inputs.
     """
 
     variants: list[Variant] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Kind:
 class Kinds(dict[Any, Kind]):
     """The kinds of calls that a model has had, by `kind_key`.
 
-    Kinds with the same arguments share their `shapes`: what has varied in training will vary in an evaluation.
+    Kinds with the same arguments share their `shapes`: sizes that vary in training also vary in an evaluation.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Kinds(dict[Any, Kind]):
 
 
 def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """Makes the key that calls of one kind share; `modes`: which modules train."""
+    """Makes the key that calls of one kind share; `modes`: the training modes of all modules."""
     signature = tuple(
         (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves

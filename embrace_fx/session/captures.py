@@ -1,4 +1,4 @@
-"""Captures of one model's batches: how many there may be, and which sizes are symbolic in them."""
+"""Captures a model's batches: decides which sizes are symbolic, and limits the number of captures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from embrace_fx.session.calls import Kind
 from embrace_fx.setup.setting import Setting
 
 MAX_CAPTURES = 32
-"""Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
-them at every step. Torch's own limit of recompilations is of this order."""
+"""Most captures of one model: each takes seconds, and shapes that never repeat would cost them at every step. Torch's
+own limit of recompilations is of this order."""
 
 MOST_UNUSED = {float: 3}
-"""Captures in a row of which none has served a second call, by the type of the value that differs: a float that is
-another one in each call is annealed, and comes back to none."""
+"""Type of the value that differs -> most captures in a row of which none has served a second call: a float that
+differs in each call is annealed, and does not return to earlier values."""
 
 MOST_UNUSED_OF_OTHERS = 8
-"""Of other values: a task's number comes back once all tasks have had their turn."""
+"""The same for values of other types: a task's number returns after all tasks have had their turn."""
 
 
 class Captures:
@@ -37,10 +37,10 @@ class Captures:
     def capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
     ) -> Captured:
-        """Captures a batch, its sizes symbolic where they have varied among the calls of its kind.
+        """Captures a batch; sizes that have varied among the calls of its kind are symbolic.
 
         Raises:
-            CaptureError: the model cannot be captured, or has been too often.
+            CaptureError: the model cannot be captured, or has been captured too often.
         """
         changed = kind.variants[-1].captured.changed(leaves) if kind.variants else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
@@ -59,7 +59,7 @@ class Captures:
         return replace(captured, conditions=captured.conditions.unchanged())
 
     def _captured(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
-        """A capture whose inputs are the values that have changed, but for those that decide what its graph is."""
+        """Captures with the values that have changed as inputs, except those that decide the graph itself."""
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         while True:
@@ -78,7 +78,7 @@ class Captures:
             kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
 
     def _check_repeats(self, kind: Kind, changed: Changed) -> None:
-        """Raises where a value that the forward reads is another one in each call.
+        """Raises where a value that the forward reads differs in each call.
 
         Raises:
             RefusedError: naming it.
@@ -94,10 +94,10 @@ class Captures:
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:
-    """Finds the sizes of the last call that may vary, (index of argument, dimension): all, none, or those that have.
+    """Finds the sizes of the last call that may vary, (index of argument, dimension): all, none, or those that did.
 
-    Where any has, the first sizes may as well: a loader whose lengths vary ends in a batch that is short. A first size
-    that is as large as one that has varied would be taken for the same by torch, and stays a number.
+    Where any size has varied, batch sizes may vary too: a loader whose lengths vary ends with a short batch. A batch
+    size that equals a varying size stays constant, because torch would take the two for one symbol.
     """
     current = kind.shapes[-1]
     if dynamic is False:

@@ -1,8 +1,8 @@
-"""Checkpoints of models whose tables no memory holds: a file by rank and table of rows, and one of all else.
+"""Saves and loads models with tables beyond memory: a file of rows by rank and table, and one of all else.
 
 Contract
-    `checkpoint.pt` is put in place last, and at once: it names the files that are its own. Whatever ends the processes
-    meanwhile, the checkpoint before is there. Ranks share the folder; other ranks than those that saved may load it.
+    `checkpoint.pt`, which names the other files, is renamed into place last: if the processes end before, the earlier
+    checkpoint remains. All ranks share the folder; any number of ranks may load it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ REST = "checkpoint.pt"
 
 
 def save(setting: Setting, folder: Path) -> None:
-    """Writes model and optimizers into a folder. Collective; no update is pending.
+    """Writes model and optimizers into a folder. Collective; no update may be pending.
 
     Raises:
-        TierError: a rank cannot; on every rank.
+        TierError: a rank cannot write; on every rank.
     """
     communicator, state = setting.communicator, setting.state
     beyond = _beyond(state)
@@ -69,10 +69,10 @@ def save(setting: Setting, folder: Path) -> None:
 
 
 def load(setting: Setting, folder: Path) -> None:
-    """Reads what `save` wrote, on any ranks. Collective; no update is pending.
+    """Reads a checkpoint that `save` wrote on any number of ranks. Collective; no update may be pending.
 
     Raises:
-        TierError: it is not there, broken, or of another model; on every rank.
+        TierError: the checkpoint is missing, broken, or of another model; on every rank.
     """
     communicator, state = setting.communicator, setting.state
     beyond, told = _beyond(state), ""
@@ -124,7 +124,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """Returns an optimizer's options and state by the numbers of its parameters, but for tables beyond memory."""
+    """Returns an optimizer's options, and its state by numbers of parameters without tables beyond memory."""
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
@@ -148,7 +148,7 @@ def _put(rest: dict[str, Any], folder: Path) -> None:
 
 
 def _agree(communicator: Communicator, told: str) -> None:
-    """Raises on every rank what one of them has to tell."""
+    """Raises on every rank the first failure of any rank; "": this rank has none."""
     for rank, each in enumerate(communicator.gather(told, str)):
         if each:
             raise TierError(f"{each}. The checkpoint before is whole. (rank {rank})")

@@ -1,4 +1,4 @@
-"""DDP's communication hooks: which of them only say in which dtype gradients travel, and what others ask for."""
+"""Registers DDP's communication hooks: some only set the dtype in which gradients travel; others reduce them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
-"""Hooks that need not be called: the dtype in which gradients travel, rows of tables too. None: their own."""
+"""Hook that need not be called -> the dtype in which gradients, also of rows, travel; None: their own dtype."""
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
-    """Has a hook reduce gradients, or say how they travel; returns its name.
+    """Registers a hook, which reduces gradients or sets their dtype on the wire; returns its name.
 
     Args:
         begun: whether the model has been called.
-        registered: the name of the hook that it has; "" for none.
+        registered: the name of the model's hook; "" for none.
 
     Raises:
         RuntimeError: the model has been called, or has a hook.
-        TypeError: no hook.
-        ValueError: rows or buckets are rounded; or other strategies than AllReduce are asked for, of which a hook would
-            not see all gradients.
+        TypeError: the argument is no hook.
+        ValueError: rows or buckets are rounded; or strategies other than AllReduce are asked for, under which a hook
+            would not see all gradients.
     """
     if begun or registered:
         found = "it has been called" if begun else f"{registered} is registered"
@@ -69,7 +69,7 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
 
 
 def told_of(communicator: Communicator) -> str:
-    """Describes what the communication hook, or rounding, does to what travels, for a report."""
+    """Describes, for a report, what the communication hook or rounding does to gradients."""
     if communicator.comm_hook is not None:
         return f"gradients are reduced by {communicator.comm_hook.name}, within the backward\n"
     if communicator.gradient_dtype is None:

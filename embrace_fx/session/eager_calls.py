@@ -1,4 +1,4 @@
-"""Calls under the eager route: the forward runs as it is written, on replicas, and gradients are exchanged."""
+"""Runs calls under the eager route: the user's forward on replicas, with an exchange of gradients."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ ASKED = "route='eager' was asked for"
 
 
 class EagerCalls:
-    """Runs one model's calls, once it is known that no graph holds its forward, or while none is worth its capture.
+    """Runs one model's calls eagerly, where no graph holds its forward, or while a capture would not pay.
 
     Attributes:
-        reason: why none does, in a line; empty: calls are captured.
-        on_trial: a capture may yet gain.
-        leaving: the next capture is to take these calls' place.
+        reason: why calls run eagerly, in one line; "": calls are captured.
+        on_trial: it is not decided yet whether a capture pays.
+        leaving: the next capture replaces the eager route.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
         self._tables: list[str] = []
-        self._row_tables = frozenset[str]()  # those of them whose gradients autograd makes of rows alone
+        self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
         self.reason = ASKED if setting.options.route == "eager" else ""
         self.on_trial = self.leaving = False
         self._setting = setting
@@ -54,17 +54,17 @@ class EagerCalls:
                 calls._look(gradients)
 
         self._accumulation = Accumulation(look)
-        self._rows: dict[str, Tensor] = {}  # of tables, that gradients have had
-        self._came: tuple[str, ...] = ()  # parameters whose gradients the first backward has made, in that order
-        self._order: tuple[str, ...] = ()  # the same, once a plan is made for it
+        self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
+        self._came: tuple[str, ...] = ()  # parameters in the order in which the first backward made their gradients
+        self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
 
     def begin(self) -> None:
-        """Has a model that takes long to capture run as it is written at first."""
+        """Starts on the eager route with a model that takes long to capture."""
         if not self.reason and (reason := run_as_written(self._setting)):
             self.take_over(reason, on_trial=True)
 
     def take_over(self, reason: str, *, on_trial: bool = False) -> None:
-        """Runs calls eagerly from here on, or until a capture gains."""
+        """Switches to the eager route, for good or until a capture pays (`on_trial`)."""
         self.reason, self.on_trial, self.leaving = reason, on_trial, False
         self._planned.probes = not on_trial
         self._setting.stepping.of_any_layout = True
@@ -74,7 +74,7 @@ class EagerCalls:
             tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
 
     def turn(self, found: OtherRoute) -> None:
-        """Runs calls on the other route from here on."""
+        """Switches to the other route."""
         if not found.captures:
             self.take_over(found.reason)
             return
@@ -89,7 +89,7 @@ class EagerCalls:
             tell("%s is captured now: %s", type(model).__name__, found.reason)
 
     def fit(self) -> None:
-        """Has the plan fit some rank's batch; one that no graph holds has all ranks run eagerly. Collective."""
+        """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
         if reason := self._planned.fit():
             self.take_over(reason)
             variant = self.variant(train=True)
@@ -103,15 +103,15 @@ class EagerCalls:
         make_plan: Callable[[Variant, Sequence[Any]], None],
         check_replicas: Callable[[], None],
     ) -> Any:
-        """Runs the model on a batch, as it is written. Collective.
+        """Runs the user's forward on a batch. Collective.
 
         Args:
             make_plan: makes the first plan.
-            check_replicas: has the coming announcement compare replicas, where it is time.
+            check_replicas: makes the next announcement compare replicas, if it is time.
 
         Raises:
-            PeerFailure: a rank cannot go on; on every rank.
-            OtherRoute: a capture gains; on every rank, and nothing has run.
+            PeerFailure: a rank has failed; on every rank.
+            OtherRoute: a capture pays; on every rank, and nothing has run.
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
         variant = self._variant(trained, train=train)
@@ -136,7 +136,7 @@ class EagerCalls:
         return results
 
     def evaluates(self) -> bool:
-        """Tells whether forwards without gradients run as they are written while others are captured."""
+        """Tells whether forwards without gradients run eagerly although training calls are captured."""
         plan, options = self._planned.plan, self._setting.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
@@ -144,7 +144,7 @@ class EagerCalls:
         return trains and options.route is None and not self._setting.state.ignored
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward without gradients as it is written, once every update is applied. Collective."""
+        """Runs a forward without gradients eagerly, after applying every update. Collective."""
         if (flow := self._planned.flow) is not None:
             flow.leave()
         self._planned.synchronize()
@@ -152,7 +152,7 @@ class EagerCalls:
         return self._run(self._variant(trained, train=False), trained, args, kwargs, accumulates=False)
 
     def variant(self, *, train: bool) -> Variant:
-        """Returns the variant that stands for a captured call, and makes it at first."""
+        """Returns the variant that takes the place of a capture; makes it at the first call."""
         return self._variant(self._trained(), train=train)
 
     def _variant(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Variant:
@@ -163,7 +163,7 @@ class EagerCalls:
         return kind.variants[0]
 
     def rows(self, variant: Variant) -> list[Tensor]:
-        """Returns the rows of each table that the last gradient had; before the first one, all that it may have."""
+        """Lists for each table the rows of a recent gradient; before the first one, all that it may have."""
         tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in variant.analysed.tables}
         return [
             self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
@@ -171,7 +171,7 @@ class EagerCalls:
         ]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
-        """Notes which rows gradients have, every so many steps; after the first one, has a plan made for its order."""
+        """Records the rows of gradients every few steps; after the first step, asks for a plan for its order."""
         if self._came and (not self._tables or self._planned.calls.count % SAMPLED_EVERY):
             return
         self._planned.calls.asks_to_plan |= not self._came and self._setting.options.given_plan is None
@@ -181,7 +181,7 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _weigh(self, variant: Variant, rows: Sequence[Tensor]) -> None:
-        """Ends the trial, once it is known whether a capture would gain."""
+        """Ends the trial once it is known whether a capture pays."""
         found = weigh(self._setting, self._planned, variant, rows)
         if found:
             raise OtherRoute(found, captures=True)
@@ -189,9 +189,9 @@ class EagerCalls:
         self._planned.probes = not self.on_trial
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are exchanged: first those that come last, and before them what has not come.
+        """Lists the parameters whose gradients are exchanged: first those without one so far, then the last made.
 
-        Buckets are filled from the end on, and leave as they are filled.
+        Buckets are filled from the end of this order, and launched as they are full.
         """
         state, place = self._setting.state, {name: k for k, name in enumerate(self._order)}
         named = sorted(self._setting.model.named_parameters(), key=lambda each: -place.get(each[0], len(place)))
@@ -200,17 +200,17 @@ class EagerCalls:
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)
         self._row_tables = row_tables(self._setting.model, self._tables)
-        whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # which they are to become
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # sharded tables become whole
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
-        """Finds the tables whose gradients stay in rows."""
+        """Finds the tables whose gradients stay sparse."""
         plan, alone = self._planned.plan, self._setting.communicator.world_size == 1
         assert plan is not None
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
     def forget(self) -> None:
-        """Leaves the model's parameters alone."""
+        """Stops watching the model's parameters."""
         self._accumulation.forget()
 
     def _run(
@@ -244,5 +244,5 @@ class EagerCalls:
 
 
 def _rows_of(gradient: Tensor) -> Tensor:
-    """Returns the rows of a table's gradient that are not zero, or that are there."""
+    """Returns the rows that are not zero in a dense gradient, or present in a sparse one."""
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

@@ -1,10 +1,10 @@
-"""First steps of a model that takes seconds to capture: they run as written, and tell whether a capture would gain.
+"""Decides, by first steps on the eager route, whether the capture of a model that takes seconds to capture pays.
 
 Contract
-    A capture gains where a table is worth sharding, or where buckets take longer than the backward behind which they
-    leave under the eager route. Rows and times are known once steps have run; links are probed then. Small models,
-    large tables and options that ask for a graph are captured at once. Ranks decide alike: at first by model and
-    options, then by what all of them have measured.
+    A capture pays where a table should be sharded, or where buckets take longer than the backward that hides them
+    on the eager route. Rows and times are known after some steps; links are probed then. Small models, large tables,
+    and models with options that ask for a graph are captured at once. Ranks decide alike: at first by model and
+    options, later by the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 
 MANY_PARAMETERS = 40
-"""That take gradients: a capture of so many takes more than a second."""
+"""Least number of trained parameters: capturing this many takes more than a second."""
 SMALL_TABLES_BYTES = 32 * 2**20
-"""Of all tables: their dense gradients are sent until the rows are known."""
+"""Most bytes of all tables: their dense gradients are sent until rows are known."""
 FEW_TABLES = 8
-"""More tables share the start-ups of their exchanges, which only their graph shows."""
+"""Most tables: more of them would share start-ups, which only a graph shows."""
 MEASURED_STEPS = PROFILED_AFTER + PROFILED + 1
-"""Until the schedule has measured its own, which it must not lose."""
+"""Steps until the schedule has profiled its own steps, which a switch would lose."""
 WORTH = 0.1
-"""Of a step: what a capture must gain."""
+"""Fraction of a step that a capture must gain."""
 
 _LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def run_as_written(setting: Setting) -> str:
-    """Tells why a model's first steps are not captured, in a line; "": they are."""
+    """Returns the reason why a model's first steps are not captured, in one line; "": they are."""
     options, model, state = setting.options, setting.model, setting.state
     asks = options.route, options.memory_budget, options.given_plan, setting.communicator.comm_hook
     usual = options.strategy == "auto" and options.schedule == "2d" and options.row_updates == "exact"
@@ -62,13 +62,13 @@ def run_as_written(setting: Setting) -> str:
 
 
 def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence[Tensor]) -> str | None:
-    """Weighs what a capture would gain. Collective.
+    """Weighs the gain of a capture. Collective.
 
     Args:
-        rows: of each table, that the last gradient had.
+        rows: of each table, the rows of a recent gradient.
 
     Returns:
-        What it gains, in a line; "": nothing; None: this is no moment to tell.
+        The gain, in one line; "": there is none; None: it cannot be told now.
     """
     if planned.calls.uneven or not planned.may_change(variant):
         return None
@@ -89,7 +89,7 @@ def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence
 
 
 def _tables(model: nn.Module) -> list[nn.Parameter]:
-    """Finds the parameters that lookups may read: of their layers unless another layer shares them, and of no layer."""
+    """Finds the parameters that lookups may read: those of lookup layers, unless shared, and of the user's modules."""
     read = [module for module in model.modules() if module._parameters]
     shared = Counter(id(parameter) for module in read for parameter in module._parameters.values())
     layers = [m for m in read if isinstance(m, _LAYERS) or not type(m).__module__.startswith("torch.nn.")]
@@ -98,7 +98,7 @@ def _tables(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _needs_graph(setting: Setting) -> bool:
-    """Whether lookups differ from DDP's where they run as written, or rows alone are updated."""
+    """Tells whether lookups would differ from DDP's on the eager route, or only rows with gradient are updated."""
     layers = [module for module in setting.model.modules() if isinstance(module, _LAYERS)]
     holders, updates = setting.stepping.holders, semantics(setting.options.row_updates)
     apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
@@ -106,7 +106,7 @@ def _needs_graph(setting: Setting) -> bool:
 
 
 def _measured(tally: Tally) -> tuple[float, float] | None:
-    """Milliseconds of the shortest backward and of the shortest step, the first ones apart; None: too few."""
+    """Returns (ms of the shortest backward, ms of the shortest step) without the first step; None: too few steps."""
     steps = [parts for parts, _ in tally.steps][1:]
     if len(steps) < PROFILED:
         return None
@@ -114,7 +114,7 @@ def _measured(tally: Tally) -> tuple[float, float] | None:
 
 
 def _buckets_ms(plan: Plan) -> float:
-    """Milliseconds in which what no table needs is reduced, bucket by bucket."""
+    """Predicts the milliseconds to AllReduce all gradients but tables', bucket by bucket."""
     links, dense = plan.links.among(plan.world_size), 0.0
     for bucket in plan.buckets:
         ddp_bytes = sum(plan[name].ddp_bytes_per_step for name in bucket if not plan[name].is_table)

@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, put off while a graph is captured and compiled."""
+"""Turns Python's cyclic garbage collection off while a graph is captured and compiled."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def not_collecting() -> Iterator[None]:
-    """Turns the search for reference cycles off within a context.
+    """Turns cyclic garbage collection off within a context.
 
-    Capturing makes millions of objects that live until its end: each look at all of them finds nothing, and together
-    they take a sixth of the time.
+    A capture makes millions of objects that live until its end: collections find nothing, and take a sixth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

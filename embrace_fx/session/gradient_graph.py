@@ -1,13 +1,13 @@
-"""The graph of a model's gradients alone: what the eager route exchanges where the forward is no graph.
+"""Makes the graph that exchanges a model's gradients under the eager route, without the forward.
 
-Passes, planner, scheduler and runtime take it as any training graph: its backward begins with the gradients that
+Passes, planner, scheduler and runtime treat it as any training graph: its backward begins with the gradients that
 autograd has accumulated, and its forward computes nothing.
 
     def joint(p1, p2, rows_p1, gradient_p1, gradient_p2):
         zero = aten.new_zeros(p1, [])
         return (zero, gradient_p1, gradient_p2)
 
-`rows_p1` stands for the rows of a table that the gradient of an earlier step had: by them the planner prices exchanges.
+`rows_p1` is the rows of a table that an earlier step's gradient had, by which the planner prices exchanges.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def gradient_graph(
     whole: Mapping[str, torch.Size] | None = None,
     in_rows: Collection[str] = (),
 ) -> TrainingGraph:
-    """Returns the graph of the gradients of `parameters`; number k of them is the tangent with index k.
+    """Makes the graph of the gradients of `parameters`, the k-th of which is the tangent with index k.
 
     Args:
-        parameters: those that take gradients, by name, in the order in which the forward is taken to read them.
-        tables: those of them that lookups read; number k of them is the batch input with index k.
-        whole: the whole shapes of those that are in shards.
-        in_rows: tables whose gradients autograd makes of rows alone.
+        parameters: name -> trained parameter, in the order in which the forward is assumed to read them.
+        tables: parameters that lookups read; the k-th one's rows are the batch input with index k.
+        whole: sharded table -> its whole shape.
+        in_rows: tables with sparse gradients.
     """
     graph = fx.Graph()
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -77,13 +77,13 @@ def gradient_graph(
 
 
 def as_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns the graph as if bags read its tables: what a capture of the forward would most likely find."""
+    """Copies the graph with lookups of bags, which a capture of the forward would most likely find."""
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
 def captured_of(graph: TrainingGraph) -> Captured:
-    """Returns a graph of gradients in the place of a captured one. Every batch fits."""
+    """Makes a capture, valid for every batch, of a graph of gradients."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), ReadValues.of((), {}))
 
 
@@ -95,7 +95,7 @@ def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def row_tables(model: nn.Module, tables: Collection[str]) -> frozenset[str]:
-    """Finds the tables whose layers make gradients of rows alone (`sparse=True`)."""
+    """Finds the tables whose layers make sparse gradients (`sparse=True`)."""
     layers = (nn.Embedding, nn.EmbeddingBag)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, layers) and module.sparse}
     return frozenset(name for name in tables if id(model.get_parameter(name)) in weights)

@@ -1,4 +1,4 @@
-"""One call of a model under the eager route, as the runtime knows it: an announcement, and an exchange of gradients."""
+"""One call of a model under the eager route: an announcement, the user's forward, and an exchange of gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from embrace_fx.vocabulary.step_variant import BackwardVariant
 
 
 class GradientStep(Step):
-    """A step whose forward and backward run outside of it.
+    """A step whose forward and backward run outside of the program.
 
     Args:
-        program: of a graph of gradients.
+        program: the program of a graph of gradients.
         names: the parameters of that graph, in its order.
-        rows: of tables, that an earlier gradient had.
-        in_rows: parameters whose gradients stay in rows, of layout COO; those of others are made dense.
+        rows: of each table, the rows of an earlier gradient.
+        in_rows: parameters whose gradients stay sparse (COO); others are made dense.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class GradientStep(Step):
         self._in_rows = in_rows
         self._failure: Exception | None = None
         self._opened: Opened | None = None
-        self._taken: dict[int, Tensor] = {}  # gradients as they are exchanged
+        self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
-        """Stands for the head of a forward. Collective.
+        """Announces the step, and runs the empty forward of the program. Collective.
 
         Raises:
-            PeerFailure: a rank cannot go on; on every rank.
+            PeerFailure: a rank has failed; on every rank.
         """
         with torch.no_grad(), autocast_is_in_the_graph():
             self.forward()
-        self._results, self._read_again = [], AsSeen()  # autograd looks after what its own backward reads
+        self._results, self._read_again = [], AsSeen()  # autograd checks the tensors that its backward reads
 
     def end_forward(self, results: Sequence[Any]) -> None:
-        """Ends the forward: keeps its scalar results, each of which is to be finite."""
+        """Ends the forward; keeps its results, whose scalars must be finite."""
         flow, recorder = self.program.flow, self.program.recorder
         if flow is not None:
             flow.recorder.mark(START)
@@ -59,10 +59,10 @@ class GradientStep(Step):
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self) -> None:
-        """Tells the others that this rank is in its backward.
+        """Tells the other ranks that this rank begins its backward.
 
         Raises:
-            PeerFailure: another one is not, where that is known at once.
+            PeerFailure: another rank does not, where that is known at once.
         """
         self.program.state.awaiting_backward.discard(self)
         if self.program.recorder is not None:
@@ -74,10 +74,10 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """Sends a bucket that is complete with this gradient, on hosts, where no sums of this rank's own go along.
+        """Records a gradient, and sends its bucket if that is complete; on hosts only, and not if `no_sync` left sums.
 
         Raises:
-            RuntimeError: one has left that is accumulated again.
+            RuntimeError: a gradient that was sent is accumulated again.
         """
         run, state = self._opened.phase.run if self._opened is not None else None, self.program.state
         if not isinstance(run, InPieces) or state.unreduced or not self._tells_of_failures():
@@ -91,11 +91,11 @@ class GradientStep(Step):
                 run.take(self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
-        """Delivers the means over ranks of what autograd has accumulated. Collective.
+        """Delivers the means over ranks of the accumulated gradients. Collective.
 
         Args:
-            gradients: by parameter; of those that this rank's backward has reached.
-            failure: what has kept the backward from its end; None: nothing.
+            gradients: parameter -> gradient, of those that this rank's backward has reached.
+            failure: the error that ended the backward early, or None.
 
         Raises:
             PeerFailure: a rank has failed; on every rank.
@@ -115,7 +115,7 @@ class GradientStep(Step):
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         if self._failure is not None:
-            raise self._failure  # told to the others as any failure is
+            raise self._failure  # reported to the other ranks as any failure is
 
     def _call_backward(
         self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
@@ -126,11 +126,11 @@ class GradientStep(Step):
                 taken[k] = self._as_exchanged(name, tangent)
         if isinstance(backward.run, InPieces):
             backward.run.take(taken)
-            tell()  # while the last buckets are on their way
+            tell()  # while the last buckets are in flight
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:
-        """Returns a gradient in the layout in which it is exchanged."""
+        """Returns a gradient in the layout of its exchange; zeros for None."""
         parameter, in_rows = self.program.state.parameter(name), name in self._in_rows
         if gradient is None:
             return _no_rows(parameter) if in_rows else torch.zeros_like(parameter)
@@ -144,6 +144,6 @@ _AGAIN = (
 
 
 def _no_rows(table: Tensor) -> Tensor:
-    """Returns the gradient of a table that nothing reads."""
+    """Makes an empty sparse gradient of a table."""
     ids = torch.empty((1, 0), dtype=torch.int64, device=table.device)
     return torch.sparse_coo_tensor(ids, table.new_empty((0, *table.shape[1:])), table.shape, is_coalesced=True)

@@ -1,4 +1,4 @@
-"""Calls under the graph route: a batch is captured, or finds the capture that is valid for it, and runs its program."""
+"""Runs calls under the graph route: finds a valid capture for a batch, or makes one, and runs its program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphCalls:
     """Runs one model's calls on captured graphs.
 
     Attributes:
-        _eager: the other route, from which calls may come back.
+        _eager: the other route, which may hand calls back to this one.
     """
 
     _setting: Setting
@@ -55,8 +55,8 @@ class GraphCalls:
 
         Args:
             make_plan: makes the first plan.
-            check_replicas: has the coming announcement compare replicas, where it is time.
-            note_built: told that a program has been built.
+            check_replicas: makes the next announcement compare replicas, if it is time.
+            note_built: called when a program has been built.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first; on every rank.
@@ -93,11 +93,11 @@ class GraphCalls:
         return variant.captured.results(results, call.args, call.kwargs)
 
     def _modes(self) -> tuple[bool, ...]:
-        """Reads which modules train, and which parameters take gradients."""
+        """Reads which modules are in training mode, and which parameters require gradients."""
         return (*self._watch.modes(), *self._parameters.trains)
 
     def _variant(self, kind: Kind, call: Arguments) -> Variant:
-        """Returns a capture that is valid for a batch."""
+        """Finds, or makes, a capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(call.leaves)), None)
         if found is not None:
             found.reused += 1
@@ -106,16 +106,16 @@ class GraphCalls:
             return self._capture(kind, call)
 
     def _runs(self, variant: Variant, kind: Kind, call: Arguments) -> tuple[Variant, Program]:
-        """Finds the variant and the program that a batch runs on, and compiles it at first."""
+        """Finds the variant and the program that a batch runs on; compiles the program at first."""
         accumulates = call.train and not self._setting.state.synchronised
         compiles = variant.program is None or (accumulates and variant.accumulating is None)
         program = self._planned.build(variant, accumulates=accumulates)
-        if compiles and not variant.captured.accepts(call.leaves):  # compiling has narrowed what the variant takes
+        if compiles and not variant.captured.accepts(call.leaves):  # compiling has added guards
             return self._runs(self._variant(kind, call), kind, call)
         return variant, program
 
     def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
-        """Returns the next batch, where it is known and a program for it exists."""
+        """Returns the next batch, if it is known and has a program."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -144,12 +144,12 @@ class GraphCalls:
     def _to_come(
         self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec
     ) -> tuple[Variant, Program] | None:
-        """Finds the variant and the program on which a batch to come will run; None: that is not known yet."""
+        """Finds the variant and the program on which a future batch will run; None: not known yet."""
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
         if variant is None or variant.program is None or variant.captured.switches:
-            return None  # a step before it may be still to decide which graph it takes
+            return None  # an earlier step may still change which graph is valid
         return variant, variant.program
 
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
@@ -162,7 +162,7 @@ class GraphCalls:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         options = setting.options
-        asks = options.memory_budget is not None or options.table_memory is not None  # no other route keeps one
+        asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
         route = "graph" if asks else options.route
         activity = activity_of(train=call.train, reduces=setting.state.synchronised)
         if planned.plan is None or eager.leaving:

@@ -1,9 +1,9 @@
-"""Loaders of unequal length: what ranks do that have run out of batches while others train on (`join`), as under DDP.
+"""Lets ranks that have run out of batches join the others' collectives (`join`), as under DDP.
 
 Contract
-    Such a rank takes part in every call of the others, with nothing: a program of no batch, whose gradients are zeros.
-    It takes no steps, so that it cannot keep shards current: with the first rank that has joined, tables become whole
-    on all ranks, and are shards again in the end. Then every rank gets the parameters and buffers of the last to join.
+    Such a rank joins every call of the others with a program without batch, whose gradients are zeros. It takes no
+    optimizer steps, and could not keep its shards current: when the first rank has run out, tables become whole on
+    all ranks, until the end. Then every rank gets the parameters and buffers of the last rank to run out.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NO_BATCH = (
 
 
 class Idling:
-    """Takes part in the calls of other ranks, once this one has run out of batches.
+    """Joins the calls of other ranks, after this one has run out of batches.
 
     Args:
-        fit: has the plan fit some rank's batch. Collective.
+        fit: changes the plan to fit all ranks' batches. Collective.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, fit: Callable[[], None]) -> None:
@@ -49,14 +49,14 @@ class Idling:
         self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
         self._variants: dict[bool, Variant] = {}
-        self._of_plan: Plan | None = None  # for which there are these
+        self._of_plan: Plan | None = None  # the plan that `_variants` are for
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
-        """Tells, at the head of each call under `join`, what the ranks do that still have batches. Collective.
+        """Gathers the activities of all ranks, at the head of each call under `join`. Collective.
 
         Args:
-            activity: of this rank, `JOINED` where it has none left.
+            activity: this rank's activity; `JOINED` if it has no batch left.
 
         Raises:
             RuntimeError: a rank has joined before the first batch; on every rank.
@@ -77,7 +77,7 @@ class Idling:
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Tables have gradients where they have some on ranks that go on: those that have left may hold other ones."""
+        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
         tables = self._setting.state.tables
         own = tuple(name for name, table in tables.items() if table.has_gradient)
         everyone = self._setting.communicator.gather(own, tuple[str, ...])
@@ -90,7 +90,7 @@ class Idling:
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def take_part(self) -> None:
-        """Takes part in one call of the others, without a batch. Collective."""
+        """Joins one call of the others, without a batch. Collective."""
         activity = self.meet(JOINED)
         while True:
             try:
@@ -99,7 +99,7 @@ class Idling:
                 self._fit()
 
     def _run(self, activity: int) -> None:
-        """Runs the program of no batch."""
+        """Runs the program without batch."""
         program = self._program(activity)
         with torch.no_grad(), autocast_is_in_the_graph(), self._setting.state.pending.closed():
             step = Step(program, (), None)
@@ -110,10 +110,10 @@ class Idling:
                 step.tell_nothing()
 
     def end(self, *, last: bool) -> None:
-        """Ends `join`, where all ranks have run out of batches. Collective.
+        """Ends `join` when all ranks have run out of batches. Collective.
 
         Args:
-            last: this rank was among the last.
+            last: whether this rank was among the last.
         """
         setting = self._setting
         self._planned.calls.authority, self._planned.calls.uneven = 0, False
@@ -124,13 +124,13 @@ class Idling:
         self._planned.parameters_may_change()
         apart, buffers = setting.state.ignored.union(self._planned.plan.sharded), setting.options.shares_buffers
         broadcast_state(setting.model, apart, setting.communicator, buffers=buffers, source=ranks[-1])
-        setting.communicator.progress.optimizer_steps = 0  # ranks are alike again
+        setting.communicator.progress.optimizer_steps = 0  # ranks are equal again
         sharded, self._sharded = self._sharded, None
         if sharded is not None and self._planned.any_variant().captured.route != EAGER:
             self._planned.change(sharded)
 
     def _program(self, activity: int) -> Program:
-        """Makes the program of a rank without a batch, for what the others do."""
+        """Makes the program of a rank without a batch for the others' activity."""
         state, planned = self._setting.state, self._planned
         if self._of_plan is not planned.plan:
             self._variants, self._of_plan = {}, planned.plan

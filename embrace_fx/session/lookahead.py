@@ -1,4 +1,4 @@
-"""The data loader read one batch ahead, and the next batch found from how the model was called with this one."""
+"""Reads the data loader one batch ahead, and finds the next call's arguments from how this batch was passed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Lookahead:
     """Yields a training loop's batches, and reads the loader one batch ahead.
 
     Args:
-        at_end: called when a loop has read its last batch and comes back for more, or is left: no batch is known then.
-        recorder: is told of the loader's time; asked for each time.
+        at_end: called when a loop has no more batches, or is left: no next batch is known then.
+        recorder: returns the recorder of the loader's time.
     """
 
     def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
@@ -32,7 +32,7 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
-        self._coming_flat = _NOTHING  # before anyone else has seen it
+        self._coming_flat = _NOTHING  # the next batch's tensors, recorded before anybody could write them
         self._further: deque[Any] = deque()
         self._known = False
         self._warned = False
@@ -40,17 +40,17 @@ class Lookahead:
 
     @property
     def known(self) -> bool:
-        """Tells whether the next batch is known."""
+        """Whether the next batch is known."""
         return self._known
 
     @property
     def active(self) -> bool:
-        """Tells whether a loop is reading."""
+        """Whether a loop is reading."""
         active = self._active()
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Warns, once, of a call that was not given the batch that it was to be given."""
+        """Warns, once, of a call with another batch than the expected one."""
         if not self._warned:
             warnings.warn(
                 "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
@@ -61,7 +61,7 @@ class Lookahead:
         self._warned = True
 
     def over(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
-        """The same batches in the same order, so many ahead.
+        """Yields a loader's batches in order, and reads it this many batches ahead.
 
         Raises:
             RuntimeError: another loop is still reading.
@@ -74,7 +74,7 @@ class Lookahead:
             )
         self.batches = batches
         iterator = self._one_ahead(loader)
-        self._active = weakref.ref(iterator)  # a loop that was left drops its iterator
+        self._active = weakref.ref(iterator)  # a loop that is left drops its iterator
         return iterator
 
     def _one_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -100,11 +100,11 @@ class Lookahead:
             yield self._current
         finally:
             self._known, self._current, self._coming, self._coming_flat = False, None, None, _NOTHING
-            if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
+            if not sys.is_finalizing():  # at interpreter exit ranks have parted, and tensors are being freed
                 self._at_end()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields a loader's batches, while those that come after each are kept in `_further`."""
+        """Yields a loader's batches; those already read beyond the present one are in `_further`."""
         self._further = deque()
         for batch in loader:
             self._further.append(batch)
@@ -114,18 +114,18 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Tells the recorder what came before a call for training: a loader that is not read through this, or none."""
+        """Marks the time before a training call as the loop's own code or, without lookahead, as the loader's."""
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Returns the flattened arguments of the next call, if the batches differ in nothing but their tensors.
+        """Returns the flattened arguments of the next call, if batches differ only in their tensors.
 
         Args:
             leaves: flattened arguments of this call.
-            farthest: of the call `batches` calls from now, in its place.
+            farthest: return those of the call `batches` calls from now instead.
 
-        Returns: None where the next batch is not known, or this call's tensors are not those of the batch.
+        Returns: None if the next batch is not known, or this call's tensors are not those of the batch.
         """
         if not self._known:
             return None
@@ -149,13 +149,13 @@ _NOTHING = pytree.tree_flatten(None)
 
 
 def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
-    """Raises where a loader has written the next batch into the one that is still to be trained on.
+    """Raises where a loader has written a later batch into the tensors of the present one.
 
     Args:
-        coming: what the batches to come are made of.
+        coming: the tensors of later batches.
 
     Raises:
-        RuntimeError: it yields the same tensor each time, with other values.
+        RuntimeError: the loader yields the same tensor each time, with other values.
     """
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):

@@ -1,4 +1,4 @@
-"""Reports the memory that a training step takes of a rank."""
+"""Reports the memory that training takes on a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Predicted bytes of a step on this rank: what is there all the time, what the step holds, and a line over time."""
+    """Reports this rank's memory: parameters and state, the predicted bytes that a step holds, a line over time."""
     again = sum("again" in node.meta for node in held.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
@@ -38,10 +38,10 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
 
 
 def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Formats the bytes of each sharded table, predicted for any rank and measured on this one.
+    """Prints the bytes of each sharded table, predicted for any rank and measured on this one.
 
     Args:
-        beyond: by table beyond memory, what is predicted of it.
+        beyond: table beyond memory -> its prediction as text.
     """
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
@@ -55,12 +55,12 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[st
 
 
 def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
-    """Tells what is predicted of a table beyond memory, the least memory for it, and what would hide its reads.
+    """Prints the prediction for a table beyond memory, the least memory for it, and the memory that hides its reads.
 
     Args:
-        step_ms: of a step but for its waits for these rows; None: it is not known.
+        step_ms: time of a step without its waits for these rows; None: unknown.
 
-    Returns: "" where no batch has told.
+    Returns: "" before any batch.
     """
     if not memory.draws.ids:
         return ""

@@ -1,4 +1,4 @@
-"""A model's modules and parameters as programs were made for them, and what has changed of them since."""
+"""Finds changes of a model's modules and parameters since its programs were built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OTHER_PARAMETERS = (
 
 
 class ModelWatch:
-    """Checks at each call whether a model still is as its programs were built for.
+    """Checks at each call whether a model is still the one its programs were built for.
 
-    Which modules there are and what their methods are decides what the forward does; which parameters there are decides
-    what is exchanged. What the forward reads besides, captures guard by themselves.
+    Modules and their methods decide what the forward does, parameters what is exchanged. Captures themselves guard all
+    else that the forward reads.
 
     Args:
         model: the user's model.
@@ -31,28 +31,28 @@ class ModelWatch:
         self.note()
 
     def note(self) -> None:
-        """Takes the model as it is now for given."""
+        """Records the present modules and methods."""
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
         kinds = {type(module): None for module in self._modules}
-        self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # theirs have no method
+        self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # have no Python methods
         self._were = self._now()
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Remembers the present parameters as the right ones, once tables have been placed or loaded."""
-        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # no other gets a freed one's address
+        """Records the present parameters, after tables have been placed or loaded."""
+        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # kept, so that no other gets their ids
         self._ids = [*map(id, self._held)]
         self._names = self._named()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
-        """Tells whether tensors stand in the places of all parameters for the time of a call, as of `functional_call`.
+        """Tells whether plain tensors replace all parameters during a call, as in `functional_call`.
 
         Args:
-            buffers: whether in those of all buffers too.
+            buffers: whether all buffers must be replaced too.
         """
         own = {id(buffer) for buffer in self._buffers}
         return not any(isinstance(parameter, nn.Parameter) for parameter in self._model.parameters()) and not (
@@ -64,16 +64,16 @@ class ModelWatch:
         return tuple([module.training for module in self._modules])
 
     def modules_changed(self) -> bool:
-        """Tells whether there are other modules than before, or methods of other classes or of the model itself."""
+        """Tells whether modules, methods of their classes, or the model's own forward or hooks have changed."""
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Makes the error for a model with other parameters than before; None: they are the same."""
+        """Makes the error for a model whose parameters have changed; None: they are the same."""
         name = self.parameters_changed()
         return None if name is None else RuntimeError(OTHER_PARAMETERS.format(name))
 
     def parameters_changed(self) -> str | None:
-        """Returns the name of a parameter that came, went or was replaced; None where all are those that were."""
+        """Returns the name of a parameter that was added, removed or replaced; None: none was."""
         if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._now() == self._were:
             return None
         now = self._named()
@@ -84,7 +84,7 @@ class ModelWatch:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root(self) -> tuple[Any, ...]:
-        """Reads the model's own forward and hooks. Captures guard those of its modules."""
+        """Reads the model's own forward and hooks; captures guard those of its submodules."""
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
@@ -93,4 +93,4 @@ class ModelWatch:
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 
-_values = methodcaller("values")  # of a module's dict of members; TorchScript's modules have one of their own kind
+_values = methodcaller("values")  # a method, because TorchScript's modules have another type of dict

@@ -1,4 +1,4 @@
-"""Chooses the place for a model's offloaded values, a named directory or a GPU's host, and measures its speed."""
+"""Chooses where a model's values are offloaded to, a directory or a GPU's host, and measures the speed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from embrace_fx.setup.setting import Setting
 
 @dataclass(frozen=True)
 class Offloading:
-    """The copies out of a model's memory and back, and their rate; without copies nothing is offloaded.
+    """The object that copies values out of memory and back, and its rate; without it nothing is offloaded.
 
     Attributes:
-        rate: of the slowest rank, so that all decide alike.
+        rate: the slowest rank's, so that all ranks decide alike.
     """
 
     copies: Copies | None = None
@@ -31,11 +31,11 @@ class Offloading:
 
     @classmethod
     def of(cls, setting: Setting, compute: Compute) -> Offloading:
-        """Makes the copies that a setting asks for, and measures their rate. Collective where it asks for any.
+        """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
 
         Args:
-            compute: what estimates of the step are made with. Only their proportions are right, and a copy's to them
-                is what counts: its rate is in their milliseconds.
+            compute: the speed by which a step is estimated. Only proportions of estimates are right, so that the
+                copies' rate is converted to the estimates' milliseconds.
 
         Raises:
             PeerFailure: a rank cannot offload; on every rank.
@@ -60,13 +60,13 @@ class Offloading:
                 copies = PinnedCopies(on)
             (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
             own = rate / times, start_ms * times
-        except (ValueError, RuntimeError, OSError) as error:  # whatever it is, the other ranks must hear of it
+        except (ValueError, RuntimeError, OSError) as error:  # any failure is reported to the other ranks
             own = failure_text(error)
         return cls(copies, _agreed(setting.communicator, own, on_host=on is None))
 
 
 def _agreed(communicator: Communicator, own: Measured | str, *, on_host: bool) -> CopyRate:
-    """One rate for all ranks. Collective."""
+    """Agrees on the slowest rank's rate. Collective."""
     threads = torch.get_num_threads()
     everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured | str, str, int])
     if failures := {rank: told for rank, (told, _, _) in enumerate(everyone) if isinstance(told, str)}:

@@ -1,4 +1,4 @@
-"""Reads at each call what decides about a parameter's gradient: whether it trains, its dtype, its hooks."""
+"""Reads at each call the properties that decide on a parameter's gradient: `requires_grad`, dtype, hooks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CONVERTED = (
 
 
 class ParameterWatch:
-    """One model's parameters, as the model holds them now.
+    """Watches one model's parameters.
 
     Attributes:
-        trains: which of them take gradients: calls with others are of another kind.
+        trains: for each parameter, whether it requires a gradient; part of a call's kind.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -26,7 +26,7 @@ class ParameterWatch:
         self.note()
 
     def note(self) -> None:
-        """Takes their dtypes as they are now for given."""
+        """Records the present dtypes."""
         self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
         self._look(self._now())
 
@@ -36,7 +36,7 @@ class ParameterWatch:
         return None if name is None else RuntimeError(CONVERTED.format(name))
 
     def converted(self) -> str | None:
-        """Looks at them; returns the name of one whose dtype has changed, or None."""
+        """Reads all parameters; returns the name of one whose dtype has changed, or None."""
         now = self._now()
         if now != self._was:
             self._look(now)
@@ -54,10 +54,10 @@ class ParameterWatch:
 
 
 def check_has_values(model: nn.Module) -> None:
-    """Refuses an evaluation of a model that has no values yet.
+    """Raises where a model without values is evaluated.
 
     Raises:
-        RuntimeError: it is on the meta device.
+        RuntimeError: the model is on the meta device.
     """
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""From a captured graph and a plan to a program: the pipeline of passes, and what happens between two of them."""
+"""Runs the pipeline of passes, by which a captured graph and a plan become the graphs that run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Compiled:
     """The graph after the last pass, and a snapshot after each.
 
     Attributes:
-        phases: pass -> the phases after it, where it leaves some.
-        ms: pass -> what it took.
+        phases: pass -> the phases after it, if there are any.
+        ms: pass -> its milliseconds.
     """
 
     graph: TrainingGraph
@@ -50,12 +50,12 @@ class Compiled:
     ms: dict[str, float] = field(default_factory=dict)
 
     def times(self) -> str:
-        """Formats the milliseconds of each pass, a line each."""
+        """Prints the milliseconds of each pass, a line each."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
 def analyse(captured: Captured) -> TrainingGraph:
-    """Returns the captured graph with its tables found: what the planner reads."""
+    """Finds a captured graph's tables, for the planner."""
     return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
 
 
@@ -68,23 +68,23 @@ def training_passes(
     take_part: TakePart | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
-    """Returns the pipeline, in order.
+    """Lists the passes of the pipeline, in order.
 
     Args:
-        present: tables the graph reads; an evaluation may read fewer than the training does.
-        reduce: false for a backward under `no_sync`, and for a forward alone.
-        take_part: what completes a graph by the exchanges that its batch does not need; None: it is a forward alone.
-        memory: what keeps the step within a budget; None: there is none.
+        present: tables the graph reads; an evaluation may read fewer than training does.
+        reduce: False for a backward under `no_sync`, and for a forward alone.
+        take_part: the pass that adds the exchanges that the batch does not need; None: the graph is a forward alone.
+        memory: the pass that keeps the step within a budget; None: there is no budget.
     """
     sharded = tuple(name for name in plan.sharded if name in present or take_part is not None)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
-        *((take_part,) if take_part is not None else ()),  # what this batch does not use is exchanged all the same
+        *((take_part,) if take_part is not None else ()),  # parameters that this batch does not use are exchanged too
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
-        # rows that are to travel in fewer bits
+        # row gradients are rounded to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange
@@ -93,19 +93,19 @@ def training_passes(
             plan.world_size,
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
-        RecomputeRegions(),  # checkpointed regions run again in the backward
-        # what costs next to nothing is not saved; of the rest, as much as a memory budget asks for
+        RecomputeRegions(),  # checkpointed regions are recomputed in the backward
+        # recomputes or offloads as much as a memory budget asks for, or only what costs next to nothing
         memory if memory is not None else RecomputeCheap(plan.links.compute),
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 
 
 def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
-    """Lists the passes behind `training_passes` that let communication run into the next step.
+    """Lists the passes behind `training_passes` that overlap communication with the next step.
 
     Args:
         schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
-        rank: this one's.
+        rank: this rank.
     """
     if schedule == "none":
         return ()
@@ -118,15 +118,15 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them
         AwaitRowsLate(),  # rows are awaited where they are first computed with
-        SubmitGradientsEarly(),  # row gradients leave as soon as they can be had
+        SubmitGradientsEarly(),  # row gradients are submitted as soon as they are computed
     )
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:
-    """Runs the passes, keeps a snapshot of each, and verifies what the last one leaves: the graph that runs.
+    """Runs the passes, keeps a snapshot after each, and verifies the last graph, which runs.
 
     Args:
-        done: what earlier passes have made of `analysed`; None: nothing yet.
+        done: the result of earlier passes on `analysed`, or None.
 
     Raises:
         VerificationError: a pass broke an invariant; the message names it.
@@ -136,7 +136,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
     graphs = {**done.graphs} if done else {"captured": analysed.module}
     phases, ms = ({**done.phases}, {**done.ms}) if done else ({}, {})
     for name in graph.phases:
-        del graphs[name]  # they come last
+        del graphs[name]  # phases are added last
     for each in passes:
         began = perf_counter()
         before, graph = graph, each(graph)
@@ -153,9 +153,9 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, start: TrainingGraph) -> None:
-    """Verifies the last of the graphs that passes have made of `start`; each, where that fails, to name the pass.
+    """Verifies the last graph; if that fails, verifies each, to name the pass that broke it.
 
-    To verify all of them in every run was a sixth of the calls of Python in planning twelve layers.
+    Verifying each graph in every run made a sixth of all Python calls in planning twelve layers.
     """
     try:
         for name, graph in changed[-1:]:
@@ -167,5 +167,5 @@ def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGrap
 
 
 def _snake(name: str) -> str:
-    """`ShardTables` -> `shard_tables`."""
+    """Turns `ShardTables` into `shard_tables`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

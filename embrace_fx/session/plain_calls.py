@@ -1,4 +1,4 @@
-"""Calls that the user's own forward answers: nothing of them is captured."""
+"""Answers calls by the user's own forward, without capture."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PlainCalls:
         self._replicated = False
 
     def is_stateless(self) -> bool:
-        """Whether nothing that the call computes with is the model's own, nor to be reduced: `functional_call`."""
+        """Tells whether other tensors replace all parameters and shared buffers, as in `functional_call`."""
         if isinstance(self._setting.state.any_parameter(), nn.Parameter):
             return False
         return self._watch.all_stand_ins(buffers=self._setting.options.shares_buffers)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model's own forward: before the first training call no table is sharded. Collective."""
+        """Runs the model's own forward, before the first training call, when no table is sharded. Collective."""
         setting = self._setting
         agree_on_first_call(setting.communicator, EVALUATING, None)
         check_has_values(setting.model)

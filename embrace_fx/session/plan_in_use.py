@@ -1,6 +1,6 @@
-"""The plan that a model's calls run under: made for the first batch, changed where batches or optimizers ask for it.
+"""Makes the plan of a model's calls for the first batch, and changes it where batches or optimizers ask for it.
 
-What is built under a plan goes with it: programs, the flow between steps, the schedule.
+Programs, the flow between steps and the schedule are built under a plan, and end with it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from embrace_fx.vocabulary.plan import Plan
 
 @dataclass(frozen=True)
 class InUse:
-    """A plan, and what lives under it from step to step; replaced as one value.
+    """A plan and all that is built under it, replaced as one value.
 
     Attributes:
         plan: None before the first training call.
-        builder: of the programs under the plan; the flow between steps is its own.
-        findings: of rank 0, of which the plan was made.
-        drift: of rank 0, where anything may drift.
+        builder: the builder of the programs under the plan; it owns the flow between steps.
+        findings: on rank 0, the findings that the plan was made from.
+        drift: on rank 0, the watch over the rows that batches read, if a strategy depends on them.
     """
 
     plan: Plan | None = None
@@ -56,16 +56,16 @@ class InUse:
 
 
 class PlanInUse:
-    """Holds the plan that one model's calls run under, and what is built under it.
+    """Holds the plan that one model's calls run under, and all that is built under it.
 
     Args:
-        kinds: the calls that there have been, whose programs are built under the plan.
-        calls: what they share.
-        on_other_batch: called when the batch that was looked ahead to does not come.
+        kinds: the kinds of calls so far, whose programs are built under the plan.
+        calls: the state that calls share.
+        on_other_batch: called when another batch comes than the expected one.
         on_placed: called when tables have been placed as a plan says.
 
     Attributes:
-        probes: whether plans wait for links to be probed.
+        probes: whether links are probed for a plan.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class PlanInUse:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
-        self._misfit = Misfit()  # of the batch whose program is to be built
+        self._misfit = Misfit()  # the last batch's needs that the plan does not meet
         self._told_asked = False
-        self._whole: set[str] = set()  # tables that some batch cannot read in shards
+        self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
 
     @property
     def plan(self) -> Plan | None:
@@ -111,7 +111,7 @@ class PlanInUse:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, variant: Variant, *, accumulates: bool = False) -> Program:
-        """Yields a variant's program under the plan, and builds it where it is not there.
+        """Returns a variant's program under the plan; builds it at first.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -131,20 +131,21 @@ class PlanInUse:
         return program
 
     def fits(self, found: Misfit, activity: int) -> None:
-        """Has all ranks change the plan, where it lacks anything for this rank's batch.
+        """Makes all ranks change the plan, if it does not meet the needs of this rank's batch.
 
         Args:
-            activity: of the call.
+            found: these needs.
+            activity: the activity of the call.
 
         Raises:
-            PlanDoesNotFit: it does; on every rank.
+            PlanDoesNotFit: it does not meet them; on every rank.
         """
         self._misfit = found
         if found:
             self._setting.announcements.announce(Announcement(activity=activity, does_not_fit=True))
 
     def any_variant(self) -> Variant:
-        """One of the model's captures."""
+        """Returns one of the model's captures."""
         return next(variant for kind in self._kinds.values() for variant in kind.variants)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class PlanInUse:
 
         Raises:
             PeerFailure: a rank's batch is bad, on every rank.
-            ValueError: what was asked for does not fit the model, on every rank.
+            ValueError: the options do not fit the model, on every rank.
         """
         setting, findings = self._setting, None
         given, rank = setting.options.given_plan, setting.communicator.rank
@@ -170,23 +171,23 @@ class PlanInUse:
         self._on_placed()
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Puts a plan in use, of which nothing is built yet."""
+        """Puts a new plan in use, without programs."""
         builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
         drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
         self._now = InUse(plan, builder, findings, drift)
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
-        """Takes what a training call has told of its batch; asks for another plan where that is due."""
+        """Follows the rows that a training call has announced; asks for another plan if they have drifted."""
         drift = self._now.drift
         if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
             self.calls.asks_to_plan = drift.wants_plan
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+        """Makes the plan that rank 0 asked for in the last announcement, if the plan may change now. Collective.
 
-        None is while ranks have run out of batches (`join`): a plan is made for every rank's batch.
+        It may not while ranks have run out of batches (`join`), because a plan is made for every rank's batch.
 
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
@@ -202,7 +203,7 @@ class PlanInUse:
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
         drift = self._now.drift
-        if findings is not None and drift is not None and drift.wants_plan:  # else it has seen nothing yet
+        if findings is not None and drift is not None and drift.wants_plan:  # otherwise it has no means yet
             findings = findings.with_rows(drift.rows)
         new = plan_on_links(setting, findings, old, probes=self.probes)
         self.calls.asks_to_plan = False
@@ -212,13 +213,13 @@ class PlanInUse:
         self._place_anew(variant.analysed, new, findings)
 
     def fit(self) -> str:
-        """Adds to the plan what some rank's batch needs besides, before the step that asks for it. Collective.
+        """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
 
         Returns:
-            Why the forward is to run as it is written from here on, on every rank; "" where graphs hold it.
+            Why forwards run eagerly from here on, on every rank; "" where graphs hold them.
 
         Raises:
-            PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
+            PeerFailure: the plan may not change now on some rank; on every rank, and nothing changed.
         """
         own, self._misfit = self._misfit, Misfit()
         state, communicator = self._setting.state, self._setting.communicator
@@ -238,10 +239,10 @@ class PlanInUse:
         return ""
 
     def plan_for(self, variant: Variant, leaves: Sequence[Any], *, afresh: bool = False) -> None:
-        """Puts a plan in use that is made for another graph of the model. Collective.
+        """Makes a plan for another graph of the model, and puts it in use. Collective.
 
         Args:
-            afresh: whatever the strategies of the plan in use.
+            afresh: do not favour the strategies of the plan in use.
         """
         setting = self._setting
         with stage("planning again", setting.communicator.rank):
@@ -250,11 +251,11 @@ class PlanInUse:
         self._place_anew(variant.analysed, new, findings)
 
     def change(self, new: Plan) -> None:
-        """Puts a plan in use that follows from the one in use. Collective."""
+        """Puts a modified copy of the plan in use. Collective."""
         self._place_anew(self.any_variant().analysed, new, self._now.findings)
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Makes another plan, before a step is taken that needs tables whole. Collective, as the step is.
+        """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective.
 
         Raises:
             RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
@@ -271,7 +272,7 @@ class PlanInUse:
 
     def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
-        with self._setting.state.pending.closed():  # while parameters move, their updates are the flow's to apply
+        with self._setting.state.pending.closed():  # while parameters move, only the flow applies their updates
             self._move(analysed, new, findings)
 
     def _move(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
@@ -318,8 +319,8 @@ class PlanInUse:
         return found if (flow := self.flow) is None else found + flow.buckets.optimizers
 
     def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped; parameters may be written from now on. Waits for nothing
-        that other ranks are still to do."""
+        """Applies every update that an optimizer has stepped, so that parameters may be written. It waits for no work
+        that other ranks have not begun."""
         self._setting.state.pending.close()
         self._apply()
 
@@ -342,18 +343,18 @@ class PlanInUse:
                 tell(_ASKED)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Makes every table whole on every rank within a context. Collective."""
+        """Makes a context in which every table is whole on every rank. Collective."""
         return whole_tables(self._setting, self)
 
     def leave_model(self) -> None:
-        """Puts all tables together, for another compiled model to begin with. Collective."""
+        """Makes all tables whole, for another `compile`. Collective."""
         if self.plan is not None:
             self._end_flow()
             gather_tables(self._setting, self.plan.sharded)
             self._setting.stepping.replicas = []
 
     def may_change(self, variant: Variant) -> bool:
-        """Whether every rank can do without the plan in use. Collective.
+        """Tells whether the plan may change on every rank. Collective.
 
         Raises:
             PeerFailure: the ranks are not doing the same thing; on every rank.
@@ -363,7 +364,7 @@ class PlanInUse:
         return all(may for (may,) in self._setting.announcements.announce(told))
 
     def _may_change(self, variant: Variant) -> bool:
-        """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
+        """Tells whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
         state, flow = self._setting.state, self.flow
         tables = {decision.parameter for decision in self._in_use() if decision.is_table}
         return (
@@ -375,8 +376,8 @@ class PlanInUse:
         )
 
     def close(self) -> None:
-        """Applies what is pending, and ends what runs between steps."""
-        self._setting.state.pending.close()  # what is applied below reads parameters
+        """Applies pending updates, and ends the communication between steps."""
+        self._setting.state.pending.close()  # applying updates below reads parameters
         self._end_flow()
 
     def _end_flow(self) -> None:
@@ -385,7 +386,7 @@ class PlanInUse:
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
-    """Makes rank 0's watch over the rows that batches read; None on other ranks, and where no table is watched."""
+    """Makes rank 0's watch over the rows that batches read; None on other ranks, and if no table is watched."""
     return Drift(plan, findings) if findings is not None and plan.watched else None
 
 

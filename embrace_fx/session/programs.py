@@ -1,4 +1,4 @@
-"""Programs for captured graphs under one plan: passes, the agreement on what they launch, the flow between steps."""
+"""Builds programs for captured graphs under one plan: runs passes, agrees on launches, starts the flow."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class ProgramBuilder:
     """Builds one model's programs while a plan is in use.
 
     Args:
-        on_other_batch: called when the batch that was looked ahead to does not come.
+        on_other_batch: called when another batch comes than the expected one.
 
-    Attributes:
-        flow: the communication between steps; None before the first training program, on one rank, and in the end.
-        scheduling: the schedule that the flow follows.
-        alone: what one process shows of its steps; None on several ranks, and before the first training program.
-        graphs: of the last training program, after each pass.
+        Attributes:
+            flow: the communication between steps; None before the first training program, on one rank, and at the end.
+            scheduling: the schedule that the flow follows.
+            alone: a single process's schedule; None on several ranks, and before the first training program.
+            graphs: the graphs of the last training program, after each pass.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class ProgramBuilder:
         self._offloading = Offloading.of(setting, plan.links.compute)
         self._communicator = setting.communicator
         self._announcements = setting.announcements
-        self._shown: Compiled | None = None  # the last training program
-        self._of_steps: StepGraphs | None = None  # its steps, where they differ
-        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # phases of other programs, by name
-        self._joint: TrainingGraph | None = None  # of the last training program
-        self._built = self._told_least = False  # a training program has been; that a budget is not kept
-        self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
+        self._shown: Compiled | None = None  # the last training program's graphs
+        self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
+        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
+        self._joint: TrainingGraph | None = None  # the last training program's graph
+        self._built = self._told_least = False  # a training program is built; a budget that is not kept was reported
+        self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
     def build(self, variant: Variant) -> None:
@@ -125,23 +125,23 @@ class ProgramBuilder:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The predicted schedule; None before the first training program, and where nothing is scheduled."""
+        """The predicted schedule; None before the first training program, and if nothing is scheduled."""
         shown = self.scheduling or self.alone
         return None if shown is None else shown.schedule
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder of the steps; None before the first training program, and where nothing is scheduled."""
+        """The recorder of the steps; None before the first training program, and if nothing is scheduled."""
         return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
-        """Shows the graphs of a training program, and of what its steps are when they are not steady."""
+        """Shows the user the graphs of a training program, and the phases of its other step variants."""
         self._shown, self._of_steps = compiled, of_steps
         variants = of_steps.modules() if of_steps is not None else {}
         self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides})
 
     def _show_besides(self, compiled: Compiled, when: str) -> None:
-        """Shows the phases that run in an evaluation, or while gradients are accumulated."""
+        """Shows the user the phases that run in an evaluation, or while gradients are accumulated."""
         shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
         self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
         if self._shown is not None:
@@ -152,7 +152,7 @@ class ProgramBuilder:
         return None if self._joint is None else step_memory(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
-        """Makes the program of the same graph with its dense gradients left as they are.
+        """Makes the program of the same graph whose dense gradients are not reduced.
 
         Raises:
             PeerFailure: it could not be built; on every rank.
@@ -166,7 +166,7 @@ class ProgramBuilder:
         self._narrow(variant)
 
     def _narrow(self, variant: Variant) -> None:
-        """Has a variant take no other batches than those that its compiled regions are valid for."""
+        """Adds the guards of its compiled regions to a variant."""
         if self._setting.options.backend == "inductor":
             variant.captured = variant.captured.guarded_again()
 
@@ -181,7 +181,7 @@ class ProgramBuilder:
         return run_passes(analysed, passes)
 
     def _tell_least(self, asked: int, least: int) -> None:
-        """Says once that a step keeps to the least that it can hold, where the budget's fraction asks for less."""
+        """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
         if not self._told_least and self._communicator.rank == 0:
             tell(
                 "a step of this batch holds at least %s, where memory_budget=%g asks for %s: it keeps to that",
@@ -192,7 +192,7 @@ class ProgramBuilder:
         self._told_least = True
 
     def _exchanged(self) -> dict[str, ExchangedParameter]:
-        """Returns the parameters of which a step exchanges something; on a single process, none."""
+        """Finds the parameters whose rows or gradients a step exchanges; on a single process, none."""
         if self._communicator.world_size == 1:
             return {}
         bucketed, sharded = {name for bucket in self._plan.buckets for name in bucket}, set(self._plan.sharded)
@@ -206,8 +206,8 @@ class ProgramBuilder:
         return found
 
     def _overlap(self, compiled: Compiled, variant: Variant) -> Compiled:
-        """Lets communication run into the next step, as the schedule says; not into a forward that no graph holds,
-        which could read any parameter anywhere."""
+        """Overlaps communication with the next step, as the schedule says; not with a forward on the eager route, which
+        could read any parameter anywhere."""
         if not self._launches():
             return compiled
         analysed = variant.analysed
@@ -219,20 +219,20 @@ class ProgramBuilder:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        """Chooses the pieces in which the communication of the plan travels."""
+        """The pieces in which the plan's communication travels."""
         return cuts(self._setting, self._plan)
 
     def _launches(self) -> bool:
-        """Whether a launcher sends what the steps exchange; a hook of the user's does by itself, within a step."""
+        """Tells whether a launcher sends the steps' exchanges; a user's communication hook sends its own in a step."""
         devices = {parameter.device for parameter in self._setting.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self._communicator.world_size > 1 and one_device and self._communicator.comm_hook is None
 
     def _start(self, compiled: Compiled, *, gradients_alone: bool) -> None:
-        """Makes the flow, at the first training program. Collective then.
+        """Makes the flow at the first training program. Collective then.
 
         Args:
-            gradients_alone: as of `Scheduling`.
+            gradients_alone: as in `Scheduling`.
         """
         name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
         if self._communicator.world_size == 1:
@@ -266,7 +266,7 @@ class ProgramBuilder:
         self._setting.stepping.follow(self.flow, self.flow.recorder)
 
     def end_flow(self) -> None:
-        """Applies what is between steps; from here on nothing is."""
+        """Applies updates pending between steps, and ends the flow."""
         flow, self.flow = self.flow, None
         if flow is not None:
             self._setting.stepping.follow(None, flow.recorder)
@@ -276,7 +276,7 @@ class ProgramBuilder:
         return (OrderCompute(self._units),) if self._units else ()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Has all training programs compute their backward's units in an order, from the next backward on.
+        """Reorders the backward's units of all training programs, from the next backward on.
 
         Returns:
             The graph of the program that was built last.
@@ -305,8 +305,8 @@ class ProgramBuilder:
         """Makes a variant's program.
 
         Args:
-            joint: its graph, before communication runs into the next step.
-            of_steps: the graphs of the steps, where it does.
+            joint: its graph, before communication overlaps the next step.
+            of_steps: the graphs of the steps, if it does.
         """
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
@@ -338,9 +338,9 @@ class ProgramBuilder:
         )
 
     def _assigned(self, variant: Variant) -> frozenset[str]:
-        """Returns the buffers that the forward assigns, beside those that its graph writes."""
+        """Names the buffers that the forward assigns, besides those that its graph writes."""
         replay, state = variant.captured.replay, self._setting.state
-        if variant.captured.route == EAGER:  # which ones it writes, nobody knows
+        if variant.captured.route == EAGER:  # the forward may write any buffer
             return frozenset(state.buffer_names())
         return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
 

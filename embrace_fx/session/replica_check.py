@@ -1,9 +1,9 @@
-"""Compares checksums of what all ranks should hold alike, in an announcement.
+"""Compares, in an announcement, checksums of the values that should be equal on all ranks.
 
 Contract
-    What is compared are bits: of parameters and optimizer state that every rank holds whole, of the counters of sharded
-    tables, and of the optimizers' options. The rows of a sharded table lie on one rank each: there is nothing to
-    compare them with. Nor are buffers compared, which a training step may leave different until the next one.
+    Bits are compared: of parameters and optimizer state that every rank holds whole, of the counters of sharded tables,
+    and of the optimizers' options. Rows of a sharded table are on one rank only and cannot be compared. Buffers are
+    not compared, because a training step may leave them different until the next one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from embrace_fx.setup.setting import Setting
 
 
 def have_replicas_compared(setting: Setting, calls: Calls, synchronize: Callable[[], None]) -> None:
-    """Has the coming announcement compare them, where it is time.
+    """Makes the next announcement compare replicas, if it is time.
 
     Args:
-        synchronize: applies every update: ranks may have applied more or less of the last step.
+        synchronize: applies every update, because ranks may have applied different parts of the last step.
     """
     if is_due(setting):
         synchronize()
@@ -32,13 +32,13 @@ def have_replicas_compared(setting: Setting, calls: Calls, synchronize: Callable
 
 
 def is_due(setting: Setting) -> bool:
-    """Tells whether the coming step is one of those whose replicas are compared."""
+    """Tells whether replicas are compared in the next step."""
     every, announcements = setting.options.check_replicas, setting.announcements
     return every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1
 
 
 def checksums_of_replicas(setting: Setting) -> dict[str, int]:
-    """Maps the name of each value that all ranks should have alike to its checksum. Reads every replica once."""
+    """Maps the name of each value that should be equal on all ranks to its checksum; reads every replica once."""
     found: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for what, value in _replicas(setting):
@@ -56,7 +56,7 @@ def checksums_of_replicas(setting: Setting) -> dict[str, int]:
 
 def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
     state = setting.state
-    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied one by its first name
+    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # tied parameters by their first name
     sharded = {id(table.parameter) for table in state.tables.values() if table.place.mesh is not None}
     for key, name in names.items():
         if key not in sharded and name not in state.ignored:

@@ -1,4 +1,4 @@
-"""One compiled model's life: agree, capture, plan, place, run, capture again where batches differ, plan again."""
+"""Runs one compiled model: agrees with other ranks, captures, plans, places, runs, captures and plans again."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Session:
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
         self.communicator = Communicator(group or default_group(), dump_to, Rounding(options.rows, options.buckets))
         self._begun = False
-        self._to_load: Path | None = None  # a checkpoint, once tables have been placed
+        self._to_load: Path | None = None  # a checkpoint to load when tables have been placed
         self._hook = ""
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
@@ -97,7 +97,7 @@ class Session:
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
 
     def _stepping(self) -> Stepping:
-        """Listens to the optimizers of the model: those that were given, and whichever steps it."""
+        """Makes the listener to the model's optimizers: those given, and any that steps the model."""
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
         def make_whole(names: Sequence[str], reason: str) -> None:
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The tables of which this rank holds a part."""
+        """The sharded tables."""
         return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
 
     @property
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def is_training(self) -> bool:
-        """Tells whether the model has been called, and is open."""
+        """Whether the model has been called and is not closed."""
         return self._begun and self.communicator.is_open
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -130,7 +130,7 @@ class Session:
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Takes ranks and model as they are at the first call. Collective."""
+        """Checks ranks and model at the first call. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self.communicator.group)
@@ -138,14 +138,14 @@ class Session:
                 self.communicator.join(group)
                 send_first_state(self.model, self.communicator, self.options)
         own = self.model, self.optimizers, self.options
-        agree_on_set_up(self.communicator, *own, hook=self._hook)  # they may have changed since
+        agree_on_set_up(self.communicator, *own, hook=self._hook)  # model and options may have changed since `compile`
         self.state.refresh(self.model)
         self._watch.note()
         self._parameters.note()
         self._begun = True
         self._eager.begin()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plainly.is_stateless():
             return self.model(*args, **kwargs)
@@ -155,7 +155,7 @@ class Session:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_first, rank = self.planned.plan is None, self.communicator.rank
-        # What a first step is made of may be short each, and long together.
+        # Each stage of a first step may be short, and all together long.
         with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if not self._begun:
@@ -191,7 +191,7 @@ class Session:
         return self._graphs.call(arguments, self._make_plan, self._check_replicas, self.views.note_built)
 
     def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Makes the first plan, and tells of it. Collective."""
+        """Makes the first plan and its program, loads a waiting checkpoint, and reports the plan. Collective."""
         self.planned.make(variant.analysed, leaves)
         if self._to_load is not None:
             checkpoint.load(self._setting, self._to_load)
@@ -208,10 +208,10 @@ class Session:
         have_replicas_compared(self._setting, self.planned.calls, self.planned.synchronize)
 
     def _look_at_model(self, train: bool) -> None:
-        """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
+        """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
 
         Raises:
-            PeerFailure: on every rank. Before there is a plan, CaptureError.
+            PeerFailure: parameters have changed; on every rank. Before there is a plan, CaptureError.
         """
         if changed := self._watch.refusal() or self._parameters.refusal():
             if self.planned.plan is None:  # the other ranks make no announcements yet
@@ -227,7 +227,7 @@ class Session:
             self.planned.fits(Misfit((), tuple(sorted(self.state.hooked & set(plan.sharded)))), self._activity(train))
 
     def _end_lookahead(self) -> None:
-        """Applies everything, and expects no batch any more."""
+        """Applies every update, and expects no next batch."""
         if self.planned.flow is not None:
             self.planned.flow.expect_no_batch()
         self.planned.synchronize()
@@ -243,24 +243,24 @@ class Session:
         return Joined(self.idling, divides_by_all=divides_by_all)
 
     def meet_joined(self) -> None:
-        """Meets ranks that have run out of batches, at the head of a call under `join`. Collective."""
+        """Exchanges activities with ranks without batches, at the head of a call under `join`. Collective."""
         self.idling.meet(self._activity(torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def parameters_were_loaded(self) -> None:
-        """Takes over parameters that may stand in the place of those that were: `assign=True`."""
+        """Takes over loaded parameters, which may be new objects (`assign=True`)."""
         for name, table in self.state.tables.items():
             table.parameter = self.state.parameter(name)
-        self.communicator.progress.optimizer_steps = 0  # ranks are alike again
+        self.communicator.progress.optimizer_steps = 0  # ranks are equal again
         self._watch.note_parameters()
         if self.planned.plan is not None:
             self._note_places()
 
     def _note_places(self) -> None:
-        """Notes that parameters are where the plan has them."""
+        """Records the places of parameters after the plan has placed them."""
         self._placed.note(self)
-        if self._eager.reason:  # autograd brings all gradients to parameters, and they are taken from there
+        if self._eager.reason:  # autograd accumulates all gradients, and they are taken from `.grad`
             self._outside.stop()
         else:
             self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
@@ -271,7 +271,7 @@ class Session:
         checkpoint.save(self._setting, folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Reads what was written there: now, or in the first call, once tables have been placed. Collective."""
+        """Loads a checkpoint: now, or in the first call, after tables have been placed. Collective."""
         if self.planned.plan is None:
             self._to_load = folder
             return
@@ -284,7 +284,7 @@ class Session:
         self.planned.parameters_may_change()
 
     def close(self) -> None:
-        """Applies what is pending, and ends the threads and process groups behind the model."""
+        """Applies pending updates, and ends the threads and process groups of the model."""
         self._eager.forget()
         self.planned.close()
         self.state.settle_tables()
@@ -293,7 +293,7 @@ class Session:
         self._placed.kept = None
 
     def release(self) -> None:
-        """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective."""
+        """Leaves the model to another `compile`, with whole tables and every update applied. Collective."""
         self.planned.synchronize()
         self.planned.leave_model()
         self._outside.stop()

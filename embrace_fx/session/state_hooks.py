@@ -1,8 +1,8 @@
-"""Hooks on a model by which its session learns that its state is taken or loaded, or the plain model called.
+"""Hooks on a model that tell its session when its state is read or loaded, or the plain model is called.
 
-Whoever holds the model (a Lightning module, an average of weights, `CompiledModel.module`) gets shards where a table is
-sharded, and may load whole tensors. The hooks are part of the model when it is copied or pickled: the copy's do not
-know the session, and a pickle of a model with sharded tables is refused.
+Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets shards of sharded
+tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session, and
+pickling a model with sharded tables is refused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """The places of a model's parts of tables, kept by the model once no session trains it any more.
+    """The places of a model's parts of tables, which the model keeps after its session has closed.
 
     Attributes:
-        group: the ranks that they are spread over.
-        places: where they lie, by each of their names.
-        copies: hooks of the model's copies that have been made while its tables were whole.
-        kept: the session until it is closed. The model keeps it: an update that waits for a next call is applied when
-            the model is read, whether or not the compiled model is still there.
+        group: the ranks that hold the parts.
+        places: table, by each of its names -> its place.
+        copies: hooks of copies of the model made while its tables were whole.
+        kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
+            read, even if the compiled model is gone.
     """
 
     kept: Session | None = None
@@ -46,16 +46,16 @@ class Placed:
         self._handles: list[RemovableHandle] = []
 
     def hook(self, *handles: RemovableHandle) -> None:
-        """Keeps hooks, to be removed with the others."""
+        """Adds hooks, which `remove_hooks` will remove."""
         self._handles += handles
 
     def remove_hooks(self) -> None:
-        """The model forgets its session."""
+        """Removes the session's hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     def note(self, session: Session) -> None:
-        """Remembers where a session has placed its tables."""
+        """Records where a session has placed its tables."""
         self.group, self.places = session.group, session.state.places
         if self.places and self.copies and session.communicator.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.places))
@@ -72,8 +72,8 @@ class _Hook:
     """A hook of a model's state dicts, or of its modules' calls.
 
     Args:
-        session: whose it is; None: nobody's, of a model that was copied.
-        placed: what is known of its tables besides.
+        session: its session; None on a copy of the model.
+        placed: the places of tables, kept without a session.
     """
 
     def __init__(self, session: Session | None = None, placed: Placed | None = None) -> None:
@@ -86,28 +86,28 @@ class _Hook:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that the tables are spread over."""
+        """The ranks that hold the parts of tables."""
         return self._placed.group if self.session is None else self.session.group
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """Maps each sharded table to the place of its parts."""
+        """Sharded table -> the place of its parts."""
         return self._placed.places if self.session is None else self.session.state.places
 
     @property
     def trainer(self) -> Session | None:
-        """The session that trains the model, and can put it together again; None: there is none."""
+        """The open session that trains the model, and can make its tables whole; None: there is none."""
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
     def taken(self) -> str | None:
-        """Tells why the model cannot be compiled again; None: it can."""
+        """The reason why the model cannot be compiled again; None: it can."""
         if self.places and self.trainer is None:
             return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
         return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Tells of a rank that dies in a collective inside."""
+        """Makes a context that names a rank that dies in a collective inside."""
         return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
@@ -135,7 +135,7 @@ class ShowShards(_Hook):
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         def watch() -> contextlib.AbstractContextManager[None]:
-            return self.watching()  # a function is copied with a state dict as it is, a method with its owner
+            return self.watching()  # a function: a state dict's copy keeps it, but would copy a method's owner
 
         with watch():
             show_shards(state_dict, self.places, self.group, watch, prefix=prefix)
@@ -152,7 +152,7 @@ class TakeOwnPart(_Hook):
 
 
 class ParametersWereLoaded(_Hook):
-    """Tells the session that a state dict has been loaded."""
+    """Makes the session take over the parameters that a state dict has loaded."""
 
     def __call__(self, *_: Any) -> None:
         if self.session is not None:
@@ -160,7 +160,7 @@ class ParametersWereLoaded(_Hook):
 
 
 class OwnPartsAreNoTables(_Hook):
-    """Refuses calls of a table's module, as Python: by the plain model, or a copy of it."""
+    """Refuses direct calls of a sharded table's module, by the plain model or a copy of it."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and self.places and isinstance(module.weight, nn.Parameter):
@@ -173,7 +173,7 @@ class OwnPartsAreNoTables(_Hook):
 
 
 def add_state_hooks(session: Session) -> Placed:
-    """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
+    """Registers the hooks by which state dicts show shards, and calls of the plain model are refused."""
     placed, model = Placed(), session.model
     placed.kept = session
     placed.hook(
@@ -189,10 +189,10 @@ def add_state_hooks(session: Session) -> Placed:
 
 
 def take_over(model: nn.Module) -> None:
-    """Has the session that has compiled a model before, if there is one, leave it. Collective.
+    """Releases the model from the session that has compiled it before, if there is one. Collective.
 
     Raises:
-        RuntimeError: gradients wait that nobody would reduce.
+        RuntimeError: gradients summed under `no_sync` would never be reduced.
     """
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:

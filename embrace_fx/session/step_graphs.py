@@ -1,8 +1,7 @@
-"""The graphs of a training program's steps: of the steady one, and of those that know less, each derived once.
+"""Derives, each once, the graphs of a training program's step variants from that of the steady step.
 
-A step is another one where its batch is the first of an epoch, or the last, or not the one that was looked ahead to,
-or where its gradients are added to others. Which one comes, all ranks tell from their announcement; what it then does
-is in its graph.
+A step varies where its batch is the first or last of an epoch, or not the expected one, or where its gradients are
+added to others. All ranks choose the variant by their announcements; its graph says what it does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class StepGraphs:
 
     @property
     def vary(self) -> bool:
-        """Whether steps differ at all: where no rows are cut, what a step knows of the next batch changes nothing."""
+        """Whether steps vary: where no rows are cut, it does not matter whether the next batch is known."""
         return "backward" in self.steady.graph.phases and is_steady(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
@@ -46,12 +45,12 @@ class StepGraphs:
         return self._derived[variant]
 
     def order(self, passes: Sequence[Pass]) -> None:
-        """Puts the steady backward in another order; those of the other variants follow."""
+        """Reorders the steady backward; backwards of other variants are derived again."""
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Name of a variant -> its phase, made when it is asked for."""
+        """Maps the name of each variant but the steady one to a function that makes its phase."""
         if not self.vary:
             return {}
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}

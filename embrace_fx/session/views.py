@@ -1,4 +1,4 @@
-"""A user's views of a compiled model: the report, the graphs, the schedule, and recorded steps."""
+"""Shows a user a compiled model's report, graphs, schedule, and recorded steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Views:
     """Shows a user one model's plan, graphs, schedule and timeline.
 
     Args:
-        runs_eagerly: tells why no graph holds the forward; "": one does.
+        runs_eagerly: returns the reason why calls run eagerly; "": they are captured.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, runs_eagerly: Callable[[], str]) -> None:
@@ -71,20 +71,20 @@ class Views:
         return Report(told)
 
     def _why(self) -> str:
-        """Tells where the time of the last steps went; "" where none have been measured."""
+        """Prints where the time of the last steps went; "" if none has been measured."""
         shares_ms = self._setting.stepping.recorder.tally.shares_ms()
         told = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
         return "" if told is None else textwrap.fill(str(told), terminal_width())
 
     def _beside_storage_ms(self, schedule: Schedule | None) -> float | None:
-        """Milliseconds of a step, measured or else predicted, but for its waits for rows of tables beyond memory."""
+        """Returns the ms of a step, measured or else predicted, without its waits for rows of tables beyond memory."""
         shares_ms = self._setting.stepping.recorder.tally.shares_ms()
         if shares_ms is not None:
             return sum(shares_ms.values()) - shares_ms["storage"]
         return None if schedule is None else schedule.beside_storage_ms
 
     def metrics(self) -> dict[str, float]:
-        """Returns the last whole step in figures."""
+        """Returns the figures of the last whole step."""
         steps, plan = self._setting.stepping.recorder.tally.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
@@ -110,7 +110,7 @@ class Views:
         return found
 
     def background(self) -> Background:
-        """Gathers the facts that a picture shows around its schedule."""
+        """Computes the facts that a picture shows beside its schedule."""
         return background_of(self.plan, self.schedule)
 
     @property
@@ -143,7 +143,7 @@ class Views:
         self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
 
     def note_built(self) -> None:
-        """Begins a recording that was asked for before there was a step to record."""
+        """Starts a recording that was asked for before the first program was built."""
         if self._records and self._recorder is not None and self._recorder.recording is None:
             self._recorder.start()
 
@@ -160,7 +160,7 @@ class Views:
 
 
 class Report(str):
-    """A report, which a notebook shows as it is laid out."""
+    """A report; a notebook keeps its lines."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ class Report(str):
 _METRICS: Mapping[Share, str] = {
     share: f"{'wait_' if share in LANES else ''}{share.replace(' ', '_')}_ms" for share in SHARES
 }
-"""Names of the parts of a step among the metrics: "loader_ms", "wait_dense_ms"."""
+"""Part of a step -> its name among the metrics: "loader_ms", "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
     "expected a model on the CPU or on one GPU, before its schedule is read or its steps are recorded, found one that "

@@ -1,4 +1,4 @@
-"""Tables assembled for a time, as FSDP's `summon_full_params`: parts of the model may be called meanwhile."""
+"""Makes tables whole within a context, as FSDP's `summon_full_params`: parts of the model may be called in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from embrace_fx.session.plan_in_use import PlanInUse
 
 COPIES = 2
-"""Of a table, that a rank holds for a moment while its parts arrive: the whole, and what is received of it."""
+"""Copies of a table that a rank holds while its parts arrive: the whole table, and the received parts."""
 
 _WHOLE = "assembled under whole()"
 
 
 @contextlib.contextmanager
 def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
-    """Puts sharded tables, their state and gradients together on every rank, and in shards at the end. Collective.
+    """Makes sharded tables, their state and gradients whole on every rank, and shards them at the end. Collective.
 
     Raises:
         RuntimeError: a call still waits for its backward, or the tables do not fit into the memory of some rank; on
@@ -47,7 +47,7 @@ def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
 
 
 def _refusal(setting: Setting) -> str:
-    """Tells why this rank cannot assemble its tables now; "": it can."""
+    """Returns the reason why this rank cannot make its tables whole now; "": it can."""
     state = setting.state
     if state.awaiting_backward or state.unreduced:
         return "results of a call wait for their backward, or gradients that were summed up under no_sync()"

@@ -1,11 +1,11 @@
-"""Seeing it: a predicted `Schedule` and a measured `Timeline` as files, by suffix.
+"""Draws a predicted `Schedule` and a measured `Timeline` into files, by suffix.
 
     .html   a page to open offline: lanes per rank, predicted and measured, with hover, zoom and the figures
     .json   Chrome trace event format, for Perfetto
     .svg    a still picture
     .dot    the step graph: what could overlap
 
-Drawing decides and measures nothing: all figures are those of `embrace_fx.vocabulary.schedule.diagnose`.
+Drawing only shows figures of `embrace_fx.vocabulary.schedule.diagnose`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.schedule import Schedule, Timeline
 __all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
-"""What a picture can be saved as."""
+"""The suffixes of files that a picture can be saved as."""
 
 
 def save(
@@ -36,8 +36,8 @@ def save(
 ) -> None:
     """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
 
-    A page also shows `background`: where tables lie, DDP's step, steps on other numbers of ranks. Folders of `path`
-    that are not there are made.
+    A page also shows `background`: where tables are, DDP's step, steps on other numbers of ranks. Missing folders of
+    `path` are made.
 
     Raises:
         ValueError: for another suffix, for nothing to draw, for a timeline without spans, and for a `.dot` without a
@@ -69,7 +69,7 @@ class DrawnSchedule(Schedule):
     """A schedule that prints its figures and saves pictures of itself.
 
     Attributes:
-        background: makes what stands around it; None: it is not known.
+        background: computes the facts beside it; None: they are not known.
     """
 
     background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
@@ -90,8 +90,8 @@ class DrawnTimeline(Timeline):
     """A timeline that prints its figures and saves pictures of itself.
 
     Attributes:
-        schedule: what was predicted for it, drawn above it.
-        background: makes what stands around it; None: it is not known.
+        schedule: the prediction, drawn above it.
+        background: computes the facts beside it; None: they are not known.
     """
 
     schedule: Schedule | None = None
@@ -121,11 +121,11 @@ def drawn(
     *,
     background: Callable[[], Background] | None = None,
 ) -> DrawnSchedule | DrawnTimeline:
-    """The same data, able to print and to save itself.
+    """Makes a schedule or timeline that prints and saves itself.
 
     Args:
-        schedule: what was predicted for a timeline.
-        background: makes what stands around it on a page.
+        schedule: the prediction for a timeline.
+        background: computes the facts beside it on a page.
     """
     if isinstance(shown, Schedule):
         return DrawnSchedule(**{f.name: getattr(shown, f.name) for f in fields(Schedule)}, background=background)

@@ -1,7 +1,7 @@
-"""`.dot`: the step graph for Graphviz, blocks and communications with what depends on what.
+"""`.dot`: the step graph for Graphviz, blocks and communications with their dependences.
 
-Compute is boxes in a column, the program's order; communication is rounded and has its class's colour. A solid edge is
-a dependence within the window, a dashed one reaches into the next window, a thin grey one is the program's order.
+Compute is boxes in a column, in the program's order; communication is rounded and has its class's colour. A solid edge
+is a dependence within the window, a dashed one reaches into the next window, a thin grey one is the program's order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule
 
 
 def render(schedule: Schedule) -> str:
-    """The step graph of a schedule as text of the DOT language; launches bear their place in the launch order."""
+    """Prints the step graph of a schedule in the DOT language; launches show their place in the launch order."""
     return "\n".join(("digraph step {", *(f"  {line}" for line in _lines(schedule)), "}", ""))
 
 
@@ -65,6 +65,6 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of the DOT language, in which a backslash before anything but a quote begins an escape of labels."""
+    """Makes a string of the DOT language, in which a backslash, except before a quote, begins a label's escape."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

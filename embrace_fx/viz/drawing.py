@@ -1,8 +1,8 @@
-"""Draws graphs as `.dot` and `.svg`: what computes between two communications is one block.
+"""Draws graphs as `.dot` and `.svg`; the compute between two communications is one block.
 
-Compute is a column of boxes, the program from top to bottom; communication stands beside it in its class's colour. An
-arrow leads from the block that makes what travels, and to the block that waits for it. Graphviz lays the picture out;
-without it the picture is a table of the same blocks, each with what it needs.
+Compute is a column of boxes, the program from top to bottom; communication is beside it in its class's colour. Arrows
+lead from the block that makes the sent value to the communication, and on to the block that waits for it. Graphviz lays
+the picture out; without it the picture is a table of the same blocks with their dependences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
 
 _NAMED_OPS = 3
-"""So many kinds of a block's ops are told by name."""
+"""Most kinds of ops that a block's label names."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Cell:
     """A block of compute, or a communication.
 
     Attributes:
-        lane: of a communication; "compute" of a block.
-        nodes: what it does.
-        after: the places of the cells that it needs.
+        lane: the lane of a communication; "compute" for a block.
+        nodes: its nodes.
+        after: the indices of the cells that it depends on.
     """
 
     phase: str
@@ -61,13 +61,13 @@ class Cell:
 
 
 def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """Returns the cells of modules that run one after the other."""
+    """Folds modules that run one after the other into cells."""
     cells: list[Cell] = []
-    sent: dict[object, int] = {}  # launch, or the node of one without an id -> its cell
+    sent: dict[object, int] = {}  # launch (or its node, without an id) -> its cell
     for phase, module in parts.items():
         cell_of: dict[fx.Node, int] = {}
         block: int | None = None
-        ends = True  # what computes next begins a block
+        ends = True  # the next node that computes begins a block
         for node in module.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue
@@ -91,7 +91,7 @@ def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns the launch whose value a node waits for."""
+    """Returns the launch (or its node, without an id) that a node waits for; None: it does not wait."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -106,7 +106,7 @@ def _lane(node: fx.Node) -> Lane:
 
 
 def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Text of the DOT language."""
+    """Prints modules in the DOT language."""
     lines = [
         f"  label={_quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
@@ -134,17 +134,17 @@ def _quoted(text: str) -> str:
 
 
 LAYOUT_S = 60.0
-"""Graphviz may take so long; a graph that takes longer is drawn as a table."""
+"""Most seconds for Graphviz; a graph that takes longer is drawn as a table."""
 
 
 def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Text of an SVG file, in the reader's light or dark scheme."""
+    """Prints modules as an SVG file, in the reader's light or dark scheme."""
     laid_out = _laid_out(dot(parts, title))
     return _table(fold(parts), title) if laid_out is None else laid_out
 
 
 def _laid_out(text: str) -> str | None:
-    """Returns a picture by Graphviz; None: it is not there, or takes too long."""
+    """Runs Graphviz; None: it is not installed, or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None
@@ -161,7 +161,7 @@ def _laid_out(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Turns the layout's own colours, which are those of the light scheme, into those of the dark one."""
+    """Makes the style sheet that turns the layout's light colours into dark ones."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -174,11 +174,11 @@ def _style_of_layout() -> str:
 
 _ROW, _MARGIN = 18, 34
 _CHARACTER = 6.2
-"""Width of a character of a table, 10 px high, at most about."""
+"""About the largest width of a character in a table, at 10 px."""
 
 
 def _table(cells: Sequence[Cell], title: str) -> str:
-    """Returns the blocks one below the other: its number, what it is, and the numbers of those that it needs."""
+    """Draws the blocks one below the other, each with its number, its label, and the numbers it depends on."""
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)
     width = round(wide + 20 + _CHARACTER * max([len(title), *map(len, needs)]))

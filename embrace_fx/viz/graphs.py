@@ -1,8 +1,8 @@
-"""Graphs as text that can be compared, and as drawings: compute folded to blocks, communication in its colours.
+"""Shows graphs as text that can be compared, and as drawings: compute folded to blocks, communication in colours.
 
 graphs["shard_tables"]                          a `torch.fx.GraphModule`
-graphs.diff("shard_tables", "reduce_gradients") what a pass has changed, as a unified diff
-graphs.save("graphs.svg")                       what runs in a step, drawn; `.dot` for Graphviz
+graphs.diff("shard_tables", "reduce_gradients") a pass's changes, as a unified diff
+graphs.save("graphs.svg")                       a drawing of the phases of a step; `.dot` for Graphviz
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Graphs(Mapping[str, fx.GraphModule]):
     """The graphs of a training program by name: as captured, after each pass, and its phases, which run.
 
     Args:
-        modules: in this order.
-        phases: pass -> the phases after it, of the passes that leave phases.
-        variants: phases of steps that differ from the steady one, by name; made when they are asked for.
+        modules: name -> graph, in order.
+        phases: pass -> the phases after it, of passes behind the partition.
+        variants: name -> function that makes a phase of a step other than the steady one.
 
     Attributes:
-        reason: why these are the graphs of the gradients alone, as no graph holds the forward; "": one does.
+        reason: why these graphs hold only gradients (calls run eagerly); "": they hold the forward.
     """
 
     reason = ""
@@ -54,7 +54,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return f"Graphs({', '.join(self)}{f'; no graph of the forward: {self.reason}' if self.reason else ''})"
 
     def instead(self, reason: str) -> Graphs:
-        """These, which stand in the place of the forward's, for a reason."""
+        """Sets the reason why these graphs do not hold the forward, and returns them."""
         self.reason = reason
         return self
 
@@ -62,7 +62,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
-        """Returns a graph in readable form; after a pass over phases, all of them."""
+        """Prints a graph; after a pass over phases, all phases."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
 
     def diff(self, first: str, second: str) -> str:
@@ -77,11 +77,11 @@ class Graphs(Mapping[str, fx.GraphModule]):
     def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Draws a graph: compute as blocks in the order of the program, communication in its class's colour.
 
-        Folders of `path` that are not there are made.
+        Missing folders of `path` are made.
 
         Args:
             path: ends in `.svg` or in `.dot`.
-            name: the pass after which it is drawn; None: what runs.
+            name: the pass after which the graph is drawn; None: the phases that run.
 
         Raises:
             KeyError: there is no graph of that name.

@@ -1,7 +1,7 @@
-"""`.html`: one file that opens offline, everything inlined, for schedules to be looked into.
+"""`.html`: one file with everything inlined, which opens offline, for exploring schedules.
 
-`page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips that `svg` draws, and what
-stands around them as JSON. A content security policy in it forbids the page to load anything.
+`page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips that `svg` draws, and facts as
+JSON. A content security policy in it forbids the page to load anything.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.schedule import Operation
 
 _SCRIPTS = ("page.js", "input.js", "around.js", "figures.js")
-"""One script, in this order: the first has the state, the last begins."""
+"""Joined into one script in this order: the first holds the state, the last starts it."""
 _PLAIN = ("page", "strip", "line", "faint", "text", "critical")
 
 
 def render(picture: Picture) -> str:
-    """Returns the picture as the text of a page."""
+    """Prints a picture as a page."""
     files = resources.files("embrace_fx.viz")
     page = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
-    # "<" in a script element could end it, whatever stands around it.
+    # A "<" inside a script element could end it.
     data = json.dumps(_data(picture), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return page.substitute(
         title=escape(picture.title),
@@ -51,7 +51,7 @@ _NAMED = Theme(
     fill={name: f"var(--fill-{name})" for name in PAINTS},
     ink={name: f"var(--ink-{name})" for name in PAINTS},
 )
-"""The colours as variables, which follow the reader's scheme and the page's button."""
+"""Colours as CSS variables, which follow the reader's scheme and the page's button."""
 
 
 def _section(picture: Picture, panel: Panel) -> str:
@@ -117,7 +117,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields one window's operations, with medians over windows and ranks of how long they take in each panel."""
+    """Yields one window's operations with their median times, over windows and ranks, in each panel."""
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []
     for panel in picture.panels:

@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.shares import Share
 
 @dataclass(frozen=True)
 class Theme:
-    """CSS colours: of the page, and by `paint` of what is drawn, with the ink that is legible on each."""
+    """CSS colours: of the page, and by `paint` of operations, with the text colour that is legible on each."""
 
     page: str
     strip: str
@@ -44,7 +44,7 @@ PAINTS: Mapping[str, str] = {
     "reload": "reload",
     "storage": "storage",
 }
-"""What has a colour of its own, and its name in a legend: the kinds of compute, communication classes, copies."""
+"""Key of a colour -> its name in a legend: kinds of compute, communication classes, copies."""
 
 LIGHT = Theme(
     page="#ffffff",
@@ -128,14 +128,14 @@ OF_SHARE: Mapping[Share, str] = {
     "optimizer": "update",
     "your code": "own",
 }
-"""The paint of each part of a step that is compute."""
+"""Part of a step that is compute -> its paint."""
 
 
 def paint(operation: Operation) -> str:
-    """The key of an operation in `PAINTS`: the part of a step that a computation is, the lane of everything else."""
+    """Returns an operation's key in `PAINTS`: for compute its part of a step, else its lane."""
     return OF_SHARE.get(operation.share, operation.lane)
 
 
 def lane_paint(lane: Lane) -> str:
-    """Returns the key in `PAINTS` that stands for a whole lane."""
+    """Returns a whole lane's key in `PAINTS`."""
     return "backward" if lane == "compute" else lane

@@ -1,6 +1,6 @@
-"""Works out the contents of every picture once: panels, ranks, lanes, phases, and the figures beside them.
+"""Computes the contents of a picture, for all formats: panels, ranks, lanes, phases, and the figures beside them.
 
-A picture has a panel for the prediction, one for the measurement, or both. Nothing here knows a file format.
+A picture has a panel for the prediction, one for the measurement, or both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phase:
     """A part of a window on one rank: backward of a step, the optimizer's step, the next forward.
 
     Attributes:
-        step: the number of the training step, the first backward shown being that of step 0.
+        step: the number of the training step, 0 for the first backward shown.
     """
 
     name: Literal["backward", "step", "forward"]
@@ -46,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Gap:
-    """Time of a rank's processor in which no operation runs and none is waited for."""
+    """A time in which a rank's processor neither runs nor waits for an operation."""
 
     window: int
     rank: int
@@ -56,12 +56,12 @@ class Gap:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the diagnostics, and whose colour it has.
+    """One number of the diagnostics, with its colour.
 
     Attributes:
-        lane: the lane it is about, where it is about one.
+        lane: the lane it is about, or None.
         is_wait: whether it is time spent waiting, hatched in pictures.
-        paint: of `palette.PAINTS`, of a part of a step that has one.
+        paint: the key in `palette.PAINTS` of a part of a step, or None.
     """
 
     label: str
@@ -73,7 +73,7 @@ class Figure:
 
     @property
     def digits(self) -> int:
-        """The digits shown behind the point."""
+        """The number of decimals shown."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class Panel:
     """A timeline, ready to be drawn.
 
     Attributes:
-        status: where its times come from.
-        critical_path: (window, name) of operations, in order; empty where it is not known.
+        status: the origin of its times.
+        critical_path: (window, name) of operations, in order; empty if unknown.
     """
 
     status: Literal["predicted", "measured"]
@@ -100,18 +100,18 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Windows whose compute is shown. Of other windows a picture shows launches in flight at its edges."""
+        """The windows whose compute is shown; of other windows only launches in flight at the edges are."""
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Lists the lanes on which some rank runs something."""
+        """The lanes on which any rank runs an operation."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Phases of every rank, in order of ranks, then of time."""
+        """The phases of every rank, ordered by rank, then by time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             if span.operation.is_compute:
@@ -133,17 +133,17 @@ class Panel:
 
     @property
     def pair(self) -> tuple[int, ...]:
-        """The last two windows, or the only one: what is shown at first."""
+        """The windows shown at first: the last two, or the only one."""
         return self.windows[-SHOWN_WINDOWS:]
 
     @property
     def origin_ms(self) -> float:
-        """The begin of the first of the last two windows: 0 on the axis of a picture."""
+        """The begin of the first window in `pair`: 0 on the axis of a picture."""
         return self.window_start_ms(self.pair[0])
 
     @cached_property
     def shown(self) -> tuple[float, float]:
-        """The time shown: from the first start to the last end in the last two windows, in ms since `origin_ms`.
+        """The time shown: (first start, last end) in the windows of `pair`, in ms since `origin_ms`.
 
         Communication may start before its window does.
         """
@@ -153,7 +153,7 @@ class Panel:
 
     @cached_property
     def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
-        """The spans of each rank's lanes, in one row where none overlap, else in as many as it takes."""
+        """(rank, lane) -> its spans, in as few rows without overlap as possible."""
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             by_lane[span.rank, span.operation.lane].append(span)
@@ -163,7 +163,7 @@ class Panel:
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
-        """Spans of the critical path, on the first rank."""
+        """The spans of the critical path, on the first rank."""
         found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
         return tuple(found[key] for key in self.critical_path if key in found)
 
@@ -171,7 +171,7 @@ class Panel:
         return (wait for wait in self.timeline.waits if wait.rank == rank)
 
     def gaps_of(self, rank: int) -> Iterator[Gap]:
-        """Times between a rank's operations and waits in which its processor does neither."""
+        """Yields the gaps between a rank's operations and waits."""
         computed = (s for s in self.timeline.spans if s.rank == rank and s.operation.is_compute)
         items: list[Span | Wait] = [*computed, *self.waits_of(rank)]
         busy = sorted(items, key=lambda item: item.start_ms)
@@ -182,18 +182,18 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _computed(self) -> Iterator[Figure]:
-        """Yields the parts of compute that there are, in the order in which a step runs."""
+        """Yields the present parts of compute, in the order in which a step runs them."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
 
     def why(self) -> Why | None:
-        """Tells where a step's time goes."""
+        """Explains where a step's time goes; None if it takes none."""
         is_measured = self.status == "measured"
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
     def figures(self) -> tuple[Figure, ...]:
-        """Returns the diagnostics, in the order in which they are read."""
+        """Lists the diagnostics, in the order in which they are shown."""
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
@@ -212,7 +212,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A step as a bar: what its time went to, part by part, in order."""
+    """A step's time as a bar of its parts, in order."""
 
     name: str
     parts: tuple[Figure, ...]
@@ -224,10 +224,10 @@ class Picture:
     """A prediction, a measurement, or both.
 
     Attributes:
-        background: what stands around them, where it is known.
+        background: the facts beside them, or None.
 
-    Raises:
-        ValueError: where there is neither, or one without compute.
+        Raises:
+            ValueError: there is neither, or one has no compute.
     """
 
     schedule: Schedule | None
@@ -258,22 +258,22 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """Tells where a step's time goes: as measured, where it has been; else as predicted from a profile.
+        """An explanation of where a step's time goes: as measured, else as predicted from a profile; else None.
 
-        A prediction from the cost model alone knows neither the optimizer's time nor the loader's.
+        A prediction from the cost model alone lacks the optimizer's and the loader's time.
         """
         is_told = self.timeline is not None or (self.schedule is not None and self.schedule.source == "profile")
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Prints measured over predicted for each label, in a picture of both; "" where either is shown as nothing."""
+        """Prints measured over predicted for each label, in a picture of both; "" where either is shown as 0."""
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
         return {label: _ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """A step of each panel, and one under DDP with the last panel's compute: every millisecond has a name."""
+        """Makes a bar for a step of each panel, and one for DDP with the last panel's compute."""
         found = []
         for panel in self.panels:
             parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
@@ -287,17 +287,17 @@ class Picture:
         return tuple(found)
 
     def _links_slower(self) -> float:
-        """Divides how long dense gradients took by how long they were predicted to: DDP would meet the same links."""
+        """Divides the measured by the predicted time of dense gradients: DDP would use the same links."""
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Lanes that any panel shows."""
+        """The lanes that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
-        """Yields what each colour and mark is of: how it is drawn, its paint, its name."""
+        """Yields (how it is drawn, paint, name) of each colour and mark."""
         used = {paint(span.operation) for panel in self.panels for span in panel.timeline.spans}
         yield from (("paint", each, name) for each, name in PAINTS.items() if each in used)
         if waited := next((w.lane for panel in self.panels for w in panel.timeline.waits), None):
@@ -330,9 +330,9 @@ class Picture:
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
-    """Prints measured over predicted; "" where 0.00 was predicted, for the quotient would be rounding.
+    """Prints measured over predicted; "" where 0.00 was predicted, as the quotient would be noise.
 
-    From 100 on it has no decimals: a phone's width has no room for what says nothing.
+    From 100 on it has no decimals, to fit a phone's width.
     """
     if measured is None or predicted is None or not round(predicted.value, predicted.digits):
         return ""
@@ -341,15 +341,13 @@ def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """Texts that may be written on an operation, the best first: its name, or what it serves where there is little
-    room.
-    """
+    """Lists the texts that may label an operation, the longest first: its name, or the table or bucket it serves."""
     served = ", ".join(_of_stack(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
 
 def _of_stack(name: str) -> str:
-    """Returns a table without its ".weight", a stack by its first table and the number of the others.
+    """Shortens the name of a table, or of a stack, which becomes its first table and the number of the others.
 
     >>> _of_stack("user.weight and 2 more")
     'user +2'
@@ -363,12 +361,12 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
     start_ms = min(span.start_ms for span in spans)
     backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]
-    if forward_ends_ms and max(forward_ends_ms) <= backward_start_ms:  # a single step, from its forward on
+    if forward_ends_ms and max(forward_ends_ms) <= backward_start_ms:  # a single step begins with its forward
         yield Phase("forward", window, rank, start_ms, backward_start_ms, window)
         spans, start_ms = [s for s in spans if s.start_ms >= backward_start_ms], backward_start_ms
     backward_end_ms = max((s.end_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "forward"), default=end_ms)
-    # A block's update may run while others are still in backward; then no time is the step's alone.
+    # A block's update may run while other blocks are in backward; then the step has no time of its own.
     forward_start_ms = max(forward_start_ms, backward_end_ms)
     for phase in (
         Phase("backward", window, rank, start_ms, backward_end_ms, window),
@@ -380,7 +378,7 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
 
 
 def _without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
-    """Packs spans into rows without overlap: each goes, in order of time, to the first row that is free."""
+    """Packs spans into rows without overlap: each goes, in order of time, to the first free row."""
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
         free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)

@@ -1,6 +1,6 @@
-"""Pictures from a saved `.json`, to be drawn in another format: the way back of `trace.render`.
+"""Reads pictures from a saved `.json` for drawing in another format: the inverse of `trace.render`.
 
-What a trace does not hold is not made up: without dependences, memory that is held until a reader ends counts as none.
+A trace has no dependences, so that no held memory is computed from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph,
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """Reads prediction and measurement from a saved `.json`, as far as it has them.
+    """Reads the prediction and the measurement, None if missing, from a saved `.json`.
 
     Raises:
         ValueError: there is no such file, or it is no trace of embrace_fx.

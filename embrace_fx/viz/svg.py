@@ -1,9 +1,9 @@
-"""Draws a picture: as `.svg`, a still one for papers, a README and notebooks, and as the strips of a page.
+"""Draws a still picture as `.svg`, for papers, a README and notebooks, and the strips of a page.
 
 A still picture is 900 px wide and self-contained. It shows the last two windows: of a prediction its rank, of a
-measurement the first ranks, as many as are legible. Colours follow the reader's light or dark scheme, on a ground of
-the picture's own. On a page each rank is an element of its own, in which the page's script places anew what carries
-its times: zoomed, moved, at any width.
+measurement the first ranks, as many as are legible. Colours follow the reader's light or dark scheme, on the picture's
+own background. On a page each rank is an element, whose parts the page's script moves by their times when it is zoomed,
+moved or resized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.schedule import Span, Wait
 WIDTH = 900
 MOST_RANKS = 4
 LEFT, RIGHT = 128, 14
-"""Margins, in which no time is drawn: on the left the names of lanes stand."""
+"""Margins; the left one holds the names of lanes."""
 ROW, _GAP, _RANK_GAP = 15, 2, 9
 _MEMORY = 26
 """Height of the line of held memory."""
@@ -33,18 +33,18 @@ _PHASES = 14
 CHARACTER = 6.0
 """Mean width of a character at the size of the labels, 10 px."""
 _LINE = 150
-"""Characters of a line of figures."""
+"""Most characters of a line of figures."""
 
 
 def render(picture: Picture) -> str:
-    """Returns the picture as the text of an SVG file."""
+    """Prints a picture as an SVG file."""
     body = list(_body(picture))
     height = math.ceil(body[-1].bottom)
     lines = [line for part in body for line in part.lines]
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-            f'style="max-width:100%;height:auto" '  # on a narrow screen all of it, smaller
+            f'style="max-width:100%;height:auto" '  # scales down on a narrow screen
             f'viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title desc">',
             f'<title id="title">{escape(picture.title)}</title>',
             f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>',
@@ -59,7 +59,7 @@ def render(picture: Picture) -> str:
 
 
 def strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """The ranks of a panel, each an element for a page: with all windows, and what its script needs to place them."""
+    """Yields an element for each rank of a panel, with all windows, and the times for a page's script."""
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
     )
@@ -85,10 +85,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps a time to its x; times outside go to the border. `start_ms` and `end_ms` are counted from `origin_ms`.
+    """Maps a time to its x; times outside go to the border. `start_ms` and `end_ms` count from `origin_ms`.
 
     Attributes:
-        live: a script places everything anew, by the times that elements carry.
+        live: a script moves elements, by the times in their attributes.
     """
 
     origin_ms: float
@@ -104,12 +104,12 @@ class _Axis:
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def extent(self, item: Span | Wait | Gap) -> str:
-        """Returns the attributes of a rectangle; each is seen, however short."""
+        """Returns the attributes of a rectangle, which is visible however short."""
         left = self(item.start_ms)
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes by which a script places an element anew; none where there is no script."""
+        """Returns the attributes by which a script moves an element; "" without a script."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
@@ -119,7 +119,7 @@ def _body(picture: Picture) -> Iterator[_Part]:
     legend = _legend(picture, 62)
     yield legend
     top, facts = legend.bottom + 14, Facts(picture)
-    # Panels begin at the same place and have the same scale, so that they can be compared.
+    # Panels have the same origin and scale, so that they can be compared.
     starts, ends = zip(*(panel.shown for panel in picture.panels), strict=True)
     for panel in picture.panels:
         part = _panel(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)
@@ -165,7 +165,7 @@ def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
 
 
 def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _Part:
-    """Returns the lanes of a rank; the first one's with memory, names of phases, and the critical path."""
+    """Draws the lanes of a rank; for the first rank also memory, names of phases, and the critical path."""
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
     lines: list[str] = []
@@ -199,7 +199,7 @@ def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _P
 
 
 def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
-    """Draws the memory of a rank as a line above its lanes; nothing where it is not known."""
+    """Draws the memory of a rank as a line above its lanes; nothing if it is not known."""
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
         return _Part([], top)
@@ -225,7 +225,7 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
 
 
 def _item(item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: Facts) -> str:
-    """Marks a drawing as what is pointed at, with what there is to say of it."""
+    """Wraps a drawing in an element that shows the item's facts when it is pointed at."""
     more = {"of": name(item), "w": item.window, "y": y}
     if isinstance(item, Span):
         more["l"] = "\n".join(labels(item.operation))
@@ -268,7 +268,7 @@ def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> 
 
 
 def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> Iterator[str]:
-    """Leads from the end of each operation of the critical path to the start of the next, where that is another row."""
+    """Draws an arrow from the end of each operation of the critical path to the start of the next in another row."""
     for before, after in pairwise(path):
         y1, y2 = place[id(before)], place[id(after)]
         if y1 != y2:
@@ -308,7 +308,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def definitions(picture: Picture) -> str:
-    """Returns the hatches of waits and the head of an arrow."""
+    """Draws the hatches of waits and the head of an arrow."""
     size = 'markerUnits="userSpaceOnUse" markerWidth="7" markerHeight="6" refX="6" refY="3"'
     head = f'<marker id="head" class="head" orient="auto" {size}>'
     hatches = "".join(_hatch(lane) for lane in picture.lanes if lane != "compute")
@@ -323,7 +323,7 @@ def _hatch(lane: Lane) -> str:
 
 
 def style(theme: Theme) -> str:
-    """Returns the style sheet of a picture in a theme's colours."""
+    """Makes the style sheet of a picture in a theme's colours."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"

@@ -1,4 +1,4 @@
-"""The figures of a picture as text, predicted and measured beside each other."""
+"""Prints the figures of a picture, predicted and measured beside each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.plan_text import terminal_width
 
 
 def render(picture: Picture) -> str:
-    """Returns a table of the diagnostics, a column per panel and, of two, their ratio."""
+    """Prints a table of the diagnostics, with a column per panel and, for two panels, their ratio."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

@@ -1,7 +1,7 @@
 """`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
 
 A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
-microseconds; flow arrows along the critical path, where it is known. The figures are in `otherData`.
+microseconds; flow arrows along the critical path, if it is known. The figures are in `otherData`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NANOSECOND_US = 0.001
 
 
 def render(picture: Picture) -> str:
-    """Returns the picture as text of a trace file."""
+    """Prints a picture as a trace file."""
     pids = count(1)
     events: list[Event] = []
     for panel in picture.panels:
@@ -69,7 +69,7 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """Draws the critical path: from the last moment of each operation to the first of the next."""
+    """Yields the arrows of the critical path: from the end of each operation to the start of the next."""
     tids = {
         id(span): _tid(panel, lane, number)
         for (_, lane), rows in panel.rows.items()
@@ -84,7 +84,7 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _tid(panel: Panel, lane: Lane, row: int) -> int:
-    """Threads sort by it: lanes in their order, the further rows of one right below it."""
+    """Returns the number by which threads are sorted: by lane, then by row."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does, in words: its parts by share, and what would change it most."""
+"""Explains in words why a step takes as long as it does: its parts by share, and the change that would help most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES: Mapping[Share, str] = {
     "storage": "waiting for rows of tables beyond memory",
     "between": "Python and autograd between operations",
 }
-"""Parts of a step, as a sentence says them."""
+"""Part of a step -> its name in a sentence."""
 
 _FASTER_LINKS = (
     "faster links, fewer steps for the same data (larger batches, or model.no_sync() over some of them), or fewer bits "
@@ -53,10 +53,10 @@ CHANGES: Mapping[Share, str] = {
     "table_memory, or a faster disk in tables_in",
     "between": "larger batches: what Python does for a step does not grow with them",
 }
-"""What makes the largest part smaller."""
+"""Largest part of a step -> what makes it smaller."""
 
 LEAST = 0.02
-"""Of a step: smaller parts are told together."""
+"""Share of a step; smaller parts are printed together."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Why:
     """A step's parts, the largest first.
 
     Attributes:
-        headline: where most of it goes, in a sentence.
-        change: what would change it most, in a sentence.
-        parts: (name, share of the step, ms) of all parts that count.
+        headline: the largest parts, in a sentence.
+        change: the change that would help most, in a sentence.
+        parts: (name, share of the step, ms) of all parts of at least `LEAST`.
     """
 
     headline: str
@@ -79,11 +79,11 @@ class Why:
 
 
 def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
-    """Tells where a step's time goes; None where it takes none.
+    """Explains where a step's time goes; None if it takes none.
 
     Args:
-        shares_ms: by part.
-        step: how the sentence begins, "A step is predicted to take" of a prediction.
+        shares_ms: part -> milliseconds.
+        step: the begin of the sentence; for a prediction "A step is predicted to take".
     """
     whole_ms = sum(shares_ms.values())
     if whole_ms <= 0:
