@@ -1,4 +1,4 @@
-"""Blocks: tensors cut into pieces of equal length, of which only the non-zero ones are kept.
+"""Cuts tensors into blocks of equal length, and keeps only the non-zero ones.
 
 The pieces are rows, or the blocks of OmniReduce (SIGCOMM 2021). `block_bitmap` is
 the one kernel: a single pass over the tensor.
@@ -15,31 +15,31 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.kernels import gpu
 
 SHORT_BLOCK = 32
-"""Elements, below which torch's reductions of a row are not vectorised on CPUs."""
+"""Least elements of a row for which torch's reductions are vectorised on CPUs."""
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
-    """(B,) bool: which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
+    """Tells, (B,) bool, which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
     if blocks.is_cuda and gpu.takes(blocks):
         return gpu.block_bitmap(blocks)
     if blocks.shape[1] < SHORT_BLOCK:
         return (blocks != 0).any(dim=1)
-    # Two passes that write next to nothing: four times as fast as one that first writes a bool for each element.
+    # Two passes that write little are four times as fast as one that writes a bool for each element.
     return (blocks.amax(dim=1) != 0) | (blocks.amin(dim=1) != 0)
 
 
 def row_width(dense: Tensor) -> int:
-    """Elements of one index of the first dimension."""
+    """Counts the elements per index of the first dimension."""
     return max(1, dense.shape[1:].numel())
 
 
 def cut_rows(dense: Tensor, _cluster: Cluster) -> RowSet:
-    """The non-zero rows of a gradient (rows, width)."""
+    """Returns the non-zero rows of a gradient (rows, width)."""
     return cut_blocks(dense, row_width(dense))
 
 
 def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
-    """The non-zero blocks of `block_size` consecutive elements; zeros fill up the last one."""
+    """Returns the non-zero blocks of `block_size` consecutive elements; the last one is padded with zeros."""
     flat = dense.reshape(-1)
     if missing := -flat.numel() % block_size:
         flat = F.pad(flat, (0, missing))
@@ -50,14 +50,14 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks into a contiguous tensor that they are cut from; the others keep what they have.
+    """Writes blocks into a contiguous tensor that they are cut from; other blocks are unchanged.
 
-    So a mean replaces the gradient that it is the mean of, for what no rank has is zero there already.
+    Blocks that no rank has are zero in the tensor already, so that a mean replaces the gradient completely.
     """
     flat = dense.view(-1)
     ids, rows = blocks.ids, blocks.rows
     whole, left_over = divmod(flat.numel(), blocks.width)
-    if left_over:  # zeros fill up the last block
+    if left_over:  # the last block is padded with zeros
         last = ids == whole
         flat[-left_over:] = torch.cat([flat[-left_over:].view(1, -1), rows[last, :left_over]])[-1]
         ids, rows = ids[~last], rows[~last]

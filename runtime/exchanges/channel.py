@@ -1,8 +1,8 @@
-"""One process group as the exchanges use it: collectives and messages, asynchronous, their bytes counted.
+"""Launches the exchanges' collectives and messages on one process group, asynchronously, and counts their bytes.
 
 Contract
-    Nothing here waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known
-    to both sides before; how they came to be is the exchange's business. gloo and NCCL have all that is used here.
+    No method waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known to
+    both sides before; the exchange tells them. gloo and NCCL have all collectives used here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Channel:
         group: the ranks that exchange; None: a single process, whose launches return its own data.
 
     Attributes:
-        rank, world_size: of the group.
-        sent_bytes: payload that this rank has sent to others so far: without frames of the transport, and of a ring
-            AllReduce what a rank sends and hands on, 2 (N-1)/N of the tensor.
-        messages: start-ups one after the other that those took: an AlltoAll or AllGather one for each peer that is
-            sent anything, an AllReduce 2 (N-1).
+        rank, world_size: this rank's number in the group, and the group's size.
+        sent_bytes: payload that this rank has sent to others so far, without frames of the transport; for a ring
+            AllReduce 2 (N-1)/N of the tensor.
+        messages: start-ups, one after the other, of these sends: for an AlltoAll or AllGather one for each peer that
+            gets data, for an AllReduce 2 (N-1).
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -40,7 +40,7 @@ class Channel:
         self.messages = 0
 
     def all_reduce_(self, flat: Tensor) -> InFlight:
-        """The sum over ranks, in place."""
+        """Sums a tensor over ranks, in place."""
         if self.world_size == 1:
             return InFlight(flat, None)
         steps = 2 * (self.world_size - 1)
@@ -78,9 +78,8 @@ class Channel:
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         """Gathers every rank's data, rank after rank.
 
-        The collective takes one size for all. Where sizes differ, single messages send exactly the bytes there are;
-        padding instead would send the longest rank's bytes from every rank, over links that wait for that rank in both
-        cases, and an AlltoAll of copies would first write `world_size` times `own`.
+        The collective needs equal sizes. Where sizes differ, single messages send exactly the ranks' bytes: padding
+        would send the longest rank's bytes from every rank, an AlltoAll would first write `world_size` copies of `own`.
 
         Args:
             own: (sizes[rank],).
@@ -101,7 +100,7 @@ class Channel:
         return InFlight(everyone, self._messages([own] * self.world_size, parts))
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """A message to and from every other rank, those without content left out."""
+        """Sends a message to, and receives one from, every other rank; empty messages are left out."""
         assert self._group is not None
         others = [part for rank, part in enumerate(sent) if rank != self.rank]
         self.sent_bytes += sum(part.nbytes for part in others)

@@ -1,4 +1,4 @@
-"""Sets of rows, which every strategy exchanges: rows of a gradient, or its blocks, each as a row (`blocks.py`)."""
+"""Sets of rows, which every strategy exchanges: rows of a gradient, or its blocks as rows (`blocks.py`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from embrace_fx.runtime.kernels import gpu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
-    """Some rows of a tensor; the others are zero and absent.
+    """Some rows of a tensor; absent rows are zero.
 
-    A row that is present may be zero: an optimizer that updates by rows moves it all the same.
+    A present row may be zero; an optimizer that updates by rows updates it all the same.
 
     Attributes:
-        ids: (K,) int64, ascending, no two the same, each from 0 to num_rows - 1.
+        ids: (K,) int64, unique and ascending, from 0 to num_rows - 1.
         rows: (K, d).
         num_rows: rows of the whole tensor.
     """
@@ -42,25 +42,25 @@ class RowSet:
 
 
 MARKED_ROWS_PER_ID = 32
-"""Up to so many rows of the tensor per id, ids are told apart by marking rows instead of by a sort."""
+"""Most rows of the tensor per id for which unique ids are found by marking rows instead of by a sort."""
 
 
 def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
-    """(size, d) sums of rows with the same position, in the order of ranks, so that sums repeat bit for bit.
+    """Sums rows with the same position, (size, d), in rank order, so that sums are reproducible bit for bit.
 
-    The sums are float32 at least: a sum in the 16 bits of the rows would lose a bit per doubling of the ranks.
+    Sums are float32 at least: in 16 bits they would lose a bit per doubling of the ranks.
 
     Args:
-        positions: (K,) from 0 to size - 1, rank after rank; of one rank, no two the same.
+        positions: (K,) from 0 to size - 1, rank after rank; unique within a rank.
         rows: (K, d).
-        counts: how many of the K are whose.
+        counts: for each rank, how many of the K are its.
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
         if total.is_cuda and gpu.takes(summand):
             gpu.scatter_add(total, of_rank, summand)
         else:
-            # Contiguous: records are strided, and a copy of one rank's is five times cheaper than adding those up.
+            # Contiguous, because records are strided: a copy of one rank's is five times cheaper than a strided sum.
             total.index_add_(0, of_rank, summand.contiguous().to(total.dtype))
     return total
 
@@ -69,9 +69,9 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
     """Sums rows of the same id, and divides the sums; returns the union of all ranks' rows.
 
     Args:
-        ids: (K,) int64 in any order, rank after rank; of one rank, no two the same.
+        ids: (K,) int64 in any order, rank after rank; unique within a rank.
         rows: (K, d).
-        counts: how many of the K are whose.
+        counts: for each rank, how many of the K are its.
         num_rows: rows of the whole tensor.
         divisor: the number of ranks, or 1 for the sum.
     """
@@ -81,7 +81,7 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
 
 
 def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The distinct ids, ascending, and where among them each of `ids` is: without a sort where most rows are there."""
+    """Returns (unique ids, ascending; the position of each id among them); without a sort if many rows are present."""
     if num_rows > MARKED_ROWS_PER_ID * ids.numel():
         union, positions = torch.unique(ids, return_inverse=True)
         return union, positions
@@ -91,7 +91,7 @@ def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Disjoint row sets as one; a single one, of which ids ascend, is that."""
+    """Joins disjoint row sets; a single one, whose ids ascend, is returned itself."""
     if len(parts) == 1:
         return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()

@@ -23,7 +23,7 @@ from embrace_fx.runtime.kernels import gpu
 REHASHES = 3
 """Hash functions tried before an index goes to the serial region (Zen's k)."""
 SLOTS_PER_INDEX = 2
-"""Size of the hash memory, of which the first collision rate follows (Zen's r1 = 2 |G| d)."""
+"""Size of the hash memory, which decides the first collision rate (Zen's r1 = 2 |G| d)."""
 
 _FIRST = 0xFF51AFD7ED558CCD - 2**64
 _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
@@ -31,8 +31,8 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 
 def murmur(ids: Tensor, seed: int) -> Tensor:
-    """MurmurHash3's 64-bit finaliser of (K,) int64 ids, which is a bijection, after mixing in `seed` the same way."""
-    key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps; + 1: zero is the finaliser's fixed point
+    """Hashes (K,) int64 ids by MurmurHash3's 64-bit finaliser, a bijection, after mixing in `seed` the same way."""
+    key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps; + 1, because the finaliser maps zero to zero
     return _finalise(ids ^ _finalise(torch.tensor(key, device=ids.device)))
 
 
@@ -52,7 +52,7 @@ def _below(hashed: Tensor, limit: int) -> Tensor:
 
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
-    """Zen's h0: (K,) ids to (K,) servers, the same on all ranks."""
+    """Maps (K,) ids to (K,) servers, the same on all ranks: Zen's h0."""
     if ids.is_cuda and gpu.available():
         return gpu.server_of(ids.contiguous(), servers, seed)
     return _below(murmur(ids, seed), servers)
@@ -63,9 +63,9 @@ class HashPartition:
     """Indices grouped by server.
 
     Attributes:
-        order: (K,) positions of the indices given, server after server.
-        counts: (servers,) how many each server gets.
-        serial: (servers,) how many of them k hash functions could not place.
+        order: (K,) positions of the given indices, server after server.
+        counts: (servers,) how many indices each server gets.
+        serial: (servers,) how many of these the k hash functions could not place.
     """
 
     order: Tensor
@@ -74,16 +74,16 @@ class HashPartition:
 
 
 def hash_partition(ids: Tensor, servers: int, seed: int) -> HashPartition:
-    """Zen's hierarchical hashing: h0 chooses the server, h1 .. hk a slot of its r1, a serial region takes the rest.
+    """Groups indices by Zen's hierarchical hashing: h0 chooses the server, h1 .. hk a slot, a serial region the rest.
 
-    A slot is claimed as threads without locks would: all write, all read back, and who finds another's index has
-    collided and tries the next hash function. The paper's serial region has r2 = r1 / 10 slots, which 2 slots per index
-    and 3 functions leave four fifths empty; here it is as long as it must be, so that no hash seed can lose an index.
+    Slots are claimed without locks: all indices write, all read back, and an index that reads another one has collided
+    and tries the next hash function. The paper's serial region has r2 = r1 / 10 slots, of which 2 slots per index and
+    3 functions leave four fifths empty; here it is as long as needed, so that no hash seed can lose an index.
 
     Args:
-        ids: (K,) int64, no two the same.
+        ids: (K,) int64, unique.
         servers: number of servers.
-        seed: of the hash functions, the same on all ranks.
+        seed: seed of the hash functions, the same on all ranks.
     """
     count = ids.numel()
     parallel = max(1, -(-SLOTS_PER_INDEX * count // servers))
@@ -105,7 +105,7 @@ def hash_partition(ids: Tensor, servers: int, seed: int) -> HashPartition:
 
 
 def _claim_slots(ids: Tensor, server: Tensor, servers: int, parallel: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Slots (servers * parallel,), the position of the index that holds it or -1; and the positions left over."""
+    """Returns slots (servers * parallel,), each with the position of its index or -1, and the positions left over."""
     slots = ids.new_full((servers * parallel,), -1)
     left = torch.arange(ids.numel(), device=ids.device)
     for attempt in range(1, REHASHES + 1):
@@ -120,7 +120,7 @@ def _claim_slots(ids: Tensor, server: Tensor, servers: int, parallel: int, seed:
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     """Lists for every server the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
 
-    Kept after the first call, for it costs a sort: 8 bytes per id in all.
+    The result, 8 bytes per id, is cached, because it costs a sort.
     """
     ids = torch.arange(num_ids, device=device)
     server = server_of(ids, servers, seed)
@@ -130,7 +130,7 @@ def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> t
 
 
 def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
-    """(ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set where `ids` has the p-th of `index_set`.
+    """Makes a bitmap (ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set if `ids` has the p-th of `index_set`.
 
     Args:
         ids: (K,) some of the index set, ascending.
@@ -144,7 +144,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Inverse of `hash_bitmap`; bytes beyond the index set are padding and not read."""
+    """Returns the ids of a bitmap, the inverse of `hash_bitmap`; bytes beyond the index set are padding."""
     if bitmap.is_cuda and gpu.available():
         return gpu.ids_of_bitmap(bitmap.contiguous(), index_set.contiguous())
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1

@@ -3,7 +3,7 @@
     N = 4:  0 <-> 1, 2 <-> 3;  then  0 <-> 2, 1 <-> 3
     N = 6:  4 -> 0, 5 -> 1;  then as N = 4;  then  0 -> 4, 1 -> 5
 
-Sets grow as ranks join them: it wins where start-ups are dear, or ranks' units mostly the same.
+Sets grow from round to round: the scheme is fastest where start-ups are long, or ranks' units are mostly the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from embrace_fx.runtime.exchanges.steps import Steps
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """The mean of all ranks' units, in one part. Partial sums travel in the units' own type."""
+    """Returns the mean of all ranks' units, in one part; partial sums travel in the units' dtype."""
     rank, paired = channel.rank, paired_ranks(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
@@ -31,7 +31,7 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
     while distance < paired:
         partner = rank ^ distance if rank < paired else None
         theirs = yield from _swap(total, partner, partner, channel)
-        # The lower rank's first, on both sides.
+        # Both ranks add in the same order: the lower rank's sum first.
         total = _sum(theirs, total) if rank & distance else _sum(total, theirs)
         distance *= 2
     if extra:
@@ -46,7 +46,7 @@ def _sum(first: RowSet, second: RowSet) -> RowSet:
 
 
 def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends the units to one rank, returns what another one sent; an empty set where there is none."""
+    """Sends the units to one rank, and returns those that another one sent; an empty set for no source."""
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)

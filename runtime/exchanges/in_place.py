@@ -1,9 +1,9 @@
-"""Exchanges of a step's gradients: each in place, one after the other, on a thread and a process group of their own.
+"""Runs exchanges of gradients in place, one after the other, on their own thread and process group.
 
 Contract
     An exchange takes several rounds of collectives, between which its rank computes. Neither the model's thread nor the
-    launcher waits for a round: the launcher starts an exchange when its turn comes, and counts it as one launch. What
-    is started in the same order on all ranks meets in that order, as this thread alone launches on its group.
+    launcher waits for a round: the launcher starts an exchange in its turn, as one launch. Exchanges that all ranks
+    start in the same order match, because only this thread launches on its group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to the mean of all ranks' gradients, which has the same bits on all of them.
+    """A way to compute the mean of all ranks' gradients, with the same bits on all of them.
 
     Attributes:
-        mean_parts: from a rank's units to disjoint parts of the mean, which have no common order.
-        units: cuts a gradient (rows, width) into units: what has an index of its own on the wire.
+        mean_parts: exchanges a rank's units, and returns disjoint parts of the mean in any order.
+        units: cuts a gradient (rows, width) into units, each of which has an index on the wire.
     """
 
     mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
@@ -48,7 +48,7 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
     ("zen", "hierarchical"): Strategy(hierarchical.mean_parts),
     ("ps", ""): Strategy(ps.mean_parts),
 }
-"""By name, one of `embrace_fx.plan.EXCHANGES`, and scheme."""
+"""(name in `embrace_fx.plan.EXCHANGES`, scheme) -> strategy."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ExchangeKind:
     """The kind of exchange of one parameter's gradient, equal on all ranks.
 
     Attributes:
-        rows: size of the gradient's first dimension, whose indices have an index of their own on the wire.
+        rows: size of the gradient's first dimension.
         strategy, scheme: a key of `STRATEGY_OF`.
     """
 
@@ -66,12 +66,12 @@ class ExchangeKind:
 
 
 def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
-    """The mean over ranks of a gradient, in place; waits for every round.
+    """Replaces a gradient by its mean over ranks, in place; waits for every round.
 
     Args:
-        flat: (rows * width,); or (rows, width) of layout COO, coalesced, where the strategy has rows for units: the
-            same travels, so that ranks need not have the same layout.
-        cluster: the links that blocks are cut for.
+        flat: (rows * width,); or (rows, width) COO, coalesced, where the strategy's units are rows: both layouts send
+            the same, so that ranks may differ.
+        cluster: the links for which blocks are cut.
     """
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
     if flat.is_sparse:
@@ -80,21 +80,21 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
         return flat.copy_(rows_of(mean, flat))
     units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
     for part in run(strategy.mean_parts(units, channel, cluster)):
-        write_blocks_(flat, part)  # whatever is not among them is zero on this rank too
+        write_blocks_(flat, part)  # units in no part are zero on this rank already
     return flat
 
 
 def rows_of(rows: RowSet, like: Tensor) -> Tensor:
-    """A row set as a coalesced tensor of layout COO, of the shape of another tensor."""
+    """Makes a coalesced COO tensor, of the shape of another tensor, from a row set."""
     return torch.sparse_coo_tensor(rows.ids.view(1, -1), rows.rows, like.shape, is_coalesced=True)
 
 
 Exchange = Callable[[Tensor, str, Channel], object]
-"""Exchanges a packed gradient in place, and waits for every round; given the name of its launch."""
+"""Function (packed gradient, name of its launch, channel) that exchanges in place and waits for every round."""
 
 
 def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """An exchange that has ended when this returns; with what it sent."""
+    """Runs an exchange to its end; the result knows the bytes sent."""
     before = channel.sent_bytes
     with torch.no_grad():
         exchange(flat, name, channel)
@@ -111,7 +111,7 @@ class _Job:
     sent_bytes: int = 0
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns the future that a collective's work has."""
+        """Returns the future, as a collective's work does."""
         return self.done
 
 
@@ -119,18 +119,18 @@ class ExchangeThread:
     """Runs exchanges in the order in which they are started.
 
     Args:
-        group: used by nobody else.
+        group: a process group that nothing else uses.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         arguments = (self._jobs, Channel(group))
         threading.Thread(target=_serve, args=arguments, name="embrace_fx exchanges", daemon=True).start()
-        # Not at the end of the interpreter, where exchanges may still be on their way: the thread ends with it.
+        # Not at interpreter exit, where exchanges may still be in flight: the daemon thread ends with the process.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
-        """An exchange in the background; `sent_bytes` of what is in flight is known once it has arrived."""
+        """Starts an exchange in the background; the bytes sent are known when it has ended."""
         job = _Job(exchange, flat, name)
         self._jobs.put(job)
         return InFlight(flat, job, lambda: job.sent_bytes)
@@ -142,9 +142,9 @@ def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel) -> None:
             before = channel.sent_bytes
             try:
                 job.exchange(job.flat, job.name, channel)
-            except Exception as error:  # whoever waits for it shall hear of it
+            except Exception as error:  # raised where the exchange is awaited
                 job.done.set_exception(error)
                 continue
             job.sent_bytes = channel.sent_bytes - before
             job.done.set_result(None)
-            del job  # its gradient must not live until the next one comes
+            del job  # else its gradient would live until the next job

@@ -1,17 +1,16 @@
 """`omnireduce`: streaming aggregation of non-zero blocks (OmniReduce, SIGCOMM 2021), on collectives.
 
-Every rank aggregates an even range of the blocks. Its range is dealt out to *lanes*, block after block; a lane has one
-block at work. Before the first round, an AlltoAll and an AllGather tell which block each lane begins with. Lanes that
-have any are dealt out to *streams*; the blocks of a stream's lanes in one round are fused into one message per pair of
+Every rank aggregates an even range of the blocks. Its range is dealt out to *lanes*, block after block; a lane works on
+one block at a time. Before the first round, an AlltoAll and an AllGather tell each lane's first block. Lanes that have
+blocks are dealt out to *streams*; the blocks of a stream's lanes in one round are fused into one message per pair of
 ranks, and the rounds of two streams overlap. One round of a stream:
 
-    push    AlltoAll: a rank that has a lane's current block sends it, and which block of the lane it has next
-    add     each aggregator, in the order of ranks; the lane's next block is the smallest any rank has next
+    push    AlltoAll: a rank that has a lane's current block sends it, and the number of its next block in the lane
+    add     each aggregator, in the order of ranks; the lane's next block is the smallest next block of any rank
     reply   AllGather: the mean, and the lane's next block
 
-So a block that no rank has is never sent, and but for the first of a lane never spoken of; and no message says how long
-it is: who sends which block is known from the round before. Many lanes make first blocks dear and rounds few
-(`embrace_fx.cost.blocks.streaming_of`).
+So a block that no rank has is never sent. No message carries its length, because the round before tells which rank
+sends which block. Many lanes make telling first blocks costly and rounds few (`embrace_fx.cost.blocks.streaming_of`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
@@ -38,12 +37,12 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 
 def units(dense: Tensor, cluster: Cluster) -> RowSet:
-    """The non-zero blocks of a gradient (rows, width), of the length that is the cheapest on these links."""
+    """Returns the non-zero blocks of a gradient (rows, width), of the cheapest length on these links."""
     return cut_blocks(dense, cheapest_block(row_width(dense), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """The mean of all ranks' blocks, a part from each round, whose ids do not ascend."""
+    """Returns the mean of all ranks' blocks, in a part for each round, whose ids do not ascend."""
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = streaming_of(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
@@ -59,7 +58,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
     current = ranges.decode(places, ranges.starts)
     aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, current)
 
-    # Dealt out like the lanes themselves: where ids are skewed, each stream has its share of the busy ones.
+    # Streams take lanes in turn, so that each gets its share of the busy lanes where ids are skewed.
     count = streaming.streams(int((current < blocks.num_rows).sum(dim=1).max()))
     streams = (slice(first, None, count) for first in range(count))
     waiting = deque(stream for stream in streams if aggregation.active(stream))
@@ -79,9 +78,9 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _Ranges:
-    """The owners of blocks: (N, L) lanes, each with every L-th block of its aggregator's range.
+    """The (N, L) lanes of the blocks: each has every L-th block of its aggregator's range.
 
-    A block's *place* in its lane takes fewer bytes than its number; the place after the last one stands for none.
+    A block's *place* in its lane takes fewer bytes than its number; the place after the last one means none.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
@@ -92,18 +91,18 @@ class _Ranges:
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """(R, L) blocks of lanes, `num_blocks` for none, of ranges that begin at `starts` (R, 1), as places."""
+        """Encodes (R, L) blocks of lanes, `num_blocks` for none, of ranges that begin at `starts` (R, 1), as places."""
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Inverse of `encode`; one start may stand for all."""
+        """Decodes places, the inverse of `encode`; `starts` may be a single one for all."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _Queues:
-    """This rank's blocks in the order they leave: (N, lanes) queues, each ascending. Shapes: N aggregators, L lanes."""
+    """This rank's blocks in the order of sending: (N, L) ascending queues, of N aggregators and L lanes."""
 
     def __init__(self, blocks: RowSet, ranges: _Ranges) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes
@@ -113,17 +112,17 @@ class _Queues:
         lengths = torch.bincount(queue, minlength=world_size * lanes).view(world_size, lanes)
         self._order = torch.argsort(queue, stable=True)
         self._blocks = blocks
-        # One entry more, so that the head of an empty queue at the end can be read.
+        # One entry more, so that the head of an empty last queue can be read.
         self._ids = torch.cat([blocks.ids[self._order], blocks.ids.new_full((1,), blocks.num_rows)])
         self._end = lengths.view(-1).cumsum(0).view(world_size, lanes)
         self._head = self._end - lengths
 
     def upcoming(self) -> Tensor:
-        """(N, L) block at the head of each queue; `num_rows`, above all blocks, where it is empty."""
+        """Returns the (N, L) blocks at the heads of the queues; `num_rows`, above all blocks, for an empty queue."""
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the heads of the queues that `mine` (N, slots) selects from a stream; returns their blocks."""
+        """Removes the heads of the queues of a stream that `mine` (N, slots) selects; returns their blocks."""
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
@@ -131,10 +130,10 @@ class _Queues:
 
 
 class _Aggregation:
-    """The state of a rank while blocks stream: as a sender its queues, as an aggregator the next block of each rank.
+    """The state of a rank while blocks stream: its queues as a sender, the next block of each rank as an aggregator.
 
-    Shapes: N ranks or aggregators, L lanes. `current` (N, L), the block at work of every lane of every aggregator, is
-    the same on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in the own lanes, is not.
+    Shapes: N ranks or aggregators, L lanes. `current` (N, L), the current block of every lane of every aggregator, is
+    the same on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in this rank's lanes, is not.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class _Aggregation:
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
-        """Own blocks that are at work, each with the own next block of its lane."""
+        """Sends this rank's current blocks, each with the number of its next block in the lane."""
         current = self._current[:, stream]
         mine = (self._queues.upcoming()[:, stream] == current) & (current < self._end)
         blocks = self._queues.take(stream, mine)
@@ -162,7 +161,7 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """(N, slots) bool: the ranks that have the block at work in an own lane."""
+        """Tells, (N, slots) bool, which ranks have the current block of each of this rank's lanes."""
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
@@ -171,7 +170,7 @@ class _Aggregation:
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """The means of own lanes' blocks, each with its lane's next block."""
+        """Sends the means of this rank's lanes' blocks, each with the lane's next block."""
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
         lane = senders.nonzero()[:, 1]

@@ -1,8 +1,8 @@
-"""Records: indexed rows as bytes, one record per row, so that indices and values of any type share one message.
+"""Encodes indexed rows as bytes, one record per row, so that indices and values of any type share one message.
 
     record = | index, 4 or 8 bytes | d values |
 
-This is the COO format, an index for every row. On the device they are on, without a copy through the host.
+This is the COO format, with an index for every row. Encoding runs on the rows' device, without a copy through the host.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from embrace_fx.cost.blocks import index_bytes, record_bytes
 
 
 def index_dtype(limit: int) -> torch.dtype:
-    """The type that indices from 0 to `limit` travel in."""
+    """Returns the dtype in which indices from 0 to `limit` travel."""
     return torch.int32 if index_bytes(limit) == 4 else torch.int64
 
 
 def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
-    """(K, record bytes) uint8.
+    """Encodes indices and rows as records, (K, record bytes) uint8.
 
     Args:
         indices: (K,) int64, from 0 to `limit`.
         rows: (K, d).
-        limit: what no index can exceed, on any rank.
+        limit: an upper bound of all indices on all ranks.
     """
     narrow = indices.to(index_dtype(limit)).unsqueeze(1)
     return torch.cat([row_bytes(narrow), row_bytes(rows)], dim=1)
 
 
 def row_bytes(rows: Tensor) -> Tensor:
-    """(K, d) of any type as (K, bytes) uint8."""
-    # The stride of a dimension of size one or zero can be anything, which a view as bytes does not take.
+    """Views rows (K, d) of any dtype as (K, bytes) uint8."""
+    # A dimension of size one or zero may have any stride, which a view as bytes does not accept.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inverse of `encode_records`: indices (K,) int64 and rows (K, width), where possible a view of the records."""
+    """Decodes records: indices (K,) int64 and rows (K, width), where possible a view of the records."""
     index = index_dtype(limit)
     size = record_bytes(limit, width, dtype.itemsize)
     records = flat.view(-1, size)

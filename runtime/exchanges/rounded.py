@@ -1,9 +1,9 @@
-"""The mean of a dense gradient in fewer bits: each rank adds up its share of it, in float32, and hands the sum out.
+"""Sums a dense gradient in fewer bits: each rank adds up its share of the elements, in float32, and sends the sum.
 
-A sum within an AllReduce of 16 bits would be rounded at each rank of the ring, of 8 bits it would overflow. Here a
-gradient is rounded twice, as it leaves and as the sum does, and both roundings are made good by the next gradient's
-(DoubleSqueeze, ICML 2019). All ranks take the sum as it is handed out, so that they have the same bits. It sends what
-a ring AllReduce sends of numbers so narrow, 2 (N - 1) / N of it.
+An AllReduce of 16 bits would round at each rank of the ring, and one of 8 bits would overflow. Here a gradient is
+rounded twice, when it is sent and when the sum is sent, and the next gradient corrects both roundings (DoubleSqueeze,
+ICML 2019). All ranks use the rounded sum, so that they have the same bits. It sends as much as a ring AllReduce of the
+narrow numbers, 2 (N - 1) / N of the tensor.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from embrace_fx.runtime.ranks.rounding import Rounding
 
 
 def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) -> Steps[Tensor]:
-    """The sum over ranks, in place.
+    """Sums a gradient over ranks, in place.
 
     Args:
-        name: of the bucket and its chunk: what earlier ones left out is added.
+        name: the name of the bucket and its chunk, whose residuals are added.
     """
     ranks, form = channel.world_size, rounding.buckets
     block = BLOCK if form == "int8" else 1
-    share = ceil(flat.numel() / ranks / block) * block  # of whole blocks, so that they are cut alike everywhere
+    share = ceil(flat.numel() / ranks / block) * block  # whole blocks, so that all ranks cut the same blocks
     padded = flat.new_zeros((ranks * share,), dtype=torch.float32)
     padded[: flat.numel()] = flat
     pieces, every = in_blocks(share), in_blocks(ranks * share)

@@ -1,4 +1,4 @@
-"""Rounds that several strategies are made of: records pushed to servers, and records for everyone."""
+"""Rounds that several strategies share: records sent to servers, and records gathered by all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
 
 Records = tuple[Tensor, Tensor, list[int]]
-"""ids (K,) and rows (K, d), rank after rank, and how many are whose."""
+"""(ids (K,), rows (K, d), for each rank how many of them are its), rank after rank."""
 
 
 def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends the first counts[0] of the units to rank 0, the next to rank 1 and so on; returns what came.
+    """Sends the first counts[0] of the units to rank 0, the next to rank 1 and so on; returns the units received.
 
     Args:
         units: ids in the order of their servers.
@@ -41,7 +41,7 @@ def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], c
 
 
 def gather(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Every rank's units."""
+    """Gathers every rank's units."""
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
     counts: list[int] = announced.tolist()

@@ -1,9 +1,9 @@
-"""Exchanges as generators, and how to run them.
+"""Runs exchanges, which are generators.
 
 Contract
-    An exchange yields each collective once it is launched, and is resumed with its value once that is there; what it
-    returns is its result. It may launch the next collective before it yields the first. How many it yields, and which
-    collectives it launches, is the same on all ranks whatever the data, or ranks would wait for different things.
+    An exchange yields each collective after launching it, and is resumed with its value. It may launch the next
+    collective before it yields the first. The collectives and their number are the same on all ranks whatever the
+    data, or ranks would wait for different ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 T = TypeVar("T")
 
 Steps = Generator[InFlight, Tensor, T]
-"""A communication in several rounds with a result."""
+"""A communication in several rounds, with a result."""
 
 
 def run(steps: Steps[T]) -> T:
-    """Runs an exchange to its end, and returns its result; nothing else happens meanwhile."""
+    """Runs an exchange to its end, and returns its result."""
     try:
         launch = next(steps)
         while True:

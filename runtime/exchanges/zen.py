@@ -6,7 +6,7 @@ Balanced parallelism: every rank is the server of the units whose index hashes t
     add     each server, in the order of ranks
     pull    AllGather of hash bitmaps, then of the values they announce
 
-Hierarchical centralisation (`hierarchical.py`), the other optimum of the paper's design space, is a scheme of its own.
+Hierarchical centralisation (`hierarchical.py`) is the other optimum of the paper's design space, and another scheme.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from embrace_fx.runtime.exchanges.rounds import push
 from embrace_fx.runtime.exchanges.steps import Steps
 
 SEED = 0
-"""Of the hash functions, the same on all ranks."""
+"""Seed of the hash functions, the same on all ranks."""
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """The mean of all ranks' units, a part from each server."""
+    """Returns the mean of all ranks' units, in a part from each server."""
     world_size, num_units = channel.world_size, own.num_rows
     partition = hash_partition(own.ids, world_size, SEED)
     grouped = RowSet(own.ids[partition.order], own.rows.index_select(0, partition.order), num_units)
@@ -41,7 +41,7 @@ def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[R
     ids_by_server = [
         ids_of_bitmap(bits, index_set) for bits, index_set in zip(bitmaps.view(world_size, length), sets, strict=True)
     ]
-    # Bytes, because gloo and NCCL have no common list of types; values need no index, their order is the bitmap's.
+    # As bytes, because gloo and NCCL support different dtypes; values need no index, as they are in the bitmap's order.
     unit_bytes = own.width * own.rows.itemsize
     sizes = [of_server.numel() * unit_bytes for of_server in ids_by_server]
     flat = yield channel.all_gather(row_bytes(served.rows).view(-1), sizes)

@@ -1,9 +1,9 @@
-"""Inductor, torch's code generator: regions of a phase as fused kernels. All use of its private API lives here.
+"""Compiles regions of a phase into fused kernels by Inductor, torch's code generator, whose private API only this uses.
 
 Contract
-    A region's compiled form computes its values up to rounding, for all sizes that torch's guards admit; guards that
-    compiling adds are in the capture's shape environment. Results have the strides that the capture promises. What
-    Inductor cannot take stays eager, and a warning names it.
+    A compiled region computes its values up to rounding, for all sizes that torch's guards admit; guards that compiling
+    adds are in the capture's shape environment. Results have the strides of the capture. Regions that Inductor refuses
+    stay eager, with a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from embrace_fx.runtime.lower.regions import Compiled, Region
 
 
 def check_toolchain(devices: Collection[str]) -> None:
-    """Raises where Inductor lacks what it compiles with.
+    """Raises where a compiler that Inductor needs is missing.
 
     Args:
         devices: types of the model's devices.
@@ -51,18 +51,18 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program; equal ones once."""
+    """Compiles the regions of one program; equal regions once."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, Compiled] = {}
         self._captures_cuda_graphs = False
 
     def __call__(self, region: Region) -> Compiled | None:
-        """The compiled form; None, with a warning, where Inductor refuses the region."""
+        """Compiles a region; None, with a warning, if Inductor refuses it."""
         try:
             with _plain_mode():
                 return self._compile(region)
-        except Exception as error:  # a code generator fails in many ways, and the eager ops are there
+        except Exception as error:  # a code generator fails in many ways; the eager ops run instead
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
                 f"expected Inductor to compile a region of {len(region.module.graph.nodes)} nodes, found "
@@ -79,7 +79,7 @@ class RegionCompiler:
     def _compile(self, region: Region) -> Compiled:
         fake_mode = detect_fake_mode(_tensors(region))
         assert fake_mode is not None
-        if fake_mode.shape_env is not None:  # of ops that passes have derived, none of these
+        if fake_mode.shape_env is not None:  # clears pending symbols of ops that passes have run
             fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
         with fake_mode:
             traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
@@ -107,7 +107,7 @@ class RegionCompiler:
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Whatever the user's call runs under: the casts of an autocast region are in the graph, as is the backward."""
+    """Turns the user's autocast, inference and gradient modes off: casts and backward are in the graph already."""
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
@@ -118,7 +118,7 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _is_capturable(region: Region) -> bool:
-    """Whether sizes are fixed, all tensors on CUDA, and no result is one that the next replay overwrites too early."""
+    """Tells whether sizes are fixed, all tensors on CUDA, and no result is read after the next replay overwrites it."""
     values = _tensors(region)
     sizes = (size for value in values for size in value.shape)
     return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)

@@ -1,8 +1,8 @@
-"""Writing into values that die: a functional graph allocates where eager code would not.
+"""Lets ops write into inputs that they are the last to read: a functional graph would allocate new memory.
 
 Contract
-    Same values; which op may write where, `embrace_fx/vocabulary/in_place.py` says. Called on the lowered copy only,
-    never on a graph that is shown.
+    Same values; `embrace_fx/vocabulary/in_place.py` decides which op may write where. Called only on the lowered copy,
+    never on a graph that users see.
 """
 
 from __future__ import annotations

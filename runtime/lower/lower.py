@@ -1,9 +1,9 @@
-"""Lowering: a phase of a partitioned graph -> a Python function that runs it.
+"""Lowers a phase of a partitioned graph to a Python function that runs it.
 
 Contract
-    Same order, same values. Local `embrace::` ops become direct calls of their kernels, collectives become launches of
-    the communicator (what they return is in flight until its wait), everything else stays an ATen call. Arguments come
-    in one list that the function empties, so that a value dies with its last use.
+    Same order, same values. Local `embrace::` ops become direct calls of their kernels, and collectives launches by the
+    communicator (their result is in flight until its wait); all other ops stay ATen calls. Arguments come in one list
+    that the function empties, so that a value dies with its last use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Phase = Callable[[list[Any]], tuple[Any, ...]]
 
 
 class _OneList(CodeGen):
-    """Code that takes all arguments in one list, and empties it."""
+    """Generates code that takes all arguments in one list, and empties it."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
@@ -41,13 +41,13 @@ def lower(
     special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
-    """The function of one phase.
+    """Makes the function of one phase.
 
     Args:
-        module: a phase: placeholders with roles, outputs with roles.
+        module: a phase, whose placeholders and outputs have roles.
         launches: op name -> the communicator's function.
-        special: what a single node is to call instead, or None.
-        compile_region: what compiles the compute between communications; None: every op is called by itself.
+        special: node -> the function that it calls instead, or None.
+        compile_region: compiles the compute between communications; None: every op is called by itself.
     """
     targets: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS, **launches}
     graph = fx.Graph()
@@ -78,19 +78,19 @@ def lower(
 
 @cache
 def _direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """An op as C++ has it: the one of Python is a call of Python more."""
+    """Returns an op's C++ function, which saves one Python call."""
     call: Callable[..., Any] = partial(op._op)
     call.__module__, call.__name__ = op.namespace, str(op).removeprefix(f"{op.namespace}.").replace(".", "_")
     return call
 
 
 def _is_in_flight(node: fx.Node) -> bool:
-    """Tells whether a value is no tensor yet: only its wait yields one."""
+    """Tells whether a value is in flight: only its wait returns a tensor."""
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Tells whether a value lies at the same address at every step."""
+    """Tells whether a value has the same address at every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
     return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

@@ -1,10 +1,10 @@
-"""Regions: the compute between two communications of a phase, as one compiled function each.
+"""Compiles each region, the compute between two communications of a phase, to one function.
 
 Contract
-    Same values, and what is not taken keeps its place: launches, waits, submits, random draws, RNN kernels, ops whose
-    sizes depend on data. A region is a run of neighbouring ATen ops, so that everything between two regions still
-    happens between them. Values that die within a region die there: its inputs come in one list that it empties.
-    Works on the lowered copy of a phase, before ops write in place: what a region returns is never written into.
+    Same values; other nodes keep their places: launches, waits, submissions, random draws, RNN kernels, ops with
+    data-dependent sizes. A region is a run of neighbouring ATen ops, so that nodes between two regions still run
+    between them. Values that die within a region die there: its inputs come in one list that it empties. Works on the
+    lowered copy of a phase, before ops write in place: a region's results are never written into.
 
     rewrite:  a = aten.mul(x, y); b = aten.add(a, y); ...; submit_chunk(pack_bucket([b]), 0, n, ...)
     ->        arguments = bundle(x, y); b, = region_0(arguments); submit_bucket(pack_bucket([b]), 0)
@@ -26,12 +26,11 @@ from embrace_fx.vocabulary.graph import Saved
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
 SMALLEST = 4
-"""Kernels that a region must have to be compiled. On a CPU, at sizes where calling is all that takes time, a compiled
-region was measured at 3 us, its arguments and results aside, and an eager op at 2.4 us: two kernels break even, and
-compiling takes seconds."""
+"""Least kernels of a region to be compiled. On a CPU, at sizes where only calling takes time, a compiled region takes 3
+us, without its arguments and results, and an eager op 2.4 us: two kernels break even, and compiling takes seconds."""
 
 _UNTAKEN_TAGS = (
-    torch.Tag.nondeterministic_seeded,  # random numbers are eager's
+    torch.Tag.nondeterministic_seeded,  # random numbers must be those of eager mode
     torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
 )
@@ -44,9 +43,9 @@ class Region:
 
     Attributes:
         module: its graph, with one placeholder for each input and one tuple of outputs.
-        inputs: what they are at capture: fake tensors and symbolic sizes.
-        fixed: positions of inputs that lie at the same address at every step: parameters, buffers, shards.
-        kept: whether something it returns may outlive the step, or be read by another stream.
+        inputs: fake tensors and symbolic sizes, from the capture.
+        fixed: positions of inputs with the same address at every step: parameters, buffers, shards.
+        kept: whether a result may outlive the step, or be read by another stream.
     """
 
     module: fx.GraphModule
@@ -59,9 +58,9 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
     """Replaces the regions of a lowered phase by calls of their compiled forms.
 
     Args:
-        root: what holds the graph's constants.
-        graph: rewritten in place; its nodes have fake values, and placeholders their roles.
-        compile_region: a region's compiled form, or None where it is to stay as it is.
+        root: the module that holds the graph's constants.
+        graph: rewritten in place; its nodes have fake values, and its placeholders roles.
+        compile_region: region -> its compiled form, or None if it stays as it is.
     """
     _items_follow_their_tuples(graph)
     number = 0
@@ -80,7 +79,7 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
 
 
 def _runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
-    """Neighbouring nodes that can be compiled, in order."""
+    """Yields runs of neighbouring nodes that can be compiled, in order."""
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if _is_compute(node) or (node.target is operator.getitem and node.args[0] in run):
@@ -104,14 +103,14 @@ def _is_compute(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Tells whether eager code would launch something for it: not for views and sizes."""
+    """Tells whether eager code would launch a kernel for a node: not for views and sizes."""
     return isinstance(node.target, torch._ops.OpOverload) and not any(
         result.alias_info is not None or str(result.type) == "int" for result in node.target._schema.returns
     )
 
 
 def _items_follow_their_tuples(graph: fx.Graph) -> None:
-    """Moves `getitem` nodes behind the op they take from: a region that has one has the other."""
+    """Moves `getitem` nodes behind their op, so that a region has both or neither."""
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), list | tuple):
             for item in reversed([user for user in node.users if user.target is operator.getitem]):
@@ -124,9 +123,9 @@ def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Nodes whose values are the symbols that the region's sizes are made of; None where one is not to be had.
+    """Finds nodes for the symbols in the region's sizes; None if a symbol has no node.
 
-    Where an input has a symbol for its size, the compiled form reads it there.
+    The compiled form reads a symbol that is the size of an input from that input.
     """
     inputs = _inputs_of(nodes, ())
     needed = {str(symbol) for node in (*inputs, *nodes) for symbol in _free_symbols(node.meta["val"])}
@@ -149,7 +148,7 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Sizes that a value has, as text, with their dimension; None for a value that is a size itself."""
+    """Yields (size as text, dimension) of a value; dimension None for a value that is a size itself."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         yield str(value), None
@@ -159,7 +158,7 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """The size of a value, taken as soon as it is there: the value need not live on for it."""
+    """Inserts a node for the size of a value right behind the value, which need not stay alive for it."""
     after = source
     while after.next is not first and after.next.op in ("placeholder", "get_attr"):
         after = after.next
@@ -189,14 +188,14 @@ def _cut_out(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Tells whether a node is a parameter, buffer or shard as such, or as its pending update leaves it."""
+    """Tells whether a node is a parameter, buffer or shard, or one after its pending update."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True
 
 
 def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
-    """Tells whether a reader makes something new of a value, before the step ends."""
+    """Tells whether a reader of a value copies it within the step, and returns no view of it."""
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
         return all(isinstance(role, Saved) for each, role in returned if each is value)
@@ -224,7 +223,7 @@ def _replace(
 
 
 def bundle(*values: Any) -> list[Any]:
-    """The arguments of a region, in a list that it empties."""
+    """Returns the arguments of a region in a list, which the region empties."""
     return list(values)
 
 

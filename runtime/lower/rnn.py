@@ -24,7 +24,7 @@ from embrace_fx.runtime.lower.rnn_loop import (
 )
 from embrace_fx.vocabulary.rnn_ops import LayerWeights, compute_dtype
 
-# The numbers of the cells in oneDNN's and cuDNN's calls alike.
+# The numbers of the cells in the calls of both oneDNN and cuDNN.
 _CELL_NUMBERS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
@@ -47,7 +47,7 @@ class _Layer(NamedTuple):
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Flat input, initial state and weights, in the dtype that the "loop" kernel computes in."""
+        """Returns the flat input, initial state and weights in the dtype that the "loop" kernel computes in."""
         dtype = compute_dtype(self.input)
         weights = LayerWeights.of([weight.to(dtype) for weight in self.weights])
         return self.input.reshape(-1, self.input.shape[-1]).to(dtype), self.h0.to(dtype), weights
@@ -83,14 +83,14 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
     else:
         found = _mkldnn_backward(grads, layer, results)
     gradients = [*([found.input] if input_grad else []), found.h0, *([found.c0] if of_cells else []), *found.weights]
-    # Kernels compute wider than some of their arguments; a gradient is as wide as what it belongs to.
+    # Kernels may compute in a wider dtype than an argument's; a gradient gets its argument's dtype.
     return [
         g.to(source.dtype).view(source.shape) for g, source in zip(gradients, sources, strict=True) if g is not None
     ]
 
 
 def _no_autocast(input: Tensor) -> torch.autocast:
-    """Autocast has had its say where the op was placed: what an op computes must not depend on who calls it."""
+    """Turns autocast off: it has been applied at capture, and a kernel's result must not depend on its caller."""
     return torch.autocast(input.device.type, enabled=False)
 
 
@@ -129,7 +129,7 @@ def _loop_backward(
 
 
 def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: Walk) -> Tensor:
-    """A new (R, ...) gradient of `rows`: that of the rows themselves plus that of each sequence's final state."""
+    """Makes a new (R, ...) gradient of `rows`: their own, plus that of each sequence's final state."""
     total = torch.zeros_like(rows)
     if grad_rows is not None:
         total.copy_(grad_rows.reshape(rows.shape))
@@ -140,7 +140,7 @@ def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, 
 
 
 def _no_sequences(layer: _Layer) -> list[Tensor]:
-    """The results for an empty batch, which the fused kernels refuse."""
+    """Makes the results for an empty batch, which the fused kernels refuse."""
     input, h0, c0 = layer.input, layer.h0, layer.c0
     results = [h0.new_empty(layer.shape), h0.clone(), *([] if c0 is None else [c0.clone()])]
     if not layer.save:
@@ -150,13 +150,13 @@ def _no_sequences(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    # Without biases the call still has their places; what stands there is not read.
+    # Without biases the call still has arguments for them, which are not read.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
 
 def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
-    # oneDNN hands out its workspace only where gradients are enabled. Autograd must not see parameters then: kernels
-    # are called without the dispatcher, and what autograd noted would hold the workspace as long as the output lives.
+    # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
+    # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
     assert c0 is not None  # oneDNN has LSTMs only
     with torch.set_grad_enabled(save):
@@ -172,7 +172,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
-    # The call uses the workspace as scratch memory as well; a second backward reads only what the forward wrote.
+    # The call also uses the workspace as scratch memory; a second backward must read what the forward wrote.
     grad_input, *grad_weights, grad_h0, grad_c0 = torch.ops.aten.mkldnn_rnn_layer_backward(
         layer.input.contiguous(), *_mkldnn_weights(weights), layer.h0.contiguous(), c0.contiguous(), output, h_n, c_n,
         *grads, layer.reverse, _CELL_NUMBERS["lstm"], c0.shape[1], 1, len(weights) == 4, True, False, [], False,
@@ -182,7 +182,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
-    """Contiguous rows in the order of the walk: cuDNN itself walks one direction only. Turning twice restores."""
+    """Returns contiguous rows in the order of the walk, as cuDNN walks only forward; its own inverse."""
     if not walk.reverse:
         return rows.contiguous()
     return rows.reshape(-1, rows.shape[-1])[walk.mirror(rows.device)].view(shape)
@@ -226,7 +226,7 @@ def _cudnn_backward(
 
 
 def _cudnn_sizes(layer: _Layer) -> tuple[int, int, int]:
-    """The cell's number, its hidden size, and its projection's size or 0."""
+    """Returns (the cell's number, its hidden size, its projection's size or 0)."""
     w, cell = LayerWeights.of(layer.weights), layer.cell
     state_size = w.hh.shape[1]
     if w.projection is None:
@@ -238,7 +238,7 @@ KERNELS: dict[str, Callable[..., list[Tensor]]] = {
     "embrace::rnn_layer": rnn_layer,
     "embrace::rnn_layer_backward": rnn_layer_backward,
 }
-"""Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
+"""Op name -> the kernel that a lowered program calls directly, without the dispatcher."""
 
 for _name, _kernel in KERNELS.items():
     impl(_name, ("cpu", "cuda"))(_kernel)

@@ -1,9 +1,9 @@
-"""Recurrent layers as a loop over time: the "loop" kernel of `embrace::rnn_layer`, any cell, device and float dtype.
+"""Runs recurrent layers by a loop over time: the "loop" kernel of `embrace::rnn_layer`, for any cell, device and dtype.
 
-It works on flat rows, steps one behind the other as packed sequences have them; a padded input is the case where every
-step has B rows. All that does not depend on the step before is computed for all rows at once: the input's product with
-its weights, the derivatives of the activations, the gradients of weights and input. What remains per step is one
-product with the recurrent weights (two with a projection) and a handful of calls that write in place.
+It works on flat rows, step after step as in packed sequences; a padded input is the case where every step has B rows.
+All values that do not depend on the step before are computed for all rows at once: the input's product with its
+weights, the derivatives of the activations, the gradients of weights and input. Each step only computes one product
+with the recurrent weights (two with a projection) and a few calls that write in place.
 
 Shape legend: see `embrace_fx.vocabulary.rnn_ops`. A gradient of gates before their activation is called a delta.
 """
@@ -27,7 +27,7 @@ class Walk:
     """The order in which a layer visits its flat rows: step after step, first to last or last to first.
 
     Attributes:
-        sizes: rows of each step, in time order, never growing.
+        sizes: rows of each step, in time order, not increasing.
         reverse: from the last step to the first.
     """
 
@@ -44,7 +44,7 @@ class Walk:
         return cls(sizes, reverse)
 
     def steps(self, rows: Tensor) -> list[Tensor]:
-        """Views of the steps of `rows` (R, ...), in the order of the walk."""
+        """Returns views of the steps of `rows` (R, ...), in the order of the walk."""
         steps = list(rows.split(self.sizes))
         return steps[::-1] if self.reverse else steps
 
@@ -58,7 +58,7 @@ class Walk:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The numbers of the rows where each sequence is visited first and last, (B,) each.
+        """Returns the numbers of the rows where each sequence is visited first and last, (B,) each.
 
         Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
         """
@@ -69,7 +69,7 @@ class Walk:
         return _moved(first, device), _moved(last, device)
 
     def mirror(self, device: torch.device) -> Tensor:
-        """The row numbers (R,) that turn every sequence end to start; the permutation is its own inverse.
+        """Returns the row numbers (R,) that turn every sequence end to start; the permutation is its own inverse.
 
         Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
         """
@@ -79,21 +79,21 @@ class Walk:
         return _moved(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Tells of each sequence and step whether there is one, and its row where there is."""
+        """Returns (whether each sequence has each step, (T, B); the row of each sequence and step, (T, B))."""
         sizes_T1 = torch.tensor(self.sizes, device="cpu").unsqueeze(1)
         sequence_B = torch.arange(self.sizes[0], device="cpu")
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
 
 
 def carry(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """The state that a step of `rows` sequences starts from, out of the state before: some end, some begin."""
+    """Returns the state from which a step of `rows` sequences starts: the state before, as sequences end or begin."""
     if before.shape[0] >= rows:
         return _head(before, rows)
     return torch.cat([before, initial[before.shape[0] : rows]])
 
 
 def _head(tensor: Tensor, rows: int) -> Tensor:
-    # Slicing costs as much as a small kernel: padded inputs, where no step shrinks, do without.
+    # Slicing costs as much as a small kernel; padded inputs, whose steps never shrink, do without.
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
@@ -108,7 +108,7 @@ def _sum_of_biases(w: LayerWeights) -> Tensor | None:
 def _weight_gradients(
     delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients of the input (R, I), where wanted, and of [ih, hh, both biases], from the deltas (R, G*H)."""
+    """Computes gradients of the input (R, I), if wanted, and of [ih, hh, both biases], from the deltas (R, G*H)."""
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
         gradients += [delta_x.sum(0), delta_h.sum(0)]
@@ -126,7 +126,7 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
-    """[output (R, P), gates (R, 4H) activated, cells (R, H), and with a projection hidden states before it (R, H)]."""
+    """Computes [output (R, P), activated gates (R, 4H), cells (R, H), with a projection its input states (R, H)]."""
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
     cells, hidden = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -170,7 +170,7 @@ def lstm_backward(
     rows, hidden_size = cells.shape
     i, f, g, o = gates.chunk(4, 1)
     tanh_cells = torch.tanh(cells)
-    # What each delta is a multiple of: of the cell's gradient for i, f, g, of the hidden state's for o.
+    # Each delta is a multiple of this factor: by the cell's gradient for i, f, g, by the hidden state's for o.
     delta = torch.empty_like(gates)
     delta_i, delta_f, delta_g, delta_o = delta.chunk(4, 1)
     _sigmoid_backward(g, i, grad_input=delta_i)
@@ -209,7 +209,7 @@ def lstm_backward(
 
 
 def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
-    """[output (R, H), gates (R, 3H) activated, recurrent half of the new gate (R, H)]."""
+    """Computes [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)]."""
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
     output, new_recurrent = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -245,7 +245,7 @@ def gru_backward(
     r, z, n = gates.chunk(3, 1)
     previous = walk.previous(h0, output)
     # Columns n, r, z, recurrent n: the first three are the input's deltas, the last three the recurrent ones.
-    # Before the loop, what each is a multiple of, the hidden state's gradient being the other factor.
+    # Before the loop they hold one factor of each; the hidden state's gradient is the other factor.
     delta = x.new_empty(rows, 4 * hidden_size)
     delta_n, delta_r, delta_z, delta_new = delta.chunk(4, 1)
     _tanh_backward(1 - z, n, grad_input=delta_n)
@@ -281,7 +281,7 @@ def gru_backward(
 
 
 def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk, cell: str) -> list[Tensor]:
-    """[output (R, H)]: the backward needs nothing else."""
+    """Computes [output (R, H)], all that the backward needs."""
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
     activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
@@ -310,5 +310,5 @@ def rnn_backward(
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Moves numbers of the host to a device, without waiting for what that has been given."""
+    """Moves numbers of the host to a device, without waiting for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

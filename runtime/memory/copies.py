@@ -1,9 +1,9 @@
-"""Saved values that leave memory between forward and backward: to a file on the CPU, to pinned host memory on a device.
+"""Offloads saved values between forward and backward: to a file on the CPU, to pinned host memory on a device.
 
 Contract
-    What comes back has the bits, the sizes and the strides of what left. A value's memory is free once its offload has
-    been awaited; what it lies in outside is given back when it has been reloaded, or when nobody can ask for it any
-    more. Copies of one lane run in the order in which they are begun, besides compute and besides the other lane's.
+    A reloaded value has the bits, sizes and strides of the offloaded one. A value's memory is free when its offload has
+    been awaited; its place outside is freed when it has been reloaded, or when nothing refers to it any more. Copies of
+    one lane run in the order in which they begin, beside compute and the other lane's copies.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
 SLOT_BYTES = 4096
-"""What slots of a file are multiples of: a page."""
+"""Slots of a file are multiples of this: a page."""
 PROBED_BYTES = 32 * 2**20
-"""Copied out and back to learn how fast that is: the caches of a core are smaller."""
+"""Bytes copied out and back to measure the speed: more than the caches of a core."""
 
 Measured = tuple[float, float]
-"""Bytes per millisecond, and milliseconds of a copy of next to nothing."""
+"""(bytes per millisecond, milliseconds of a copy of one byte)."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def over(self, data: Tensor) -> Tensor:
-        """The value whose storage has the bytes of `data`."""
+        """Makes the value whose storage has the bytes of `data`."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A value outside, or on its way there.
+    """A value that is offloaded, or being offloaded.
 
     Attributes:
         place: where its bytes are.
-        leaving: what ends with its offload; None: it has been awaited.
+        leaving: the offload in progress; None: it has been awaited.
     """
 
     layout: ValueLayout
@@ -72,7 +72,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A value on its way back: its memory, and what ends with its reload."""
+    """A value that is being reloaded: its memory, and the reload in progress."""
 
     stored: Stored
     data: Tensor
@@ -90,16 +90,16 @@ class Copies(ABC):
         )
 
     def await_offload(self, stored: Stored) -> Stored:
-        """Stands still, or has the compute stream do so, until the value's memory can be used again."""
+        """Waits, or makes the compute stream wait, until the value's memory can be used again."""
         self._end(stored.leaving)
         return replace(stored, leaving=None)
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
-        """Takes memory for a value, and begins to copy it back."""
+        """Allocates memory for a value, and begins to copy it back."""
         return self._come(stored, Watch(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
-        """The value, once it is back."""
+        """Waits, or makes the compute stream wait, until a value is copied back, and returns it."""
         self._end(coming.ending)
         return coming.stored.layout.over(coming.data)
 
@@ -112,7 +112,7 @@ class Copies(ABC):
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
-        for _ in range(3):  # what the first one claims of file and memory is there then
+        for _ in range(3):  # the first run allocates file blocks and memory
             self.settle()
             began = time.perf_counter()
             stored = self.await_offload(self.offload(value, launch, None))
@@ -125,7 +125,7 @@ class Copies(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Has the host wait for what has been awaited, and computed."""
+        """Makes the host wait for all awaited copies, and for compute."""
 
     @abstractmethod
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored: ...
@@ -138,12 +138,12 @@ class Copies(ABC):
 
 
 class FileCopies(Copies):
-    """Copies values to a file of this process, which is gone with it; one thread writes, another reads back.
+    """Copies values to a file of this process, removed at its end; one thread writes, another reads.
 
-    Written and read, not mapped into memory: every page that is mapped anew costs a fault, more than its copy.
+    The file is not mapped into memory, because each newly mapped page costs a fault, which takes longer than its copy.
 
     Args:
-        directory: in which the file lies.
+        directory: the folder of the file.
 
     Raises:
         ValueError: no file can be made there.
@@ -159,13 +159,13 @@ class FileCopies(Copies):
                 "Make it, or name another one."
             ) from error
         self._room = 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # bytes -> where slots of them begin
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # length -> begins of free slots
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
         }
 
     def settle(self) -> None:
-        """The thread has waited already."""
+        """Does nothing: awaiting a copy has made the thread wait already."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
         slot = self._slot(stored.nbytes)
@@ -187,7 +187,7 @@ class FileCopies(Copies):
             ) from error
 
     def _slot(self, nbytes: int) -> Slot:
-        """Room in the file, its blocks reserved: a full disk is an error here, no signal while pages are written."""
+        """Reserves room in the file, so that a full disk raises here and not while bytes are written."""
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
@@ -208,7 +208,7 @@ class FileCopies(Copies):
 
 
 class _File:
-    """A file without a name, there as long as this object."""
+    """A file without a name, which lives as long as this object."""
 
     def __init__(self, directory: Path) -> None:
         self.descriptor, path = tempfile.mkstemp(dir=directory)
@@ -217,19 +217,19 @@ class _File:
 
 
 class Slot:
-    """A part of a file, in which one value lies."""
+    """A part of a file for one value."""
 
     def __init__(self, file: _File, begin: int, nbytes: int) -> None:
         self._file, self._begin, self._nbytes = file, begin, nbytes
 
     def write(self, data: memoryview) -> None:
-        """Copies bytes into it. Other threads run."""
+        """Writes bytes; other threads run meanwhile."""
         done = 0
         while done < self._nbytes:
             done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)
 
     def read(self, data: memoryview) -> None:
-        """Copies its bytes out, likewise.
+        """Reads the bytes; other threads run meanwhile.
 
         Raises:
             OSError: the file is shorter than what was written.
@@ -246,14 +246,14 @@ class Slot:
 class PinnedCopies(Copies):
     """Copies values to pinned host memory, on the streams of both lanes.
 
-    torch's allocator keeps pinned memory, and hands it out again once the copies that use it have ended.
+    torch's allocator caches pinned memory, and reuses it when the copies that use it have ended.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     def settle(self) -> None:
-        self._streams.record("settled").synchronize()  # on the model's device, which need not be the current one
+        self._streams.record("settled").synchronize()  # on the model's device, which may not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
@@ -264,7 +264,7 @@ class PinnedCopies(Copies):
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
-        """An event that passes when the copy has ended."""
+        """Starts a copy; returns an event that passes when it has ended."""
         streams = self._streams
         ready = streams.record(f"{watch.launch} ready")
         with streams.on(lane, str(watch.launch)):
@@ -274,18 +274,18 @@ class PinnedCopies(Copies):
             return streams.record(f"{watch.launch} done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Orders the compute stream behind a copy: it may then write over the source, and read the target."""
+        """Makes the compute stream wait for a copy, after which it may overwrite the source and read the target."""
         self._streams.wait(copying[0])
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """The storage of a value, as bytes."""
+    """Views the storage of a value as bytes."""
     storage = value.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
-    """Args: `data`: one tensor, which is let go of."""
+    """Writes the only tensor of `data` into a slot, and drops it from the list."""
     with watch:
         slot.write(data.pop().numpy().data)
 

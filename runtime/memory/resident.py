@@ -26,9 +26,9 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Bytes that tensors take on a device; on the CPU, all that this process has in use; 0 where nothing tells.
+    """Returns the bytes of tensors on a device or, on the CPU, of all memory in use by this process; 0 if unknown.
 
-    The resident set, which is taken where malloc cannot be asked, does not move while freed blocks are used again.
+    Where malloc does not tell, the resident set is returned, which does not change while freed blocks are reused.
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
@@ -51,7 +51,7 @@ def available_bytes() -> int:
 
 @cache
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """glibc's own count of malloc's memory; None: it is another malloc."""
+    """Finds glibc's function that counts malloc's memory; None: another malloc is used."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

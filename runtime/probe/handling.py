@@ -1,4 +1,4 @@
-"""Measures `cost.Handling`: a processor's work in a sparse exchange, on rows made up for it."""
+"""Measures `cost.Handling`, a processor's work in a sparse exchange, on made-up rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from embrace_fx.runtime.exchanges.gradient import mean_by_id
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 PASSES = 7
-"""Of `handle` over the bytes of its rows: gathered, encoded, cleared, put together, added, divided, written."""
+"""Passes of `handle` over the bytes of its rows: gather, encode, clear, join, add, divide, write."""
 
 WIDE, NARROW = 256, 1
-"""Values of a row: what it takes is the bytes, or that it is a row."""
+"""Values of a row: with many the bytes take the time, with one the row."""
 HANDLED_ROWS = {WIDE: 1024, NARROW: 32 * 1024}
 SCANNED_BYTES = LARGE_BLOCK_BYTES
-"""More than a cache holds: a table's gradient comes from memory."""
+"""Bytes searched: more than a cache holds, because a table's gradient comes from memory."""
 PAGE_BYTES = 4096
 SPARSE = 8
-"""Rows of the tensor for each that is handled."""
+"""Rows of the tensor per row that is handled."""
 
 
 def handle(dense: Tensor, ids: Tensor) -> None:
@@ -34,15 +34,15 @@ def handle(dense: Tensor, ids: Tensor) -> None:
 
 
 def handling_of(width: int, rows: int, device: torch.device) -> Callable[[], None]:
-    """`handle` of so many rows, each of so many values."""
+    """Makes a run of `handle` on `rows` rows of `width` values."""
     dense = torch.zeros((SPARSE * rows, width), device=device)
     ids = torch.arange(0, SPARSE * rows, SPARSE, device=device)
     return lambda: handle(dense, ids)
 
 
 def scanning(device: torch.device) -> Callable[[], None]:
-    """A search of `SCANNED_BYTES` for rows that are not zero."""
-    dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)  # zeros could be one page, seen many times
+    """Makes a run that searches `SCANNED_BYTES` for non-zero rows."""
+    dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)  # zeros could all map to one page
 
     def scan() -> None:
         block_bitmap(dense)
@@ -51,7 +51,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
 
 
 def claiming(device: torch.device) -> Callable[[], None]:
-    """The first write to each page of a block of `LARGE_BLOCK_BYTES`."""
+    """Makes a run that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
 
     def claim() -> None:
         torch.empty(LARGE_BLOCK_BYTES, dtype=torch.uint8, device=device)[::PAGE_BYTES] = 1

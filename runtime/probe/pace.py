@@ -1,4 +1,4 @@
-"""Measures a rank's pace against estimates: copies are measured, the compute that hides them is not yet."""
+"""Compares a rank's speed with estimates, because copies are measured but the compute that hides them is estimated."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from embrace_fx.cost.links import Compute
 
 PRODUCT, MOVED = 512, 4 * 2**20
-"""Of the reference: the rows of square matrices that are multiplied, and float32 elements that another one passes."""
+"""The reference work: the rows of square matrices that are multiplied, and the float32 elements that are copied."""
 LONG_MS, TIMES = 10.0, 5
-"""What a measurement takes at least, and of how many the shortest counts: an idle core is slow for tens of ms."""
+"""Least time of a measurement, and number of measurements, of which the shortest counts: an idle core is slow for tens
+of ms."""
 
 
 def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -> float:
-    """Compares this rank with an estimate: milliseconds of the estimate that pass in one of the rank's.
+    """Returns how many estimated milliseconds of the reference work this rank does in one millisecond.
 
     The reference is one product of matrices and one pass over memory: models are a mixture of both.
 
     Args:
-        settle: waits for what the device has been given.
+        settle: waits until the device has done all of its work.
     """
     matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
     source = torch.ones_like(target)
@@ -36,7 +37,7 @@ def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -
         settle()
         return (time.perf_counter() - began) * 1e3
 
-    taken_ms(1)  # makes what libraries make once
+    taken_ms(1)  # libraries initialise at the first call
     count = 1
     while taken_ms(count) < LONG_MS:
         count *= 2

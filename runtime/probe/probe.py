@@ -1,11 +1,11 @@
-"""Measures what collectives reach between the ranks, and their processors: a `Cluster` from the groups of training.
+"""Measures the links between the ranks and their processors: a `Cluster`, from the process groups of training.
 
 Contract
     Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each way to send is timed in growing
-    sizes, until the bytes clearly outweigh the start-up and take long enough that what queues and buffers let pass at
-    once does not count. A size's time is the median of a few runs, on the slowest rank. The sizes follow from times
-    that the ranks have in common, so that all measure the same. What a processor handles is measured on all ranks at
-    once, for those that share cores slow each other down in training too.
+    sizes, until the bytes clearly outweigh the start-up, and take so long that bursts through queues and buffers do
+    not matter. A size's time is the median of a few runs, on the slowest rank. The next size follows from times
+    common to all ranks, so that all measure the same sizes. Processors are measured on all ranks at once, because
+    ranks that share cores slow each other down in training too.
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 FIRST_BYTES = 4 * 1024
 GROWTH, LAST_GROWTH = 8, 4
-"""From size to size, as long as it is all start-up; and once it is not."""
+"""Growth of the size while times are mostly start-up, and afterwards."""
 OUTWEIGHS = 12.0
-"""Times the start-up that the largest size takes: it hides behind the bytes more or less, and not to know how much then
-is an error of the bandwidth by a twelfth at most."""
+"""Time of the largest size, in start-ups: an unknown part of start-up hides behind the bytes, which is then an error of
+the bandwidth of a twelfth at most."""
 LONG_MS = 50.0
-"""What the largest size's row takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
+"""Least time of the largest size's row: a token bucket or a socket passes some milliseconds' bytes in a burst."""
 MOST_BYTES = 4 * 2**20
-"""On links that carry it in less, the processors are what is measured."""
+"""Largest size: on links fast enough to carry more in time, the processors would be measured."""
 SHARE_MS = 200.0
-"""Of the median of each size's runs: about how long they take together."""
+"""About the time of all runs of a size, of which the median counts."""
 FEWEST_RUNS, MOST_RUNS = 2, 3
 MOST_IN_ROW = 8
-"""Launches that a run is the mean of: fewer of a size that takes long."""
+"""Most launches of a run, which is their mean; fewer of a size that takes long."""
 FIRST_ROW, FIRST_MS, MOST_FIRST_RUNS = 4, 120.0, 40
-"""Of the first size: launches in a row, about how long the runs take together, and how many they are at most. Start-up,
-a matter of when the scheduler wakes which thread, is the noisiest, and chunks are so many of it."""
+"""For the first size: launches in a row, about the time of all runs, most runs. Start-up depends on when the scheduler
+wakes threads and is the noisiest figure, and chunk sizes are multiples of it."""
 BURST_SHARE = 0.1
-"""How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
-The slope alone may be far off, where one of few runs met a busy core."""
+"""Most share by which the bandwidth may be below the largest size's own rate, for a burst: 5 of `LONG_MS`. The slope
+alone may be far off, where one of few runs met a busy core."""
 
 HANDLED_MS, HANDLED_SPANS = 30.0, 3
-"""For each thing that is handled: of how many spans the median is taken, and what each takes at least, several turns of
-the scheduler where ranks share a core. One alone told of memory ten times slower than another did."""
+"""For each kind of handling: the least time of a span, several turns of the scheduler where ranks share a core, and the
+number of spans, of which the median counts. Single spans have differed by a factor of ten."""
 
 ALIKE, ALIKE_START_UP = 1.15, 3.0
-"""Links of an earlier run hold where a large AllReduce takes so many times as long or as short at most; a small one,
-which a busy core disturbs more. A schedule made for links 1.4 times too slow took a ninth longer than its own."""
+"""Most ratio of times, for a large AllReduce and for a small one, which a busy core disturbs more, at which links of an
+earlier run still hold. A schedule made for links 1.4 times too slow took a ninth longer than its own."""
 
 CPU = torch.device("cpu")
 
@@ -87,24 +87,24 @@ _GROUPS: dict[Collective, str] = {
     "all_gather": "ids",
     "messages": "dense",
 }
-"""Whose process group carries each collective in training."""
+"""Collective -> the communication class whose process group carries it in training."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The bytes that a rank sent in a collective, and the time it took."""
+    """The bytes that a rank sent in a collective, and its time."""
 
     sent: Exchange
     time_ms: float
 
 
 def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
-    """Measures the network by each way to send, and the processors by what they handle, on this device.
+    """Measures the links of each way to send, and the processors' handling, on this device.
 
-    Returns: `links` are what collectives reach in a row; figures of the cluster as a whole are those of one AllReduce
-        alone. A single rank, which has no network, gets the default.
+    Returns: a cluster whose `links` are measured with launches in a row, and whose own figures with one AllReduce at
+        a time. A single rank, which has no network, gets the default.
     Raises:
-        DeadRank: a rank does not take part.
+        DeadRank: a rank does not join.
     """
     if communicator.world_size == 1:
         return Cluster()
@@ -131,16 +131,16 @@ def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Ha
     runs.append(handling_of(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
-    # Both are so many passes over bytes and so much per row.
+    # Both times are a sum of passes over bytes and of a constant per row.
     passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
     pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
-    if pass_ms <= 0 or unit_ms < 0:  # on a device that takes as long for few rows as for many
+    if pass_ms <= 0 or unit_ms < 0:  # a device may take as long for few rows as for many
         pass_ms, unit_ms = wide_ms / passed[0, 0], 0.0
     return Handling(SCANNED_BYTES / scan_ms, float(1 / pass_ms), LARGE_BLOCK_BYTES / claim_ms, float(unit_ms), round_ms)
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Milliseconds of a run while all ranks are at theirs, the mean over ranks."""
+    """Measures the milliseconds of a run while all ranks run theirs; returns the mean over ranks."""
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
     own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
@@ -148,7 +148,7 @@ def together_ms(communicator: Communicator, run: Callable[[], None], device: tor
 
 
 def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of a run, the mean over a span."""
+    """Measures the milliseconds of a run, the mean over a span."""
     _meet(communicator, device)
     start_s = time.perf_counter()
     runs, elapsed_ms = 0, 0.0
@@ -161,7 +161,7 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
 
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
-"""By group and type of device."""
+"""Group -> type of device -> the links found."""
 
 
 def probed_links(
@@ -170,12 +170,12 @@ def probed_links(
     device: torch.device = CPU,
     earlier: Callable[[], Cluster | None] = lambda: None,
 ) -> Cluster | None:
-    """The links between the ranks, probed at the first call for a group; None where a step sends less than a chunk.
+    """Returns the links between the ranks, probed once per group; None if a step sends less than a chunk.
 
     Args:
-        sent_bytes: what a step sends, about; equal on all ranks.
-        device: whose tensors are sent. Over gloo those of a GPU travel from host to host.
-        earlier: what an earlier run has probed, if anything, the same on all ranks. It is taken where it still holds.
+        sent_bytes: about what a step sends; equal on all ranks.
+        device: the device whose tensors are sent. Over gloo those of a GPU travel from host to host.
+        earlier: returns the links of an earlier run, or None, the same on all ranks; used if they still hold.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
@@ -190,9 +190,9 @@ def probed_links(
 
 
 def still_holds(communicator: Communicator, links: Cluster, device: torch.device = CPU) -> bool:
-    """Tells whether AllReduces of a small and of a large tensor take about what they would on these links. Collective.
+    """Tells whether a small and a large AllReduce take about the times predicted for these links. Collective.
 
-    Two of the many figures of a probe: a network of another rate or another latency is another one in these too.
+    These are two of a probe's many figures; a network of another rate or latency differs in them too.
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
@@ -208,7 +208,7 @@ def still_holds(communicator: Communicator, links: Cluster, device: torch.device
 
 
 def telling_bytes(links: Cluster, world_size: int) -> int:
-    """The size of an AllReduce that tells the links' rate, as the largest one of a probe would be."""
+    """Returns the size of an AllReduce that shows the links' rate, like the largest one of a probe."""
     own_bytes, start_up_ms = FIRST_BYTES, launch_ms(links, "all_reduce", FIRST_BYTES, world_size)
     enough_ms = max(LONG_MS, OUTWEIGHS * start_up_ms)
     while own_bytes < MOST_BYTES and launch_ms(links, "all_reduce", own_bytes, world_size) < enough_ms:
@@ -217,15 +217,15 @@ def telling_bytes(links: Cluster, world_size: int) -> int:
 
 
 def fit(samples: Sequence[Sample]) -> Link:
-    """The alpha-beta link that explains the times.
+    """Fits an alpha-beta link to the times.
 
-    The bandwidth is the slope between the two largest sizes, of which what passes in a burst is no part, within what
-    the largest alone permits: start-up may hide behind the bytes, or come on top of them. The smallest size is what
-    any takes at least; what sizes whose bytes take longer than that take beside their bytes is not hidden. No start-up
-    is known of where larger sizes do not take longer.
+    The bandwidth is the slope between the two largest sizes, which excludes bursts, within the bounds that the largest
+    size alone permits: start-up may hide behind the bytes or come on top of them. The time of the smallest size is the
+    least of any message. The latency is the time of larger messages beyond that of their bytes. Where larger sizes do
+    not take longer, no start-up is known.
 
     Args:
-        samples: of one collective, of at least two sizes.
+        samples: samples of one collective, of at least two sizes.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -272,7 +272,7 @@ def _measure(communicator: Communicator, collective: Collective, in_flight: int,
 
 
 def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
-    """Milliseconds of the first size, nearly all of it start-up."""
+    """Measures the milliseconds of the first size, nearly all of it start-up."""
     few_ms = _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
     return few_ms if runs <= MOST_RUNS else _median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
@@ -286,7 +286,7 @@ def _median_ms(
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Milliseconds of one of `row` launches, the median over runs of the slowest rank's."""
+    """Measures the milliseconds of one of `row` launches: the median over runs of the slowest rank's time."""
     own_ms = torch.tensor([_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
     slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
     return median(slowest_ms)
@@ -295,7 +295,7 @@ def _median_ms(
 def _time_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Milliseconds of one of several runs in a row."""
+    """Measures the milliseconds of one of several runs in a row."""
     _meet(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()
@@ -310,7 +310,7 @@ def _time_ms(
 
 
 def _meet(communicator: Communicator, device: torch.device) -> None:
-    """All ranks go on together."""
+    """Waits until all ranks are here."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
     _finish(device)
 

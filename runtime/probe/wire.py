@@ -1,6 +1,6 @@
-"""Payload bytes that a process sends over TCP, as the kernel counts them for each connection.
+"""Reads the payload bytes that this process sends over TCP, which the kernel counts for each connection.
 
-Other programs' traffic does not reach this count, which an interface's counter has no way to tell apart.
+An interface's counter would include other programs' traffic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 _DESCRIPTORS = Path("/proc/self/fd")
 
 _BYTES_SENT_OFFSET = 200
-"""Of `tcpi_bytes_sent` in `struct tcp_info` (linux/tcp.h, since Linux 4.19); `tcpi_bytes_retrans` follows it."""
+"""Offset of `tcpi_bytes_sent` in `struct tcp_info` (linux/tcp.h, since Linux 4.19); `tcpi_bytes_retrans` follows it."""
 
 
 def sent_by_connection() -> dict[int, int] | None:
-    """Payload bytes sent so far by connection that this process has open, each byte once however often it travelled.
+    """Reads the payload bytes sent so far over each open connection of this process, without retransmissions.
 
     Returns: socket number -> bytes; None where the system does not count: no Linux, or one before 4.19.
     """
@@ -27,7 +27,7 @@ def sent_by_connection() -> dict[int, int] | None:
         return None
     sent = {}
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed by now
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
