@@ -1,8 +1,8 @@
-"""Launches on their way out: what has been submitted and is in flight, and which one leaves next.
+"""Queues submitted launches, tracks those in flight, and decides which one leaves next.
 
 Contract
-    The launch order is what makes ranks meet: see `launcher.py`, whose rules `next` keeps. One thread launches at a
-    time, whichever has made something due: it submitted it, or saw the end of what stood before it.
+    The launch order makes ranks' collectives match (see `launcher.py`); `next` keeps its rules. One thread launches at
+    a time: the one that submitted a due launch, or that saw the end of the launch before it.
     On a device a queue of another kind launches on streams: see `stream_queue.py`.
 """
 
@@ -28,44 +28,44 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT
 STANDSTILL_S = 0.5
 
 LATE, SHORTEST_S = 1.5, 0.005
-"""Times as long as it took when it was last alone on its way, and that at least: then a launch is late, and the next
-one does not wait for it. A rank alone that reads a parameter has launched others first."""
+"""A launch is late, and the next one does not wait for it, when it has taken this multiple of its time alone in flight,
+and at least this many seconds: another rank, which alone reads a parameter, may have launched others first."""
 
-_WAITING = attrgetter("waiting")  # called where a generator would be Python's
+_WAITING = attrgetter("waiting")  # runs in C, unlike a generator
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
 
 LARGE_BYTES = 1 << 18
-"""From here on, writing what is sent takes longer than waking the thread that does it beside the model's."""
+"""Bytes from which on writing the data takes longer than waking the launcher's thread to do it."""
 
 
 class LaunchWindow:
-    """The launches of one window: what has been submitted, by its place in the order.
+    """The launches of one window, in their order.
 
     Attributes:
-        held: nothing of it leaves yet.
-        dropped: nothing of it will.
+        held: no launch leaves yet.
+        dropped: no launch will leave.
     """
 
     def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
         self.held = held
         self.dropped = False
         self.order = order
-        self._passed = 0  # of them, the first so many, that have been launched or are not coming
+        self._passed = 0  # number of launches at the head of the order that are launched or will not come
         self.number = number
-        self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
-        self.expected = set(order)  # may still be submitted
+        self.waiting: dict[OperationId, Ticket] = {}  # submitted, not launched
+        self.expected = set(order)  # not submitted yet, but may be
         self.in_forward = False
 
     def to_come(self) -> Sequence[OperationId]:
-        """The launches from the first one on that has not been launched, and may still be."""
+        """Returns the launches of the order from the first one on that may still be launched."""
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
         return order[self._passed :]
 
     def drop(self) -> None:
-        """Has nothing of it leave."""
+        """Drops all launches of the window."""
         self.dropped = True
         for ticket in self.waiting.values():
             ticket.drop()
@@ -73,51 +73,51 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """Launches on their way out: shared by a launcher, which submits them, and by whatever issues them, under one lock.
+    """The queue of launches, which a launcher and the threads that issue launches share, under one lock.
 
-    A thread that waits for time to pass holds this, and not the launcher, which ends with whoever made it.
+    Its thread refers to this queue, not to the launcher, so that the launcher can be freed.
 
     Args:
-        recorder: told of every launch that completes.
-        channel: the group that carries a class. Launches of one channel never overtake each other.
-        at_once: how many may be on the way: more where none is more urgent than another.
+        recorder: records every launch that completes.
+        channel: class -> the group that carries it. Launches of one channel never overtake each other.
+        at_once: most launches in flight; more if none is more urgent than another.
 
     Attributes:
-        hurried: how many wait in a hurry.
-        draining: everything submitted is to leave, whatever is still to come.
-        callbacks: of collectives, run and dropped by threads of theirs.
+        hurried: number of hurried waits.
+        draining: all submitted launches may leave, whatever is not yet submitted.
+        callbacks: callbacks of collectives, run and dropped by their threads.
     """
 
     def __init__(self, recorder: Recorder, channel: Mapping[Lane, str] = LANE_GROUP, at_once: int = IN_FLIGHT) -> None:
         self.at_once = at_once
         self.recorder = recorder
         self.channel = channel
-        self.lock = threading.RLock()  # to take it is no call of Python, as to take a condition is
-        self.changed = threading.Condition(self.lock)  # time alone may let something leave
-        self.arrived = threading.Condition(self.lock)  # something has, or failed, or was dropped
+        self.lock = threading.RLock()  # acquired without a Python call, unlike a condition
+        self.changed = threading.Condition(self.lock)  # wakes the thread that watches time
+        self.arrived = threading.Condition(self.lock)  # a launch has arrived, failed, or was dropped
         self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
         self.stopped = False
         self.issuing = False
-        self.wakes_s = -math.inf  # when the thread looks; it does by itself while it is not waiting
+        self.wakes_s = -math.inf  # when the waiting thread wakes; -inf while it is awake
         self.hurried = 0
         self.draining = False
         self.moved_s = time.perf_counter()
-        self.took_s: dict[OperationId, float] = {}  # by launch, when it was last alone on its way
+        self.took_s: dict[OperationId, float] = {}  # launch -> its last time alone in flight
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end: Callable[[], object] = lambda: None
 
     # -- what a launcher asks of it ------------------------------------------------------------------------------------
 
     def start(self, owner: object) -> None:
-        """Begins to launch what is submitted, as long as the owner lives."""
+        """Starts the thread, which ends with the owner."""
         thread = threading.Thread(target=_run, args=(self,), name="embrace_fx launcher", daemon=True)
         thread.start()
         self._end = weakref.finalize(owner, _stop, self, thread)
 
     def close(self) -> None:
-        """Waits until everything submitted has completed, and launches no more.
+        """Waits until all submitted launches have completed, and ends the thread.
 
         Raises:
             RuntimeError: a collective failed.
@@ -141,7 +141,7 @@ class LaunchQueue:
         return OUTSIDE if recording is None else recording.window
 
     def enter(self, ticket: Ticket) -> None:
-        """Has a ticket wait for its turn."""
+        """Queues a ticket, or drops it with its window."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -155,14 +155,14 @@ class LaunchQueue:
         self.note_change(window)
 
     def note_change(self, window: LaunchWindow) -> None:
-        """Has whatever is due be launched, once a window has changed."""
+        """Issues due launches after a window has changed."""
         if window.dropped:
             with self.lock:
                 self.arrived.notify_all()
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
+        """Ends the current window, whose unsubmitted launches will not come, and begins the next one."""
         with self.lock:
             window = self.windows[-1]
             window.expected.clear()
@@ -171,30 +171,28 @@ class LaunchQueue:
         self.note_change(window)
 
     def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which what has not been submitted does not hold up what the caller waits for."""
+        """Returns a context in which launches not yet submitted do not delay those that the caller waits for."""
         return _Hurrying(self)
 
     def took_turns(self) -> bool:
-        """Whether, since it was last asked, everything left in its turn; where not, all ranks must come to know.
+        """Tells whether all launches since the last call left in turn; if not, other ranks must be told.
 
-        What another rank has launched is launched here in time: nobody needs to know.
+        True here: this queue launches in time whatever another rank has launched out of turn.
         """
         return True
 
     def catch_up(self) -> None:
-        """Launches what another rank may have launched out of turn, which happens by itself here."""
+        """Does nothing: this queue launches in time whatever another rank has launched out of turn."""
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the communicator runs collectives of the calling thread; None: nothing orders them, on
-        the host.
-        """
+        """The context in which the communicator runs the calling thread's collectives; None: the host needs none."""
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
-        """Launches everything whose turn it is, unless another thread does: that one finds what has come since."""
+        """Launches all due launches, unless another thread is doing so: that one also finds those that came since."""
         while not self.issuing:
             with self.lock:
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
@@ -209,7 +207,7 @@ class LaunchQueue:
                 self._launch(ticket)
             except BaseException as error:
                 self.fail(error)
-                if not isinstance(error, Exception):  # of the user's thread alone
+                if not isinstance(error, Exception):  # KeyboardInterrupt, say, is for the user's thread
                     raise
             finally:
                 self.issuing = False
@@ -234,7 +232,7 @@ class LaunchQueue:
         launched.work.get_future().add_done_callback(completed)
 
     def complete(self, ticket: Ticket) -> None:
-        """Notes that a launch has arrived."""
+        """Records that a launch has arrived."""
         with self.lock:
             ticket.ended_s = self.moved_s = time.perf_counter()
             ticket.work = None
@@ -242,7 +240,7 @@ class LaunchQueue:
                 ticket.sent_bytes = ticket.measured()
             self.in_flight.remove(ticket)
             if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
-                self.took_s.pop(ticket.id, None)  # a rank was elsewhere
+                self.took_s.pop(ticket.id, None)  # another rank was late
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
             self.arrived.notify_all()
@@ -254,36 +252,36 @@ class LaunchQueue:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Has whoever submits or waits from now on raise an error, the first one."""
+        """Makes later submissions and waits raise the first error."""
         with self.lock:
             self.error = self.error or error
             self.arrived.notify_all()
             self.changed.notify_all()
 
-    # -- everything below is called with the lock held
+    # -- all methods below are called with the lock held
 
     def enters(self, ticket: Ticket) -> None:
-        """Has a ticket of the current window wait for its turn. Nothing stands still while nothing waits to leave."""
+        """Queues a ticket in the current window. Time counts as standstill only while a launch waits to leave."""
         if not self.waits():
             self.moved_s = max(self.moved_s, time.perf_counter())
         self.windows[-1].waiting[ticket.id] = ticket
 
     def wait_for_change(self) -> None:
-        """Waits until something may leave because of the time that has passed."""
+        """Waits until a launch may leave because time has passed, or until woken."""
         wait_s = self.until_due_s()
         self.wakes_s = time.perf_counter() + wait_s
         self.changed.wait(None if wait_s == math.inf else wait_s)
         self.wakes_s = -math.inf
 
     def until_due_s(self) -> float:
-        """Seconds until something may leave because nothing else moves, or the last launch is late."""
+        """Returns the seconds until a launch may leave because of a standstill, or because the last launch is late."""
         if not self.waits():
             return math.inf
         late_s = self.until_late_s()
         return min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
 
     def next(self) -> Ticket | None:
-        """The ticket to launch now, or None."""
+        """Returns the ticket to launch now, or None."""
         if not self.waits():
             return None
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
@@ -316,16 +314,16 @@ class LaunchQueue:
         return None
 
     def waits(self) -> bool:
-        """Tells whether anything has been submitted that has not left."""
+        """Tells whether any submitted launch has not left."""
         return any(map(_WAITING, self.windows))
 
     def forget_windows(self) -> None:
-        """Forgets windows that have launched everything, but the current one."""
+        """Drops windows, but for the current one, that have launched everything."""
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
 
     def until_late_s(self) -> float:
-        """Seconds that the last launch may still take without being late; 0 where nobody knows."""
+        """Returns the seconds until the last launch is late: 0 if its time is unknown, infinite without one."""
         if not self.in_flight:
             return math.inf
         last = self.in_flight[-1]
@@ -334,7 +332,7 @@ class LaunchQueue:
         return last.started_s + max(LATE * took_s, SHORTEST_S) - time.perf_counter()
 
     def leaves(self, ticket: Ticket) -> None:
-        """Has a launch be on its way. One that shares the link with another tells its time only where none is known."""
+        """Records that a launch is in flight; one that shares the link is timed only if its time is not known."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s
@@ -342,7 +340,7 @@ class LaunchQueue:
         self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
-        """Tells whether anything has been submitted that has not completed."""
+        """Tells whether any submitted launch has not completed."""
         return bool(self.in_flight) or self.waits()
 
 
@@ -360,7 +358,7 @@ class _Hurrying(contextlib.AbstractContextManager[None]):
 
 
 def _run(queue: LaunchQueue) -> None:
-    """Launches what time alone has made due, and what it is woken for."""
+    """Runs the launcher's thread: issues launches that became due as time passed, or that it is woken for."""
     while True:
         with queue.lock:
             if not queue.stopped:
@@ -371,17 +369,17 @@ def _run(queue: LaunchQueue) -> None:
 
 
 def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
+    """Ends the thread and all launches: a completion while the interpreter shuts down would abort the process."""
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()
     with queue.lock:
-        # All ranks have submitted the same, so it completes; unless one is gone.
+        # All ranks have submitted the same launches, which complete unless a rank is gone.
         queue.arrived.wait_for(lambda: queue.error is not None or not queue.under_way(), timeout=_FAREWELL_S)
         queue.stopped = True
         queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(timeout=_FAREWELL_S)
-    # The thread of a collective needs the interpreter once more after its callback has run: to drop it.
+    # After its callback has run, a collective's thread needs the interpreter once more, to drop it.
     while queue.callbacks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)

@@ -1,18 +1,18 @@
 """The launcher: issues a rank's collectives in the schedule's order, while the model computes.
 
 Contract
-    Everything submitted in a window is launched in the schedule's total order, the same on all ranks, with at most
-    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left. One
-    more leaves where the last one takes longer than it took before: another rank may have launched others first.
-    Each communication class has a process group of its own, used by this alone. Whichever thread makes a launch due
-    issues it, the one that submits it or the one that sees the end of what stood before it: to wake another takes
-    longer. A thread of the launcher's own looks at the clock, and issues what is large for the one that submits it.
-    The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
-    nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
-    other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
-    What someone in a hurry waits for (`hurrying`) overtakes launches that are still to come; nothing else does.
-    A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
-    and no rank has sent what another one will never receive.
+    All launches submitted in a window leave in the schedule's total order, the same on all ranks, with at most
+    `IN_FLIGHT` in flight, so that an urgent transfer queues behind no more than these. One more leaves if the last one
+    takes longer than before: another rank may have launched others first.
+    Each communication class has its own process group, which only the launcher uses. The thread that makes a launch due
+    (it submits it, or sees the end of the launch before it) issues it, because waking another thread takes longer. The
+    launcher's own thread watches the clock, and issues large launches for the thread that submits them.
+    The order between classes is for speed. The order within a class makes ranks' collectives match, and never changes;
+    but if nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
+    other. So all launches submitted on all ranks complete, and no rank waits for a launch that is not submitted yet.
+    Only hurried waits (`hurrying`) let a launch overtake launches that are not submitted yet.
+    A backward's launches are held until every rank is known to be in that backward; if one is not, all are dropped, and
+    no rank has sent data that another one will never receive.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from embrace_fx.vocabulary.operation_id import OperationId
 
 
 class Launcher:
-    """Hands launches to their queue.
+    """Submits a rank's launches to their queue.
 
     Args:
         order: the launch order of a window.
-        of_forward: those of them that the forward submits; all others are the backward's.
-        queue: has them leave; this one's alone.
-        communicator: told of every submission; in a wait for one that never comes it names the ranks that are missing.
+        of_forward: launches that the forward submits; the backward submits all others.
+        queue: the queue that issues them, used by this launcher only.
+        communicator: counts every submission, and names missing ranks in a wait that never ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Launcher:
         queue.start(self)
 
     def close(self) -> None:
-        """Waits until everything submitted has completed, and ends.
+        """Waits until all submitted launches have completed, and ends the queue.
 
         Raises:
             RuntimeError: a collective failed.
@@ -65,26 +65,26 @@ class Launcher:
         self.queue.close()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
-        """Launches in another order, from the next window on."""
+        """Changes the launch order, from the next window on."""
         self._order = tuple(order)
 
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """The launches of a window that belong to a phase, the forward or the backward, and that it does not submit."""
+        """Lists a window's launches of a phase, the forward or the backward, that are not in `submits`."""
         return tuple(o for o in self._order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
-        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one.
+        """Ends the current window, whose unsubmitted launches will not come, and begins the next one.
 
         Args:
-            held: nothing of the next one leaves before `release_after` lets it.
+            held: no launch of the next window leaves before `release_after` allows it.
         """
         self.queue.open_window(self._order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Lets what the held window submits leave once a future has ended, or drops it.
+        """Lets the held window's launches leave when a future has ended, or drops them.
 
         Args:
-            agreed: asked then; whether it may leave. Else the waits of its tickets raise `Dropped`.
+            agreed: called then; True: they leave. Otherwise the waits of their tickets raise `Dropped`.
         """
 
         def ended(future: Any) -> None:
@@ -104,25 +104,25 @@ class Launcher:
         future.add_done_callback(ended)
 
     def expects(self, launch: OperationId) -> bool:
-        """Tells whether a launch of the current window is still to be submitted, and may be."""
+        """Tells whether a launch of the current window may still be submitted."""
         return launch in self.queue.windows[-1].expected
 
     def leave_backward(self) -> None:
-        """Expects no more of what the window's backward submits."""
+        """Expects no more submissions of the window's backward."""
         with self.queue.lock:
             window = self.queue.windows[-1]
             window.expected &= self._of_forward
         self.queue.note_change(window)
 
     def enter_forward(self) -> None:
-        """Makes sure that there is a window for what a forward submits, also where no backward came before it."""
+        """Opens a window for a forward's submissions if no backward came before it; ends the backward's."""
         if self.queue.windows[-1].in_forward:
             self.open_window()
         self.queue.windows[-1].in_forward = True
         self.leave_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Expects no more of some launches of the current window."""
+        """Removes launches from those that the current window expects."""
         if launches:
             with self.queue.lock:
                 window = self.queue.windows[-1]
@@ -133,7 +133,7 @@ class Launcher:
         """Queues a launch at its place in the current window.
 
         Args:
-            sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
+            sent_bytes: bytes this rank sends, for the recorder; a guess if only the launch's end tells them.
         """
         queue = self.queue
         assert which in queue.windows[-1].expected, str(which)
@@ -147,12 +147,12 @@ class Launcher:
         return ticket
 
     def wait(self, ticket: Ticket) -> Tensor:
-        """Waits for the value of a launch; the recorder is told of a wait that takes time."""
+        """Waits for the value of a launch; the recorder records a wait that takes time."""
         if ticket.done:
             return ticket.wait()
         with self._communicator.watching(ticket.id), self.recorder.waiting(ticket.id):
             return ticket.wait()
 
     def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which what has not been submitted does not hold up what the caller waits for."""
+        """Returns a context in which launches not yet submitted do not delay those that the caller waits for."""
         return self.queue.hurrying()

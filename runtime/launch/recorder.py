@@ -1,10 +1,10 @@
-"""Measures what a rank's processor does and when it waits: the measured half of a timeline.
+"""Records when a rank's processor runs operations and when it waits, for the measured timeline.
 
 Contract
-    Off, a mark tells the tally alone. On, marks cut the calling thread's time into the compute operations of
-    `embrace_fx.vocabulary.schedule.StepGraph`, each told by the mark that ends it. On a device,
-    whose work comes after the thread that enqueues it, moments are taken on the device's streams by a clock of its own,
-    and become times at the end.
+    Off, a mark only goes to the tally. On, marks cut the calling thread's time into the compute operations of
+    `embrace_fx.vocabulary.schedule.StepGraph`; the mark at an operation's end names it. On a device, which works
+    behind the thread that enqueues, a clock of its own takes moments on the device's streams, which become times at
+    the end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from embrace_fx.runtime.launch.tally import Tally
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Moment = Any
-"""What a clock hands out: seconds on the host, an event on a stream."""
+"""A clock's result: seconds on the host, an event on a stream."""
 
 
 OUTSIDE = -2
-"""The window of what no recording is told of; -1 is that before the first backward of one."""
+"""The window of operations outside of a recording; -1 is the window before a recording's first backward."""
 
 
 class Clock(Protocol):
@@ -35,26 +35,26 @@ class Clock(Protocol):
         """Begins a recording."""
 
     def now(self) -> Moment:
-        """This moment, in the program's order."""
+        """Takes this moment, in the program's order."""
 
     def stop(self) -> None:
-        """Ends a recording: from here on `seconds` may be asked for."""
+        """Ends a recording, after which `seconds` may be called."""
 
     def seconds(self, moment: Moment) -> float:
-        """A moment on the scale of `time.perf_counter`."""
+        """Converts a moment to the scale of `time.perf_counter`."""
 
 
 class HostClock:
     """`time.perf_counter`."""
 
     def start(self) -> None:
-        """There is nothing to prepare."""
+        """Does nothing."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def stop(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing."""
 
     def seconds(self, moment: Moment) -> float:
         return float(moment)
@@ -62,7 +62,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A launch as it went, seconds of `time.perf_counter`."""
+    """A completed launch, in seconds of `time.perf_counter`."""
 
     launch: OperationId
     window: int
@@ -73,14 +73,14 @@ class Transfer:
 
 @dataclass
 class Recording:
-    """Raw marks of one rank, seconds of `time.perf_counter`. `window` counts backwards begun since the start.
+    """Raw marks of one rank, in seconds of `time.perf_counter`. `window` counts backwards begun since the start.
 
     Attributes:
-        marks: (operation, window, when): what was done by then; None: the window begins.
+        marks: (operation, window, its end); operation None: the window begins.
         waits: (launch, window, from, to).
-        transfers: what was launched and completed meanwhile.
+        transfers: the launches that completed.
         memory: (when, bytes in use) at each mark.
-        before: what was launched before the first window, by the forward of its batch.
+        before: the launches before the first window, by the forward of its batch.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -124,10 +124,10 @@ class Recorder:
 
     Args:
         clock: takes the moments.
-        bytes_in_use: asked at each mark.
+        bytes_in_use: called at each mark.
 
-    Attributes:
-        tally: told of each step, whether it is recorded or not.
+        Attributes:
+            tally: counts each step, recorded or not.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
@@ -135,18 +135,18 @@ class Recorder:
         self.clock: Clock = clock or HostClock()
         self.recording: Recording | None = None
         self.tally = Tally()
-        self._segment: OperationId | None = None  # what the forward computes; None: no forward runs
+        self._segment: OperationId | None = None  # the operation that the forward computes; None: no forward runs
         self._stands = False
 
     def window(self) -> None:
-        """Notes that a backward begins."""
+        """Records that a backward begins."""
         self.tally.window()
         if self.recording is not None:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def mark(self, operation: OperationId) -> None:
-        """Notes that everything since the last mark was this operation, or more of it."""
+        """Records the time since the last mark as this operation's."""
         self.tally.mark(operation)
         recording = self.recording
         if recording is not None:
@@ -157,38 +157,38 @@ class Recorder:
             if self._bytes_in_use is not None:
                 recording.memory.append((now, self._bytes_in_use()))
 
-    # A forward's compute is told segment by segment: when it stands still for what is awaited, and when it ends.
+    # A forward's compute is recorded by segments, which end where it waits or ends.
 
     @property
     def in_forward(self) -> bool:
-        """Tells whether a forward runs."""
+        """Whether a forward runs."""
         return self._segment is not None
 
     def begin_segment(self, operation: OperationId) -> None:
-        """Notes that the forward computes this from here on."""
+        """Begins a segment: the forward computes this operation from here on."""
         self._segment, self._stands = operation, False
 
     def stand(self) -> None:
-        """Notes that a forward's compute stands still, until what is awaited is put to use."""
+        """Ends the segment: the forward waits, until it uses what it has awaited."""
         if self._segment is not None and not self._stands:
             self.mark(self._segment)
         self._stands = True
 
     def end_forward(self) -> None:
-        """Notes that the forward ends."""
+        """Records that the forward ends."""
         self.stand()
         self.forget_forward()
 
     def forget_forward(self) -> None:
-        """Notes that no forward runs any more."""
+        """Drops the segment of a forward that runs no more."""
         self._segment = None
 
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
-        """A context in which the thread, or its stream, stands still for a launch."""
+        """Returns a context that records a wait of the thread, or its stream, for a launch."""
         return _Waiting(self, launch)
 
     def transferred(self, transfer: Transfer) -> None:
-        """Notes a launch that has completed, or will have by the recording's end; called by whichever thread saw it."""
+        """Records a launch that has completed, or will by the recording's end; called by any thread."""
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
 
@@ -198,7 +198,7 @@ class Recorder:
         return self.recording
 
     def stop(self) -> Recording:
-        """Ends the recording; returns it in seconds, the same object that `start` returned."""
+        """Ends the recording, converts it to seconds, and returns it: the object that `start` returned."""
         assert self.recording is not None
         recording, self.recording = self.recording, None
         self.clock.stop()
@@ -237,11 +237,11 @@ class _Waiting(contextlib.AbstractContextManager[None]):
 
 
 class Watch:
-    """Tells a recorder of one copy, which begins and ends with this context, in whichever thread.
+    """Records one copy, which begins and ends with this context, in any thread.
 
     Args:
-        recorder: None: nobody is told.
-        on_host: whether its moments are the host's, whatever the clock takes.
+        recorder: None: the copy is not recorded.
+        on_host: whether to take the host's time instead of the clock's.
     """
 
     def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None, *, on_host: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Spans for `torch.profiler`: the phases of a step, its submissions and its waits by name. Nothing where none runs."""
+"""Opens named spans for `torch.profiler`, if it runs: the phases of a step, its submissions and its waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(*name: object) -> contextlib.AbstractContextManager[object]:
-    """Opens a span of these words where this thread is profiled; else it costs a question."""
+    """Opens a span named by these words, if this thread is profiled; else returns an empty context."""
     if not is_profiled():
         return _NONE
     return record_function(f"embrace_fx: {' '.join(map(str, name))}")

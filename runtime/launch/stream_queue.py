@@ -1,16 +1,16 @@
 """A launch queue on streams: the calling thread enqueues a rank's collectives in the schedule's order, and never waits.
 
 Contract
-    As `runtime/launch/launcher.py`: the same windows, the same total order, the same behaviour where it gives way. But
+    As `runtime/launch/launcher.py`: the same windows, the same total order, the same exceptions to it. But
     - a launch is enqueued on the stream of its class, behind an event recorded where it was submitted, and behind the
       end of the launch IN_FLIGHT places before it in the order. Such edges go from earlier to later places only,
       whatever was launched out of turn, so that no two ranks' streams wait for each other.
     - a ticket's `wait` lets the current stream wait for the launch's event.
-    - what a launch reads lives until a stream of its owner has waited for it; what it received, which its own stream
-      allocated, the allocator keeps for the reader's.
-    - models that share a device launch in the order of the calls: each behind what another one launched last.
-    Whoever waits for what is held back by launches that are still to come has it leave out of its turn, and says so in
-    the ranks' store: another rank, which may stand in a barrier of the user's, does so where it stands at that place.
+    - a launch's inputs live until a stream of their owner has waited for the launch; its results, which its own stream
+      allocated, are kept by the allocator for the reader's stream.
+    - models that share a device launch in the order of their calls: each behind the last launch of the other one.
+    A wait for a launch that is held back by launches not yet submitted makes it leave out of turn, and writes so into
+    the ranks' store: another rank, which may be in a barrier of the user's, then does the same at that place.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 _REMEMBERED = 4 * IN_FLIGHT
-"""Launches among which the one is looked up that a launch has to wait for."""
+"""Number of recent launches kept to find the one that a launch must wait for."""
 
 Place = tuple[int, int]
-"""Where a rank stands in the calls that all ranks make: the window's number, and how much it may still submit there."""
+"""A rank's position in the calls that all ranks make: (the window's number, how much it may still submit there)."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class StreamTicket(Ticket):
 
     Attributes:
         place: (window, place in the order).
-        ready: recorded where it was submitted.
-        ended: recorded behind it on the stream of its class; None: held back.
-        held: what it reads.
+        ready: event recorded where it was submitted.
+        ended: event recorded behind it on the stream of its class; None: held back.
+        held: the tensors that it reads.
     """
 
     place: tuple[int, int] = (0, 0)
@@ -62,11 +62,11 @@ class StreamTicket(Ticket):
 
     @property
     def done(self) -> bool:
-        """Tells whether the current stream has waited for it."""
+        """Whether the current stream has waited for it."""
         return self.waited
 
     def issue(self) -> None:
-        """Makes sure that it is launched.
+        """Launches it, if it is not launched yet.
 
         Raises:
             RuntimeError: a launch failed.
@@ -82,7 +82,7 @@ class StreamTicket(Ticket):
             )
 
     def wait(self) -> Tensor:
-        """The value, for the current stream, which waits for it. The host does not.
+        """Makes the current stream, not the host, wait for the value, and returns it.
 
         Raises:
             RuntimeError: a launch failed.
@@ -98,16 +98,16 @@ class StreamTicket(Ticket):
 
 
 class StreamQueue(LaunchQueue):
-    """Enqueues what is due on streams, under its lock.
+    """Enqueues due launches on streams, under its lock.
 
     Attributes:
-        overtook: something has left out of its turn, since the ranks last told each other.
-        tells: where this rank stood when it had that done, as others are still to be told; None: they are not.
+        overtook: a launch has left out of turn since the ranks last told each other.
+        tells: this rank's position when it did so, still to be told to others; None: nothing is to be told.
     """
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         super().__init__(recorder, channel)
-        self.moved_s = math.inf  # however long nothing moves, nothing overtakes
+        self.moved_s = math.inf  # a standstill never lets classes overtake each other here
         self.streams = streams
         self.overtook = False
         self.tells: Place | None = None
@@ -115,11 +115,10 @@ class StreamQueue(LaunchQueue):
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
 
     def issue(self, hurry: bool = False, agreed: bool = False) -> None:
-        """Enqueues everything whose turn it is; with `hurry` all that has been submitted, each class in its order.
+        """Enqueues all due launches; with `hurry` all submitted ones, each class in its order.
 
         Args:
-            agreed: all ranks do so at this place: what leaves is behind what has been issued, and before all that will
-                be, as in its turn.
+            agreed: all ranks do so at this place, so that the launches count as in turn.
         """
         with self.lock:
             if self.error is not None:
@@ -129,7 +128,7 @@ class StreamQueue(LaunchQueue):
                 while (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # told before: over gloo the host waits here for a rank that does likewise
+                    if not in_turn:  # told first: over gloo the host waits here until another rank does the same
                         self.overtook, self.tells = True, self.place()
                     last = self._issued[-1][0] if self._issued else (-1,)
                     self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)
@@ -140,10 +139,10 @@ class StreamQueue(LaunchQueue):
                 self.draining = was_draining
 
     def start(self, owner: object) -> None:
-        """Does nothing: what is due is enqueued by whoever submits it."""
+        """Does nothing: the thread that submits a launch enqueues what is due."""
 
     def close(self) -> None:
-        """Has the current stream wait for everything submitted."""
+        """Makes the current stream wait for all submitted launches."""
         self.catch_up()
         for ticket in list(self.unwaited.values()):
             ticket.wait()
@@ -154,7 +153,7 @@ class StreamQueue(LaunchQueue):
         self.issue()
 
     def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: a ticket that is waited for is launched then, out of its turn only where it must be."""
+        """Does nothing: a wait launches its ticket, out of turn only if it must."""
         return contextlib.nullcontext()
 
     def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
@@ -169,7 +168,7 @@ class StreamQueue(LaunchQueue):
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         super().open_window(order, held=held)
-        # What nobody has waited for in a whole window, nobody will: its memory may go once this stream has.
+        # A launch that is not awaited in a whole window never is: its memory may be freed after this stream's wait.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):
             if place[0] < current - 1 and ticket.ended is not None:
@@ -180,19 +179,19 @@ class StreamQueue(LaunchQueue):
         return not overtook
 
     def catch_up(self) -> None:
-        """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
+        """Launches all that is submitted, as another rank may have done already; called on all ranks."""
         self.issue(hurry=True, agreed=True)
         self.overtook, self.tells = False, None
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the communicator runs collectives of the calling thread."""
+        """The context in which the communicator runs the calling thread's collectives."""
         return self._in_turn
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """A context in which a collective that is none of the window's is enqueued on the current stream: behind all
-        launches that have been issued, and before all that will be."""
+        """Opens a context in which another collective is enqueued on the current stream: behind all launches issued so
+        far, and before all later ones."""
         with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
@@ -214,8 +213,8 @@ class StreamQueue(LaunchQueue):
         return window.number, len(window.expected)
 
     def looks(self) -> Callable[[Any, str], None]:
-        """Makes what a thread of the ranks' is to call, a few times a second, with its store and a name in it. It does
-        not keep this alive.
+        """Makes the function that the ranks' thread calls a few times a second, with its store and a name; it does not
+        keep this queue alive.
         """
         found = weakref.ref(self)
 
@@ -226,18 +225,18 @@ class StreamQueue(LaunchQueue):
         return look
 
     def look(self, store: Any, key: str) -> None:
-        """Tells other ranks of what has left here out of its turn, or does as one of them has that stood where this
-        rank stands. Called a few times a second, by a thread that nothing may hold up.
+        """Tells other ranks that launches have left out of turn here, or does the same if another rank tells so at this
+        rank's position. Called a few times a second, by a thread that must not block.
 
         Args:
-            store: of that thread alone.
-            key: where a rank says where it stood.
+            store: a store that only that thread uses.
+            key: the key under which a rank writes its position.
         """
         tells, self.tells = self.tells, None
         if tells is not None:
             store.set(key, f"{tells}")
         if tells is not None or not self.lock.acquire(blocking=False):
-            return  # whoever has the lock launches
+            return  # the thread that has the lock launches
         try:
             place, held = self.place(), any(window.waiting for window in self.windows)
         finally:
@@ -247,7 +246,7 @@ class StreamQueue(LaunchQueue):
 
     def _follow(self, place: Place) -> None:
         self.streams.use_device()
-        with self.lock, contextlib.suppress(Exception):  # whoever submits or waits next raises it
+        with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises it
             if self.place() == place:
                 self.issue(hurry=True)
 
@@ -277,7 +276,7 @@ class StreamQueue(LaunchQueue):
             assert ticket.launch is not None
             launched, ticket.launch = ticket.launch(), None
             if launched.work is not None:
-                launched.work.wait()  # the stream does
+                launched.work.wait()  # the stream waits, not the host
             ticket.ended = streams.record(f"{ticket.id} done")
             over = recorder.clock.now() if recorded else 0.0
         if in_turn:

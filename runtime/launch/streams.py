@@ -1,4 +1,4 @@
-"""Streams and events of a device, as the launcher uses them.
+"""Provides the launcher with streams and events of a device.
 
 Contract
     Nothing here makes the host wait but `reach` and `read`, whose event has as a rule long passed. Every call is about
@@ -20,14 +20,14 @@ from embrace_fx.runtime.launch.recorder import Clock
 from embrace_fx.vocabulary.operation_id import LANES, URGENT, Lane
 
 Event = Any
-"""Handed out by `record`, for `wait` and `read` of the same streams."""
+"""Returned by `record`, for `wait` and `read` of the same streams."""
 
 
 class Streams(Protocol):
     """One device's streams: that of compute, and one for each communication class.
 
     Attributes:
-        last: which launcher has launched last on the device, in its turn, and the event behind that; None: none has.
+        last: (id of the launcher that has launched last on the device, the event behind that launch), or None.
     """
 
     last: tuple[int, Event] | None
@@ -36,16 +36,16 @@ class Streams(Protocol):
         """A context in which `what` is enqueued on the stream of a communication class."""
 
     def record(self, name: str) -> Event:
-        """An event that passes when everything enqueued on the current stream has ended."""
+        """Records an event, which passes when all work enqueued on the current stream has ended."""
 
     def wait(self, event: Event) -> None:
-        """Has what is enqueued on the current stream from here on wait for the event. The host does not."""
+        """Makes later work on the current stream, not the host, wait for the event."""
 
     def keep(self, *tensors: Tensor) -> None:
-        """Has memory that the current stream uses, allocated on another, not be reused before that use has ended."""
+        """Keeps memory, allocated on another stream, from being reused before the current stream has used it."""
 
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        """(V,) int64 on the device, for what is enqueued on the current stream from here on."""
+        """Copies values to the device, (V,) int64, for later work on the current stream."""
 
     def up(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the host on the device, for what is enqueued on the current stream from here on."""
@@ -57,17 +57,17 @@ class Streams(Protocol):
         """Has the host wait for the event, if it has not passed."""
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """The values of a copy, as a list. The host waits for the event if it has not passed."""
+        """Returns the values of a copy, as a list; the host waits for the event if it has not passed."""
 
     def clock(self) -> Clock:
         """Takes moments on the current stream."""
 
     def use_device(self) -> None:
-        """Makes the device the calling thread's, which otherwise has the first one of the machine."""
+        """Makes this the calling thread's device, which is otherwise the first one of the machine."""
 
 
 class CudaStreams:
-    """The streams of a CUDA device: those of ids and embedding of high priority."""
+    """The streams of a CUDA device; those of ids and embedding have high priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,7 +120,7 @@ class CudaStreams:
 
 
 class _CudaClock:
-    """Moments on a stream are events; their times are known once the device has caught up, at the recording's end."""
+    """A clock whose moments are events on a stream; their times are known at the recording's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -141,32 +141,29 @@ class _CudaClock:
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        if isinstance(moment, float):  # of a thread that waits for no stream
+        if isinstance(moment, float):  # taken by a thread without a stream
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams on which collectives of a model on this device are launched; None: a thread launches them.
-
-    The one place where that is decided.
-    """
+    """Decides on which streams a model's collectives on this device are launched; None: a thread launches them."""
     if device.type != "cuda":
         return None
-    whichever = device == torch.device("cuda")  # of one device there is one set, whatever it is called
+    whichever = device == torch.device("cuda")  # each device has one set, under any of its names
     return _cuda_streams(torch.device("cuda", torch.cuda.current_device()) if whichever else device)
 
 
 @functools.cache
 def _cuda_streams(device: torch.device) -> CudaStreams:
-    """One set of streams for a device, whatever runs on it: streams are few, and beyond them only order is lost."""
+    """Makes the set of streams of a device, shared by all models on it: a device has few streams."""
     return CudaStreams(device)
 
 
 def first_true(mask: Tensor) -> Tensor:
-    """Places at which a mask (R,) is true, in order, and behind them zeros: (R,) int64.
+    """Returns the places at which a mask (R,) is true, in order, padded with zeros: (R,) int64.
 
-    What `nonzero` finds, without the host having to know how many there are.
+    Unlike `nonzero`, it does not make the host wait for their number.
     """
     size = mask.numel()
     places = torch.where(mask, mask.cumsum(0) - 1, size)

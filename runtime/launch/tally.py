@@ -1,8 +1,8 @@
-"""Adds up where the calling thread's time goes, step by step: always on, for reports and metrics.
+"""Adds up the calling thread's time by parts of a step; always on, for reports and metrics.
 
 Contract
-    A mark costs less than a microsecond: a clock, and one number that grows. A step is from the start of one backward
-    to that of the next. On a device it is the host's time, which waits where the host waits.
+    A mark costs less than a microsecond: it reads a clock and adds to a number. A step lasts from the start of one
+    backward to that of the next. On a device it is the host's time, with the host's waits.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.shares import SHARES, Share, share_of
 
 REMEMBERED = 32
-"""Steps that a report is of."""
+"""Number of steps that a report covers."""
 
 
 class Tally:
     """One model's steps.
 
     Attributes:
-        steps: the last whole ones, the last one last: seconds by part, and bytes that this rank has sent.
+        steps: for each of the last whole steps, in order, (seconds by part, bytes that this rank has sent).
     """
 
     def __init__(self) -> None:
         self.steps: deque[tuple[Mapping[Share, float], int]] = deque(maxlen=REMEMBERED)
         self._step: dict[Share, float] = {}
-        self._at_s: float | None = None  # when the last mark was; None: no backward yet
-        self._waited_s = 0.0  # since then
+        self._at_s: float | None = None  # the time of the last mark; None: no backward yet
+        self._waited_s = 0.0  # time waited since the last mark
         self._sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
-        """Notes that everything since the last mark was this operation, but what was waited for."""
+        """Adds the time since the last mark, without waits, to this operation's part."""
         if self._at_s is not None:
             share, now_s, step = share_of(operation), time.perf_counter(), self._step
             step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
             self._at_s, self._waited_s = now_s, 0.0
 
     def waited(self, launch: OperationId, seconds: float) -> None:
-        """Notes that the thread has stood still for a launch."""
+        """Adds a wait of the thread for a launch."""
         share = share_of(launch)
         self._step[share] = self._step.get(share, 0.0) + seconds
         self._waited_s += seconds
 
     def sent(self, nbytes: int) -> None:
-        """Notes a launch that has completed; called by whichever thread saw it."""
+        """Adds the bytes of a launch that has completed; called by any thread."""
         self._sent_bytes += nbytes
 
     def window(self) -> None:
@@ -59,7 +59,7 @@ class Tally:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """The parts of the step of median length, for medians of parts would not add up to a step.
+        """Returns the parts of the step of median length, because medians of parts would not add up to a step.
 
         None before the third backward: the step between the first two warms up.
         """

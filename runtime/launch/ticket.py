@@ -1,4 +1,4 @@
-"""A launch that has been submitted: what waits for it, and when it was on its way."""
+"""A submitted launch: its state, its times, and waiting for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Shared(Protocol):
 
 
 class Dropped(Exception):
-    """Raised in waits for a launch that does not leave: a rank has given up the backward that it is of."""
+    """Raised by waits for a launch that was dropped, because a rank has given up its backward."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Ticket:
     """A submitted launch.
 
     Attributes:
-        id: which one of the window's.
-        window: counts the recorder's windows.
+        id: the launch's id.
+        window: the recorder's window.
         started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
     """
 
@@ -52,8 +52,8 @@ class Ticket:
     measured: Callable[[], int] | None = None
     state: _Shared = field(default=None)  # type: ignore[assignment]
     dropped: bool = False
-    wanted: bool = False  # by someone in a hurry
-    tells: bool = True  # by how long it is on its way, how long it takes
+    wanted: bool = False  # a hurried wait waits for it
+    tells: bool = True  # its time in flight counts as the launch's time
 
     @property
     def done(self) -> bool:
@@ -66,11 +66,11 @@ class Ticket:
         return self.done or self.dropped or self.state.error is not None
 
     def wait(self) -> Tensor:
-        """The value, once the collective has completed.
+        """Waits until the collective has completed, and returns its value.
 
         Raises:
             RuntimeError: the collective, or an earlier one, failed.
-            Dropped: it does not leave.
+            Dropped: the launch was dropped.
         """
         if not self.done:
             state = self.state
