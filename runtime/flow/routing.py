@@ -75,7 +75,8 @@ class Routing:
         """(k,) positions of the rank's rows among those of its batch; None: these are all."""
         if self.whole is None or self.positions is None:
             return None
-        return self.positions[self.own(rank)] - self.whole.own(rank).start
+        first: int = self.whole.own(rank).start
+        return self.positions[self.own(rank)] - first
 
 
 @dataclass(frozen=True)
