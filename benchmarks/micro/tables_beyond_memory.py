@@ -7,8 +7,9 @@ time    Step time of systems in turns, each in processes of its own; rounds begi
         the same table in memory is the median over rounds of medians over steps; so is that of the processor's time of
         a step, which says more where others use the machine. What was read and written counts from the end of the
         warm-up, by which working sets are full.
-large   A table on the meta device that no memory holds: step time, what a rank's process holds (RssAnon: without page
-        cache), what its rows take on disk.
+count   Calls of Python functions in a step, by room of the code, on all threads.
+large   A table on the meta device that no memory holds, beside one of FEW rows: step time, and how much more memory a
+        rank's process holds (RssAnon of /proc/self/status: without page cache), which is to be within `--memory` bytes.
 
 Models: the lab's "lm" and "recommender" with `--rows` rows of a table; "plain", a table and layers under Zipf's law.
 Systems
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.micro.host_time.counters import Calls, per_step, threads_now
 from benchmarks.models import MODELS
 from benchmarks.models.base import Batch, Lookups, TableModel, Workload
 from benchmarks.models.language_model import LanguageModelWorkload
@@ -49,6 +51,7 @@ from benchmarks.peers.base import Task, Training
 STATUS = Path("/proc/self/status")
 ROOT = Path(__file__).parents[2]
 OWN = ("memory", "tier", "mapped")
+FEW = 400
 
 
 class Plain(TableModel):
@@ -116,23 +119,32 @@ def system_of(args: argparse.Namespace) -> System:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains on one rank; returns its figures."""
     torch.set_num_threads(1)
+    calls = Calls()
+    if args.what == "count":
+        calls.install()
     dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks)
     task = Task(workload(args), args.optimizer, args.lr)
     batches = [task.workload.batch(step, args.rank, 0) for step in range(args.warm_up + args.steps)]
-    before = anonymous_mib()
+    before, most = anonymous_mib(), 0.0
     training = system_of(args).peer().prepare(task)
-    times, losses, counted, cpu_s = [], [], {}, 0.0
+    times, losses, counted, cpu_s, threads = [], [], {}, 0.0, threads_now()
     begun_s = time.perf_counter()
     for step, loss in enumerate(training.steps(batches)):
         losses.append(loss)
         times.append((time.perf_counter() - begun_s) * 1e3)
+        most = max(most, anonymous_mib())
         if step == args.warm_up - 1:
-            counted, cpu_s = counts(training), time.process_time()
+            counted, cpu_s, threads = counts(training), time.process_time(), threads_now()
+            calls.on = args.what == "count"
         begun_s = time.perf_counter()
+    calls.remove()
     told: dict[str, Any] = {"ms": statistics.median(times[args.warm_up :]), "loss": float(losses[-1])}
     told["ms of processor"] = (time.process_time() - cpu_s) * 1e3 / args.steps
     told |= {f"{name} a step": (n - counted[name]) / args.steps for name, n in counts(training).items()}
-    told |= {"anonymous_mib": anonymous_mib() - before}
+    took = per_step(threads, threads_now(), args.steps)
+    told["threads: ms, waits"] = {name: (round(one.cpu_ms, 2), one.waits) for name, one in took.items()}
+    told["calls of Python"] = {room: round(count / args.steps) for room, count in calls.by_room.most_common()}
+    told |= {"anonymous_mib": most - before}
     told["tables"] = [line.strip() for line in training.notes().splitlines() if "rows in memory" in line]
     dist.barrier()
     dist.destroy_process_group()
@@ -142,7 +154,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def counts(training: Training) -> dict[str, int]:
     """What working sets have done."""
     tables = {} if training.compiled is None else training.compiled._session.state.tables
-    found = [table.memory.counts for table in tables.values() if hasattr(table, "memory")]
+    sets = {id(table.memory): table.memory for table in tables.values() if hasattr(table, "memory")}  # a stack has one
+    found = [memory.counts for memory in sets.values()]
     return {name: sum(getattr(each, name) for each in found) for name in ("asked", "missed", "read", "written")}
 
 
@@ -180,7 +193,7 @@ def main() -> None:
         print(json.dumps(run(argparse.Namespace(**json.loads(sys.argv[2])))))
         return
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("time", "large"))
+    parser.add_argument("what", choices=("time", "count", "large"))
     parser.add_argument("--model", choices=("lm", "recommender", "plain"), default="plain")
     parser.add_argument("--systems", nargs="+", default=["memory", "tier"])
     parser.add_argument("--optimizer", choices=("adamw", "adagrad", "sgd"), default="adamw")
@@ -199,8 +212,19 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir())
     args = parser.parse_args()
     if args.what == "large":
-        for rank, told in enumerate(on_ranks(args, "tier")):
-            print(rank, told)
+        few = argparse.Namespace(**{**vars(args), "rows": FEW})
+        for rank, (told, beside) in enumerate(zip(on_ranks(args, "tier"), on_ranks(few, "tier"), strict=True)):
+            grown, of_few = told["anonymous_mib"], beside["anonymous_mib"]
+            print(f"rank {rank}: {told}\n    with {FEW} rows {beside}")
+            print(
+                f"rank {rank}: {grown:.0f} MiB at most, {of_few:.0f} with {FEW} rows: {grown - of_few:.0f} more, of "
+                f"{args.memory / 2**20:.0f}"
+            )
+        return
+    if args.what == "count":
+        for system in args.systems:
+            told = on_ranks(args, system)[0]["calls of Python"]
+            print(f"{system}: {sum(told.values()):,} calls of Python a step, {told}")
         return
     found: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
     for number in range(args.rounds):

@@ -23,8 +23,10 @@ from embrace_fx.runtime.tables.optimizer_state import own_state_of
 from embrace_fx.runtime.tables.part_state import shown_state
 from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.records import WEIGHTS
 from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -80,7 +82,10 @@ def load(setting: Setting, folder: Path) -> None:
         rest = torch.load(folder / REST, weights_only=True)
         _check(rest, state, setting.stepping.holders.optimizers)
         for name, table in beyond.items():
-            _load_table(table, rest["tables"][name], folder, communicator)
+            if name in rest["tables"]:
+                _load_table(table, rest["tables"][name], folder, communicator)
+            else:  # saved before it was placed
+                _load_whole(table, rest["model"].pop(name), _take_state(rest, table, setting), communicator)
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         told = f"expected a checkpoint of this model in {folder}, found: {error}"
     _agree(communicator, told)
@@ -92,6 +97,8 @@ def load(setting: Setting, folder: Path) -> None:
             if number in saved["state"]:
                 own = own_state_of(parameter, saved["state"][number], state, communicator)
                 optimizer.state[parameter] = own
+            elif not any(parameter is table.parameter for table in beyond.values()):
+                optimizer.state.pop(parameter, None)
 
 
 def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
@@ -102,9 +109,32 @@ def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, comm
     table.load(saved)
 
 
+def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
+    """Loads a table, and its optimizer's state, that a checkpoint has as tensors."""
+    own, memory = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank)), table.memory
+    memory.forget()
+    of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in memory.records.columns}
+    for some in torch.arange(table.shape[0], device="cpu").split(ROWS_AT_ONCE) if not values.is_meta else ():
+        cut = {key: value[some[0] : some[-1] + 1] for key, value in of_rows.items()}
+        memory.store(some, {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()})
+    counters = {key: value for key, value in state.items() if key not in of_rows}
+    table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": [], "counters": counters})
+
+
+def _take_state(rest: dict[str, Any], table: TieredTable, setting: Setting) -> dict[str, Any]:
+    """Takes the state of a table out of what a checkpoint has of optimizers."""
+    for optimizer, saved in zip(setting.stepping.holders.optimizers, rest["optimizers"], strict=True):
+        for number, parameter in enumerate(_parameters(optimizer)):
+            if parameter is table.parameter:
+                found: dict[str, Any] = saved["state"].pop(number, {})
+                return found
+    return {}
+
+
 def _check(rest: Mapping[str, Any], state: ModelState, optimizers: list[Optimizer]) -> None:
     beyond = {name: tuple(table.shape) for name, table in _beyond(state).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
+    saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
     if saved != beyond:
         raise TierError(f"tables beyond memory {saved}, where this model has {beyond}; name the same in table_memory")
     names = {*rest["model"], *saved}

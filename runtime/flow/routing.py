@@ -163,8 +163,13 @@ class Split:
     delayed: Callable[[], list[Routing]]
 
 
+MOST_MARKED = 1 << 22
+"""Rows of a table on the CPU, each of which has a mark of its own: marks of more rows are memory, and not in cache."""
+
+
 class RowSplitter:
-    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table, and one for none.
+    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table, and one for none; of
+    a large one on the CPU none.
 
     Attributes:
         no_row: stands for no row among ids.
@@ -172,13 +177,17 @@ class RowSplitter:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.no_row = num_rows
-        self._marks = torch.zeros((num_rows + 1,), dtype=torch.bool, device=device)
+        self._is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
+        self._marks = torch.zeros((num_rows + 1 if self._is_marked else 0,), dtype=torch.bool, device=device)
         self._stamps = 0  # on CUDA: marks that differ from this number are not erased
 
     def among(self, ids: Tensor, others: Tensor) -> Tensor:
         """Marks those of `ids` (R,) that are among `others`: bool (R,)."""
         if ids.is_cuda and gpu.available():
             return self._stamped(ids, others)
+        if not self._is_marked:
+            ordered = torch.cat([others.sort().values, others.new_full((1,), self.no_row)])
+            return ordered[torch.searchsorted(ordered[:-1], ids)] == ids
         self._marks.index_fill_(0, others, True)
         found = self._marks.index_select(0, ids)
         self._marks.index_fill_(0, others, False)

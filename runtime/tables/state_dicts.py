@@ -125,6 +125,7 @@ def take_own_parts(
         if (place := places.get(name.removeprefix(prefix))) is not None:
             if isinstance(value, Part) or value.shape != place.shape:
                 continue  # of other shapes load_state_dict names both
+            check_in_memory(parameter(name.removeprefix(prefix)))
             own, held = parameter(name.removeprefix(prefix)), place.part_of(value, group)
             state_dict[name] = own.like(Held(held)) if isinstance(own, Part) else held
         elif isinstance(value, DTensor):

@@ -16,9 +16,11 @@ import tempfile
 import weakref
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.tiers.many_reads import ManyReads
 from embrace_fx.runtime.tiers.records import Records
 
 
@@ -36,6 +38,9 @@ class RecordFile:
         records: their columns.
         pinned: whether what is read is in memory from which a device copies.
 
+    Attributes:
+        reads: by one thread at a time.
+
     Raises:
         TierError: no such file can be made.
     """
@@ -44,6 +49,7 @@ class RecordFile:
         self, directory: str | Path, table: str, count: int, records: Records, *, pinned: bool = False
     ) -> None:
         self._directory, self._table, self._records, self._pinned = str(directory), table, records, pinned
+        self.reads = ManyReads()
         try:
             self.descriptor, path = tempfile.mkstemp(dir=directory)
             os.unlink(path)
@@ -93,13 +99,14 @@ class RecordFile:
         """
         nbytes = self._records.nbytes
         records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        data, cuts = records.numpy().data.cast("B"), (numbers.diff() != 1).nonzero().view(-1).add_(1)
-        starts = [0, *cuts.tolist()] if numbers.numel() else []
+        data, found = records.numpy().data.cast("B"), numbers.numpy().astype(np.int64)
+        starts = np.flatnonzero(np.diff(found, prepend=found[:1] - 2) != 1)
+        lengths = np.diff(starts, append=len(found)) * nbytes
+        at, into = found[starts] * nbytes, starts * nbytes
         try:
-            for start, end, first in zip(starts, [*starts[1:], numbers.numel()], numbers[starts].tolist(), strict=True):
-                run, at = data[start * nbytes : end * nbytes], first * nbytes
-                if (done := os.preadv(self.descriptor, [run], at)) < len(run):
-                    self._read_rest(run, at, done)
+            done = self.reads(self.descriptor, at, lengths, records.data_ptr() + into)
+            for run in np.flatnonzero(done < lengths).tolist():
+                self._read_rest(data[into[run] : into[run] + lengths[run]], int(at[run]), int(done[run]))
         except OSError as error:
             raise TierError(
                 f"expected rows of {self._table} in their file in {self._directory}, found {error}. Look after that "

@@ -34,7 +34,7 @@ from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
     "expected {name}, of which memory holds a working set (table_memory), to be read by lookups and stepped by rows, "
-    "found {asked} of all its rows. Call the model, save by save_checkpoint, which load_checkpoint reads, or leave it "
+    "found {asked} of all its rows. Call the model, save by save_checkpoint and load by load_checkpoint, or leave it "
     "out of table_memory."
 )
 
@@ -75,12 +75,10 @@ class TieredTable(RowTable):
 
     def __init__(self, *args: Any, memory: WorkingSet, shown: Collection[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.memory, self.shown = memory, set(shown)
+        self.memory, self.shown = memory, self._with_made(shown)
         self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
         self._expected: Tensor | None = None
         self._resting: Histories = Histories(memory)
-        if type(self.optimizer) is RowWiseAdagrad:
-            self.shown.add("sum")
         self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
 
     @property
@@ -191,6 +189,10 @@ class TieredTable(RowTable):
         """What its state counts for all rows."""
         return {key: value for key, value in self.state.items() if key not in self.memory.columns}
 
+    def _with_made(self, shown: Collection[str]) -> set[str]:
+        """Columns with the one that is there before a step."""
+        return {*shown, "sum"} if type(self.optimizer) is RowWiseAdagrad else {*shown}
+
     def saved(self) -> dict[str, Any]:
         """All that a checkpoint has of it besides rows. No update is pending."""
         self.settle()
@@ -202,8 +204,7 @@ class TieredTable(RowTable):
         self.failure = ""
         self.memory.initial = replace(self.memory.initial, seed=saved["seed"], padding=saved["padding"])
         self._resting.load(saved["histories"], self.holder)
-        self.shown.clear()
-        self.shown.update(saved["shown"])
+        self.shown = self._with_made(saved["shown"])
         self.holder.state[self.parameter] = dict(saved["counters"])
 
     def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:

@@ -39,31 +39,42 @@ def test_other_ranks_load_what_was_saved(tmp_path: Path) -> None:
     assert first == second
 
 
-def asked_for_whole(rank: int, world_size: int) -> None:
+def asked_for_whole(rank: int, world_size: int, folder: str) -> None:
     model = OneTable()
     optimizer = torch.optim.AdamW(model.parameters())
     asked: Any = {"table_memory": 0.4, "tables_in": tempfile.gettempdir(), "strategy": {"table.*": "alltoall"}}
     compiled = embrace_fx.compile(model, optimizer=optimizer, **asked)
-    fresh = optimizer.state_dict()
-    for batch in batches(rank, 3):
-        compiled(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    compiled.save_checkpoint(folder)
+
+    def trained() -> list[float]:
+        losses = []
+        for batch in batches(rank, 3):
+            losses.append(compiled(*batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    fresh, expected = optimizer.state_dict(), trained()
     for ask in (
         compiled.full_state_dict,
         optimizer.state_dict,
         lambda: embrace_fx.full_state_dict(optimizer),
         lambda: embrace_fx.save_full_state_dict(compiled, os.devnull),
         lambda: optimizer.load_state_dict(fresh),
+        lambda: compiled.load_state_dict(OneTable().state_dict()),
     ):
-        with pytest.raises(RuntimeError, match="save by save_checkpoint, which load_checkpoint reads"):
+        with pytest.raises(RuntimeError, match="save by save_checkpoint and load by load_checkpoint"):
             ask()
-    compiled(*batches(rank, 1)[0]).backward()
-    optimizer.step()
+    trained()
+    compiled.load_checkpoint(folder)
+    assert trained() == expected
 
 
-def test_state_dicts_that_hold_whole_tables_are_refused_by_name() -> None:
-    run_ranks(2, asked_for_whole)
+def test_state_dicts_of_whole_tables_are_refused_and_a_checkpoint_from_before_the_first_batch_loads(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, asked_for_whole, str(tmp_path))
 
 
 def killed(rank: int, world_size: int, run: Run, delay_s: float) -> None:

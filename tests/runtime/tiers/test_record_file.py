@@ -39,8 +39,10 @@ def put(file: RecordFile) -> None:
     file.write(ROWS, records())
 
 
-def test_records_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_call", [True, False])
+def test_records_come_back(has_call: bool, tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
+    file.reads.calls = file.reads.calls if has_call else None
     put(file)
     assert torch.equal(file.read(ROWS, ROWS), records())
     assert torch.equal(file.read(ROWS[1:2], ROWS[1:2]), records()[1:2])
@@ -88,6 +90,15 @@ def test_blocks_are_emptied_before_the_file_is_full() -> None:
         where |= zip(rows, log.take(torch.tensor(rows)).tolist(), strict=True)
         assert len(set(where.values())) == len(where)
         assert max(where.values(), default=0) < log.size
+
+
+def test_many_reads_are_one_call(tmp_path: Path) -> None:
+    """More than are under way at once, some in runs; without them being read one by one."""
+    file, rows = RecordFile(tmp_path, "t", 2000, RECORDS), torch.arange(2000)
+    file.write(rows, RECORDS.pack(rows, {"weights": rows.unsqueeze(1).repeat(1, 10).float()}))
+    file._read_rest = None  # type: ignore[assignment, method-assign]
+    some = rows[(rows % 3 > 0) & (rows != 1000)]
+    assert torch.equal(RECORDS.unpack(file.read(some, some))["weights"][:, 0], some.float())
 
 
 def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
