@@ -170,7 +170,7 @@ class AheadOfDevice(Ahead):
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
-        """The most rows that the batch can read, by table."""
+        """Returns the most rows that the batch can read, by table."""
         return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:

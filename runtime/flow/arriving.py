@@ -48,7 +48,7 @@ class Arriving:
         return not self.stale and self._supposed is None
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """The rows as the step to come will leave them."""
+        """Returns the rows as the step to come will leave them."""
         self._ids = ids
         self._before = self._table.look_up(ids, self._table.local.dtype)
         self._left, options = self._table.preview(ids, self._before)

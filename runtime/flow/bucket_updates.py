@@ -235,7 +235,7 @@ class BucketUpdates:
                     parameter.grad = PendingGradient(parameter, late, n)
 
     def _late(self, k: int) -> Late[Tensor]:
-        """The gradients of a bucket, which refer to the model weakly."""
+        """Returns the gradients of a bucket, which refer to the model weakly."""
         bucket = self._waiting[k]
         itself, of_bucket = ref(self), ref(bucket)
         late = Late(lambda: _landed(itself(), k, of_bucket()))

@@ -135,7 +135,7 @@ class Flow:
         return values, variant
 
     def _expected(self) -> Ahead | None:
-        """The batch that was looked ahead to, where what has left for it may still be used."""
+        """Returns the batch that was looked ahead to, where what has left for it may still be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank

@@ -72,7 +72,7 @@ def announce(
 
 
 def read(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
-    """The values of a batch's unique phase, and what is wrong with its ids.
+    """Returns the values of a batch's unique phase, and what is wrong with its ids.
 
     Raises:
         PeerFailure: they cannot be computed; on every rank.

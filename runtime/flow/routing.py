@@ -57,14 +57,14 @@ class Routing:
         return Routing(ids, tuple(counts.tolist()))
 
     def where(self, mask: Tensor) -> Routing:
-        """The rows that a mask (R,) bool selects."""
+        """Returns the rows that a mask (R,) bool selects."""
         positions, ends = mask.nonzero().view(-1), [*accumulate(self.counts)]
         # One host read for all ranks: where the positions of each end.
         cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
         return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
 
     def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
-        """The rows at positions (K,), ascending, of which so many are whose."""
+        """Returns the rows at positions (K,), ascending, of which so many are whose."""
         return Routing(self.ids.index_select(0, positions), counts, self, positions, sums)
 
     def own(self, rank: int) -> slice:
@@ -111,7 +111,7 @@ class GridPart:
         return GridPart(own_ids, counts, counts[rank], positions, grid.columns, routing.sums)
 
     def join(self, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        """The rows that have arrived, in their places among those of the batch.
+        """Returns the rows that have arrived, in their places among those of the batch.
 
         Args:
             out: (U', D) those of parts before; None: there are none.
@@ -127,7 +127,7 @@ class GridPart:
         return out
 
     def split(self, rows: Tensor) -> Tensor:
-        """The part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
+        """Returns the part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
         if self.positions is None:
             return split_columns(rows, self.columns)
         if len(self.own) == 1:

@@ -95,7 +95,7 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """A part of this rank's rows as it arrived, flat; empty where early rows were not sent apart."""
+        """Returns a part of this rank's rows as it arrived, flat; empty where early rows were not sent apart."""
         self._recorder.stand()
         for ticket, _ in self.arriving.rows:
             if ticket.id == launch:

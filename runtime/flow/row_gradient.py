@@ -135,7 +135,7 @@ class RowGradient:
 
 
 def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
-    """The rows of parts, once they are here."""
+    """Returns the rows of parts, once they are here."""
     found = []
     for ticket, part in parts:
         ids, rows = part.summed(launcher.wait(ticket), *how)

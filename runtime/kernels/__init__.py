@@ -112,7 +112,7 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
 
 @cache
 def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
-    """The number of columns that each rank owns."""
+    """Returns the number of columns that each rank owns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
     return tuple([last - first for first, last in bounds])
 

@@ -59,7 +59,7 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def rounded(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """A flat tensor's numbers as they arrive."""
+    """Returns a flat tensor's numbers as they arrive."""
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 

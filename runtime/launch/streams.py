@@ -33,7 +33,7 @@ class Streams(Protocol):
     last: tuple[int, Event] | None
 
     def on(self, lane: Lane, what: str) -> AbstractContextManager[None]:
-        """A context in which `what` is enqueued on the stream of a communication class."""
+        """Returns a context in which `what` is enqueued on the stream of a communication class."""
 
     def record(self, name: str) -> Event:
         """Records an event, which passes when all work enqueued on the current stream has ended."""
@@ -48,13 +48,13 @@ class Streams(Protocol):
         """Copies values to the device, (V,) int64, for later work on the current stream."""
 
     def up(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the host on the device, for what is enqueued on the current stream from here on."""
+        """Copies a host's tensor to the device, for later work on the current stream."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, on its way: to be read after an event recorded behind it has passed."""
+        """Starts a copy to pinned memory, which may be read after an event recorded behind it has passed."""
 
     def reach(self, event: Event) -> None:
-        """Has the host wait for the event, if it has not passed."""
+        """Makes the host wait for the event, if it has not passed."""
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
         """Returns the values of a copy, as a list; the host waits for the event if it has not passed."""

@@ -1,4 +1,4 @@
-"""Reads how much memory is in use: what a device's allocator, or the process's, has handed out, and what is left."""
+"""Reads how much memory a device's allocator, or the process's, has in use, and how much is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes of memory of this machine that new uses can have, as its kernel says; 0 where nothing tells."""
+    """Returns the bytes of this machine's memory that are available, as its kernel says; 0 if unknown."""
     if not _MEMORY.exists():
         return 0
     found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())

@@ -1,11 +1,11 @@
-"""The announcement: what ranks tell each other at the head of each step.
+"""Exchanges announcements: what each rank is about to do, at the head of each step.
 
 Contract
-    Every step begins with an announcement: marks, activity and sizes of every rank. A rank that cannot go on says so
+    Every step begins with an announcement of marks, activity and sizes by every rank. A rank that has failed says so
     there, and all ranks raise the same error; no collective is left waiting.
-    One rank's announcement is one value, and only `Announcement.encode` and `decode` know how it travels.
-    The head of a backward, and the end of a forward that has failed, are told by the same exchange: whichever of them
-    ranks come to, they meet, and none waits for what another one will never send.
+    A rank's announcement is one value; only `Announcement.encode` and `decode` know its form on the wire.
+    The head of a backward, and a failed forward, are announced by the same exchange, so that ranks in any of these
+    match, and none waits for data that another one will never send.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
 STEP, BACKWARD, GAVE_UP, JOIN = range(4)
-"""The kinds of an announcement: of a rank at the head of a step; at the head of a backward; in a forward that all ranks
-have announced, and that it cannot finish; at the head of a call under `join`, where it may have run out of batches."""
+"""The kinds of an announcement: at the head of a step; at the head of a backward; in an announced forward that the rank
+cannot finish; at the head of a call under `join`, where a rank may have run out of batches."""
 
 TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
-"""The activities, of which all ranks must do the same: a call of the model can be one of three; a rank that has run out
-of batches (`join`) makes none."""
+"""The activities, which must be the same on all ranks: three kinds of calls; `JOINED`: a rank without batches (`join`)
+makes no call."""
 
 _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 
 CHANGED_BUFFERS = -1
-"""Announced of buffers: this rank has changed one besides what forwards write."""
+"""Announced in place of a number of buffers: this rank has changed one other than by a forward."""
 
-_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # bits, and where those of the kind begin
+_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags, and the first bit of the kind
 _BITS = 8
-"""What these, and the activity, take of their numbers."""
+"""Bits that the marks, and the activity, take in their numbers."""
 
 _WENT_ON = "expected a backward of this call, found that it went on to another call without one"
 _NOT_JOINED = "expected every rank to call the model under join() where one does, found this one's call outside of it"
@@ -55,11 +55,11 @@ _NOT_JOINED = "expected every rank to call the model under join() where one does
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which announcements travel, the same on all ranks, or the exchange itself would hang.
+    """The form of announcements on the wire; it must be the same on all ranks, or the exchange would hang.
 
     Attributes:
-        tables: how many tables exchange ids, once planned.
-        watched: other tables of which an announcement tells the rows read.
+        tables: number of tables that exchange ids under the plan.
+        watched: other tables whose number of rows read is announced.
     """
 
     tables: int = 0
@@ -67,7 +67,7 @@ class Form:
 
     @property
     def sizes(self) -> int:
-        """The most that a step tells: its state, and the rows of this batch and the next one."""
+        """The most sizes of an announcement: a state, and the rows of this batch and of the next one."""
         return 1 + 2 * self.tables
 
 
@@ -78,17 +78,16 @@ class Announcement:
     Attributes:
         kind: `STEP`, `BACKWARD`, `GAVE_UP` or `JOIN`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: why the rank cannot take part; of another rank "" until it has told why. None: it can.
-        asks_to_plan: it would have another plan made.
-        does_not_fit: its batch does not fit the plan, which all are to change before this step.
-        steps: of optimizers, that it has taken; 0 where ranks may differ (`join`).
-        digest: of its replicas, where they are to be compared; else 0.
-        program: what the step launches, as a number that is the same where the same is launched; 0: nothing. Of a
-            backward which call's it is, as of `Gate`.
-        buffers: which of them this rank would share, as a number, or `CHANGED_BUFFERS`.
-        rows_seen: of watched tables, how many of their rows the batch reads; below 0: unknown.
-        sizes: what the step tells besides.
-        checksums: what `digest` is of; asked for where digests differ.
+        failure: why the rank has failed; "" for another rank that has not told yet. None: it has not failed.
+        asks_to_plan: it asks for another plan.
+        does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
+        steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
+        digest: hash of its replicas, if they are compared; else 0.
+        program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`).
+        buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
+        rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
+        sizes: further numbers of the step.
+        checksums: the values behind `digest`; sent where digests differ.
     """
 
     kind: int = STEP
@@ -105,7 +104,7 @@ class Announcement:
     checksums: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, form: Form) -> list[int]:
-        """Returns this as numbers, as many of each rank."""
+        """Encodes it as numbers, equally many on each rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity | self.digest << _BITS, self.program, self.buffers
@@ -117,7 +116,7 @@ class Announcement:
         """Reads what `encode` has written.
 
         Args:
-            sizes: how many sizes were told.
+            sizes: the number of sizes that were sent.
         """
         first, second, program, buffers, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
@@ -151,12 +150,12 @@ class Announcements:
     """The announcements of these ranks.
 
     Attributes:
-        form: in which they travel; of the plan in use.
-        of_step: what the coming step announces of this rank, but its sizes.
-        made: how many there have been, on every rank.
-        asked_to_plan: any rank would have another plan made, as of the last announcement.
-        buffers_differ: as of the last one, ranks would share different buffers, or one has changed its own.
-        rows_read: table -> rows that each rank reads, as far as announced.
+        form: their form on the wire, under the plan in use.
+        of_step: this rank's announcement of the next step, without sizes.
+        made: number of announcements so far, the same on every rank.
+        asked_to_plan: in the last announcement, some rank asked for another plan.
+        buffers_differ: in the last one, ranks would share different buffers, or a rank has changed its own.
+        rows_read: table -> rows that each rank reads, where announced.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -172,7 +171,7 @@ class Announcements:
         self._lone_calls: LoneCalls | None = None
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
-        """Every rank's `sizes`, at the head of a step; raises as `announce` does.
+        """Announces the next step with these sizes; returns every rank's sizes, and raises as `announce` does.
 
         Args:
             failure: found since `of_step` was built.
@@ -181,12 +180,12 @@ class Announcements:
         return self.announce(replace(own, sizes=tuple(sizes), failure=own.failure or failure or self.trouble()))
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
-        """Every rank's `sizes`, at the head of a step.
+        """Announces a step; returns every rank's sizes.
 
         Raises:
-            PeerFailure: any rank has a failure, or the ranks are not doing the same thing; on all ranks.
-            DivergedReplicas: what ranks should hold alike they do not; on all ranks.
-            PlanDoesNotFit: any rank's batch does not; on all ranks.
+            PeerFailure: any rank has failed, or the ranks are not doing the same thing; on all ranks.
+            DivergedReplicas: replicas differ between ranks; on all ranks.
+            PlanDoesNotFit: some rank's batch does not fit the plan; on all ranks.
         """
         communicator = self.communicator
         communicator.check_open()
@@ -221,16 +220,14 @@ class Announcements:
         return [each.sizes for each in everyone]
 
     def meet(self, activity: int) -> list[int]:
-        """Exchanges what every rank is about to do, `JOINED` on one that has run out of batches. Collective, ahead of a
-        step.
-        """
+        """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
         self.communicator.check_open()
         return [each.activity for each in self._meet(Announcement(JOIN, activity))]
 
     def _meet(self, own: Announcement) -> list[Announcement]:
-        """Every rank's announcement, once all are where this one is."""
+        """Returns every rank's announcement, repeating the exchange until all ranks are at the same place."""
         everyone = self._exchange(own)
-        while any(each.kind in (BACKWARD, GAVE_UP) for each in everyone):  # they come here next
+        while any(each.kind in (BACKWARD, GAVE_UP) for each in everyone):  # these ranks come here next
             self._warn(self.reports(everyone, None))
             everyone = self._exchange(own)
         if len({each.kind for each in everyone}) > 1:
@@ -261,7 +258,7 @@ class Announcements:
         self.communicator.look_each_time(look)
 
     def answer(self, failure: str) -> None:
-        """Makes an announcement that others have begun, from another thread, while this rank's own stands elsewhere."""
+        """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
         self.made += 1
         self.communicator.progress.begin_step()
         self._meet(Announcement(failure=failure))
@@ -285,31 +282,29 @@ class Announcements:
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
     def give_up(self, failure: str) -> None:
-        """Tells the others that this rank cannot finish a forward that it has announced. Of at least two ranks."""
+        """Announces that this rank cannot finish an announced forward. Of at least two ranks."""
         self.reports(self._exchange(Announcement(GAVE_UP)), failure)
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
-        """Collects the reasons that keep ranks from going on as the others do. Collective where one of them says
-        why.
-        """
+        """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""
         found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
         if any(each.kind == GAVE_UP for each in everyone):
             found |= self.communicator.reports(failure)
         return found
 
     def _warn(self, reports: Mapping[int, str]) -> None:
-        """Tells this rank, which goes on, of a call that all ranks have given up."""
+        """Warns this rank, which continues, of a call that all ranks have given up."""
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"The call before this one was given up on all ranks: {told}.", RuntimeWarning, stacklevel=2)
 
     def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
-        """Keeps what was announced: `sizes` by rank, by table; below 0 where it is unknown."""
+        """Records the announced rows: `sizes` by rank, by table; below 0 if unknown."""
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(
         self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int, tables: Sequence[str]
     ) -> InFlight:
-        """The op of that name: the announcement tells the sizes."""
+        """Implements the op `all_gather_ids`; the announcement exchanges the sizes."""
         counts = [u.numel() for u in unique]
         everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows))
         self.note_rows(tables, everyone)
@@ -366,12 +361,12 @@ def check_steps(steps: Sequence[int]) -> None:
 
 
 def unreadable(error: Exception) -> str:
-    """The report of a rank that cannot compute its batch's ids."""
+    """Makes the report of a rank that cannot compute its batch's ids."""
     return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
 
 
 def bad_id_report(ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int]) -> str | None:
-    """Reports an id outside the table that it is for, of ids by table; None where all are inside."""
+    """Reports the first id outside of its table; None: all are inside."""
     for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:
             return (

@@ -1,4 +1,4 @@
-"""Asks torch's back ends of a process group what they carry, and how long they wait; has a device to itself."""
+"""Reads from a process group's back ends the devices they support and their timeouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
+    """Returns the user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
     backend = group._get_backend(CPU if carries(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
     return found
@@ -40,9 +40,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def alone_on(device: torch.device) -> Iterator[None]:
-    """A context for collectives of set-up on a device, which may have another model's under way: nothing else would
-    order them. The host waits.
-    """
+    """Opens a context for set-up collectives on a device, ordered against another model's by waits of the host."""
     torch.cuda.synchronize(device)
     yield
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Checksums of what ranks hold alike, and which rank holds something else."""
+"""Computes checksums of values that ranks should hold equally, and names ranks that differ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element."""
+"""Bytes of an element -> dtype."""
 
 _DIGEST_BITS = 48
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of a tensor's bits, eight bytes at a time, modulo 2**64: another one where a bit has changed.
+    """Sums a tensor's bits, eight bytes at a time, modulo 2**64; a changed bit changes the sum.
 
-    It depends on values and their order alone, not on how they lie in memory.
+    It depends only on the values and their order, not on their layout in memory.
     """
     found = tensor.detach()
     if found.is_complex():
@@ -37,14 +37,14 @@ def checksum_of_text(text: str) -> int:
 
 
 def digest_of(checksums: Mapping[str, int]) -> int:
-    """One number for all of them, never 0; 0 where there are none."""
+    """Hashes checksums into one number: 0 if there are none, else never 0."""
     if not checksums:
         return 0
     return checksum_of_text(repr(sorted(checksums.items()))) & ((1 << _DIGEST_BITS) - 1) or 1
 
 
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Names the ranks that hold something else: than most of them, or than the lowest rank where there is no majority.
+    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority.
 
     >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "expected the same on every rank, found that b on rank 1 differs from rank 0's"

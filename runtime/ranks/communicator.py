@@ -1,7 +1,7 @@
-"""The collectives of a rank: launches by communication class that return what is in flight.
+"""Launches a rank's collectives by communication class; launches return values in flight.
 
 Contract
-    Collectives of one class leave in program order on their own process group.
+    Collectives of one class are launched in program order on their own process group.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from embrace_fx.runtime.ranks.rounding import Rounding
 
 @dataclass(slots=True)
 class InFlight:
-    """A value that a collective is still writing. `wait` yields it.
+    """A value that a collective is still writing; `wait` returns it.
 
     Attributes:
-        sent_bytes: tells, at the end, what this rank has sent, where that was not known before; None: it was.
-        reads: what the collective reads besides: to be kept until it has ended.
+        sent_bytes: returns, at the end, the bytes that this rank has sent; None: they were known before.
+        reads: further tensors that the collective reads, kept until it has ended.
     """
 
     value: Tensor
@@ -61,10 +61,10 @@ class _Widening:
 def widened(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """A narrower tensor that is under way, as a wider one.
+    """Turns a narrower tensor in flight into a wider one.
 
     Args:
-        write: writes into the wider one what the narrower one stands for.
+        write: writes the values of the narrower tensor into the wider one.
     """
     narrow, work = launched.value, None
     if launched.work is None:
@@ -75,14 +75,14 @@ def widened(
 
 
 InTurn = Callable[[], AbstractContextManager[None]]
-"""Makes a context for a collective that no launcher launches, on the current stream."""
+"""Makes a context for a collective outside of a launcher, on the current stream."""
 
 Counts = Sequence[Sequence[int]]
-"""How many rows a rank reads of each row of the grid that a table lies on, by rank. Columns alone are one row."""
+"""For each rank, how many rows it reads from each row of a table's grid; shards by columns have one grid row."""
 
 
 def by_row(counts: Tensor) -> Counts:
-    """The counts of `unpack_ids` (N,), or of `route_grid` (N, grid_rows), on the host."""
+    """Returns the counts of `unpack_ids` (N,), or of `route_grid` (N, grid_rows), on the host."""
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
 
@@ -98,15 +98,14 @@ def _elements(pieces: Pieces) -> int:
 class Communicator(Groups):
     """Issues this rank's collectives.
 
-    Without torch.distributed, or in a group of one, there is nothing to send: launches return their own data.
+    Without torch.distributed, or in a group of one, launches return their own data.
 
     Attributes:
-        gradient_dtype: in which gradients travel, as a hook of the user's says; None: their own.
+        gradient_dtype: the dtype in which gradients travel, set by the user's hook; None: their own.
         rounding: the formats in which rows and buckets travel on the launcher's groups.
-        comm_hook: the user's, which reduces buckets in place of an AllReduce; None: there is none.
-        in_turn: gives a device's collectives of the calling thread a place among those that a launcher launches: two
-            that nothing orders could begin in different orders on two ranks, and wait for each other for ever. None:
-            there is no launcher, or it is the host's.
+        comm_hook: the user's hook, which reduces buckets in place of an AllReduce, or None.
+        in_turn: orders the calling thread's collectives on a device with those of a launcher: unordered ones could
+            begin in different orders on two ranks, and deadlock. None: there is no launcher, or it is the host's.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -120,7 +119,7 @@ class Communicator(Groups):
         self.rounding = rounding or Rounding()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """One rank's values, in place."""
+        """Sends one rank's values to all ranks, in place."""
         self.check_open()
         if self.world_size == 1:
             return
@@ -136,7 +135,7 @@ class Communicator(Groups):
                 work.wait()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """The sum or maximum of a small tensor over ranks, by element."""
+        """Computes the sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
         if self.world_size > 1:
             group = self._group_for("dense", value)
@@ -149,7 +148,7 @@ class Communicator(Groups):
     def gather_rows_read(
         self, unique: Sequence[Tensor], sizes: Sequence[Sequence[int]], num_rows: Sequence[int], group: str
     ) -> InFlight:
-        """The payload of `all_gather_ids`, its sizes (by rank, by table) being known."""
+        """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known."""
         counts = [u.numel() for u in unique]
         longest = max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -185,7 +184,7 @@ class Communicator(Groups):
         return self.gather_alike(own, group)
 
     def gather_alike(self, own: Tensor, group: str) -> InFlight:
-        """(N, n): as many numbers of every rank. Of at least two ranks."""
+        """Gathers equally many numbers of every rank, (N, n). Of at least two ranks."""
         packed = own.new_empty((self.world_size, own.numel()))
         found = self._launch(
             lambda to, sent: gather_single(to, sent, self._group_for(group, own), async_op=True),
@@ -201,7 +200,7 @@ class Communicator(Groups):
         return self.send_rows(columns, by_row(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """`all_to_all_rows` with counts on the host."""
+        """Launches `all_to_all_rows` with counts on the host."""
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
         of_owners, of_readers = self._pieces(counts, embedding_dim)
@@ -211,7 +210,7 @@ class Communicator(Groups):
         return self.all_to_all(received, columns.view(-1), _sizes(of_owners), _sizes(of_readers), group)
 
     def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Rows and columns of the own rows that each rank has, and of each rank's rows that this one has."""
+        """Lists (rows, columns) of this rank's rows that each rank owns, and of each rank's rows that this one owns."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
         widths = column_widths(embedding_dim, grid_columns)
@@ -221,7 +220,7 @@ class Communicator(Groups):
     def _all_to_all_rounded(
         self, encode: Callable[[Tensor, Pieces], Tensor], sent: Tensor, come: Pieces, leave: Pieces, group: str
     ) -> InFlight:
-        """An AlltoAll of pieces of rows, rounded: those from each rank, and for each."""
+        """Launches an AlltoAll of rounded pieces of rows: `come` from each rank, `leave` for each."""
         form = self.rounding.rows
         coded = encode(sent, leave)
         coming, leaving = ([wire_elements(*piece, form) for piece in pieces] for pieces in (come, leave))
@@ -236,7 +235,7 @@ class Communicator(Groups):
         return self.send_gradients(flat, by_row(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """`all_to_all_gradients` with counts on the host."""
+        """Launches `all_to_all_gradients` with counts on the host."""
         if self.world_size == 1:
             return InFlight(flat, None)
         of_owners, of_readers = self._pieces(counts, embedding_dim)
@@ -248,7 +247,7 @@ class Communicator(Groups):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """Every rank's part for every other one: of so many elements from each, and for each."""
+        """Launches an AlltoAll of parts with these numbers of elements from each rank and for each rank."""
 
         def exchange(to: Tensor, own: Tensor) -> Any:
             carrier = self._groups[group]
@@ -267,14 +266,14 @@ class Communicator(Groups):
         return launched if narrow is flat else widened(launched, flat, sent_bytes)
 
     def _narrow(self, gradient: Tensor) -> Tensor:
-        """A gradient as it travels: itself, or a narrower copy."""
+        """Returns a gradient in the dtype in which it travels: itself, or a narrower copy."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _all_to_all_narrowly(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """An AlltoAll of gradients."""
+        """Launches an AlltoAll of gradients in the dtype in which they travel."""
         narrow = self._narrow(sent)
         if narrow is sent:
             return self.all_to_all(received, sent, receive_sizes, send_sizes, group)
@@ -284,7 +283,7 @@ class Communicator(Groups):
         return widened(launched, received, sent_bytes)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
+        """Launches a collective; one of device tensors over gloo, which needs them on the host, has ended on return."""
         carrier = self._group_for(group, written)
         assert carrier is not None
         if not travels_by_host(written, carrier):
@@ -292,7 +291,7 @@ class Communicator(Groups):
             if turn is None:
                 return InFlight(written, collective(written, *read), reads=read)
             with turn:
-                collective(written, *read).wait()  # the current stream does, which is to read it next
+                collective(written, *read).wait()  # the current stream waits, which reads it next
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
         collective(*on_host).wait()
@@ -300,7 +299,7 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _turn(self, tensor: Tensor, group: dist.ProcessGroup | None) -> AbstractContextManager[None] | None:
-        """A context for a collective of the calling thread; None: it has no turn, as what hosts tell each other."""
+        """Returns a context for a collective of the calling thread; None: a host's collective needs no order."""
         assert self.group is not None
         assert group is not None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
@@ -317,7 +316,7 @@ class Communicator(Groups):
         return launch.value
 
     def launches(self) -> Mapping[str, Any]:
-        """Op name -> what a lowered program calls."""
+        """Maps op names to the functions that a lowered program calls."""
         return {
             "embrace::all_to_all_rows": self.all_to_all_rows,
             "embrace::all_to_all_gradients": self.all_to_all_gradients,

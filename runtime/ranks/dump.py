@@ -1,4 +1,4 @@
-"""Writes what a rank was doing when a collective broke to a file of its own: `compile(dump_to=)`."""
+"""Writes a file with what a rank was doing when a collective broke: `compile(dump_to=)`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 _KEPT = 100
-"""Launches that are told."""
+"""Number of launches in a dump."""
 
 
 def write_dump(directory: Path, rank: int, found: dict[str, Any], launched: dict[str, int]) -> None:
     """Writes `rank-N.json`.
 
     Args:
-        found: what is told besides.
+        found: further entries.
         launched: name of a launch -> the step of the last one, in the order of the last ones.
     """
     frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}

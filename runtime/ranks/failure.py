@@ -1,4 +1,4 @@
-"""Makes every other rank raise, with the culprit's name, when a rank fails, dies or stands still."""
+"""Makes all ranks raise, with the culprit's name, when a rank fails, dies or hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIBRARIES = tuple(
         sysconfig.get_paths()["stdlib"],
     )
 )
-"""Whose lines are not the user's."""
+"""Folders of files that are not the user's."""
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
@@ -44,7 +44,7 @@ _POLL_S = 0.1
 
 
 class PeerFailure(RuntimeError):
-    """Raised on every rank when any rank could not take part in a step, before anything was applied.
+    """Raised on every rank when any rank has failed in a step, before anything was applied.
 
     Attributes:
         by_rank: what each failed rank reported.
@@ -60,11 +60,11 @@ class PeerFailure(RuntimeError):
 
 
 class PlanDoesNotFit(Exception):
-    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+    """Raised on every rank, in place of the step, where a rank's batch does not fit the plan, which is then changed."""
 
 
 class DivergedReplicas(RuntimeError):
-    """Raised on every rank, before the step, when a check finds that ranks differ in what all should hold alike."""
+    """Raised on every rank, before the step, when a check finds that replicas differ."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
@@ -78,7 +78,7 @@ class DeadRank(RuntimeError):
 
 
 class StuckRank(RuntimeError):
-    """A collective failed though every rank's process lives: one of them did not come to it in time."""
+    """A collective failed although every rank's process lives: some rank did not reach it in time."""
 
 
 TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
@@ -86,29 +86,29 @@ TOLD = "All ranks have been told. Nothing of this step was applied, on any rank.
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Tells whether an error is one that other ranks raise too, or cannot be told any more."""
+    """Tells whether an error also raises on other ranks, or can no longer be reported to them."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
 def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
+    """Prints a failure for other ranks; the library's own errors are printed without their type."""
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 class LaunchLog:
-    """The progress of this rank: what it has launched, in which step.
+    """This rank's progress: its launches and steps.
 
     Attributes:
-        step: announcements begun.
-        optimizer_steps: taken, of those that move anything, since a checkpoint was loaded.
-        launched: name of a launch -> the step of the last one; the last launch is the last entry.
-        launches: how many there have been.
+        step: number of announcements begun.
+        optimizer_steps: number of steps that changed parameters, since a checkpoint was loaded.
+        launched: name of a launch -> the step of its last one; the last launch is the last entry.
+        launches: number of launches so far.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.optimizer_steps = 0
-        self._last: dict[object, int] = {}  # by what the launch is called: spelled when it is asked for
+        self._last: dict[object, int] = {}  # keys are turned into names when they are read
         self.launches = 0
 
     @property
@@ -127,7 +127,7 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class Standing:
-    """The signature of a living rank: its progress, and the line in which its main thread stands."""
+    """The signature of a living rank: its progress, and the line that its main thread executes."""
 
     launched: dict[str, int]
     launches: int
@@ -141,7 +141,7 @@ class Standing:
 
 
 def place_of_main_thread() -> str:
-    """The innermost line of the main thread that is the user's own, or else the innermost one: "loader.py:88"."""
+    """Returns the innermost line of the user's code in the main thread, else the innermost line: "loader.py:88"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = list(traceback.walk_stack(frame))
     own = [(f, line) for f, line in lines if not f.f_code.co_filename.startswith(_LIBRARIES)]

@@ -177,7 +177,7 @@ class Groups:
         return self._groups[name]
 
     def group_of_joins(self) -> dist.ProcessGroup:
-        """The group in which hosts count ranks that have run out of batches: the user's, where it carries that.
+        """Returns the group in which hosts count ranks that have run out of batches: the user's, where it carries that.
         Collective.
         """
         assert self.group is not None
@@ -188,11 +188,11 @@ class Groups:
         return self._groups["joins"]
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """A communication class's group; None: a single process."""
+        """Returns a communication class's group; None: a single process."""
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Waiter | None:
-        """The waiter for the messages of a launcher's class, to be told of their end; None: another class's."""
+        """Returns the waiter for the messages of a launcher's class, to be told of their end; None: another class's."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Waiter()
         return self._waiters.get(name)
@@ -272,12 +272,12 @@ class Groups:
         return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 
     def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
-        """A class's group, or that of the hosts where the class's does not take the tensor."""
+        """Returns a class's group, or that of the hosts where the class's does not take the tensor."""
         group = self._groups[name]
         return group if carries(group, tensor.device) else self._hosts
 
     def host_group(self) -> dist.ProcessGroup:
-        """The group that carries tensors of the hosts, of at least two ranks."""
+        """Returns the group that carries tensors of the hosts, of at least two ranks."""
         assert self._hosts is not None
         return self._hosts
 
@@ -286,7 +286,7 @@ class Groups:
         return timeout_of(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that no longer answer, asked for once a message has failed."""
+        """Returns the ranks that no longer answer, asked for once a message has failed."""
         return self._roll_call.missing() if self._roll_call is not None else []
 
     def look_each_time(self, look: Callable[[Any, str], None]) -> None:
@@ -340,7 +340,7 @@ class Groups:
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """A context in which the error of a broken collective names the ranks that are gone, or stuck.
+        """Returns a context in which the error of a broken collective names the ranks that are gone, or stuck.
 
         Args:
             what: what is waited for inside, by its name in `progress`.

@@ -53,7 +53,7 @@ class _Waiting:
 
 @contextlib.contextmanager
 def met(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """A context for the first collective in a group, entered once its ranks are there, or have been waited for.
+    """Opens a context for the first collective in a group, entered once its ranks are there, or have been waited for.
 
     Args:
         store: of the job. The meeting talks to it over a connection of its own.

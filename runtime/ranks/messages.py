@@ -119,7 +119,7 @@ class Waiter:
         weakref.finalize(self, self._asked.put, None).atexit = False
 
     def end_of(self, works: Sequence[dist.Work]) -> torch.futures.Future[None]:
-        """A future that ends with the last of them, or with the error of the first that fails."""
+        """Returns a future that ends with the last of them, or with the error of the first that fails."""
         end: torch.futures.Future[None] = torch.futures.Future()
         self._asked.put((works, end))
         return end

@@ -198,7 +198,7 @@ def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
-    """The value of a launch: one that goes through the launcher, or one of the thread's own."""
+    """Returns the value of a launch: one that goes through the launcher, or one of the thread's own."""
     if isinstance(launch, InFlight):
         return flow.communicator.wait(launch)
     flow.recorder.stand()
@@ -231,13 +231,13 @@ def _copy(copies: Copies, recorder: Recorder | None, node: fx.Node) -> Callable[
 
 
 def _named(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """A call under the name by which the lowered program knows it."""
+    """Returns a call under the name by which the lowered program knows it."""
     call.__name__ = node
     return call
 
 
 def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | None:
-    """The streams of the device on which a single process trains."""
+    """Returns the streams of the device on which a single process trains."""
     parameter = state.any_parameter()
     if communicator.world_size > 1 or parameter is None:
         return None
@@ -296,7 +296,7 @@ class _Packer:
         return flat.mul_(scale) if scale != 1.0 else flat
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """A part as `with_unreduced` makes it, and as the parameter's hooks do."""
+        """Returns a part as `with_unreduced` makes it, and as the parameter's hooks do."""
         state = self._state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)

@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Pa
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
-    """The parameters whose gradients a backward with these outputs delivers."""
+    """Returns the parameters whose gradients a backward with these outputs delivers."""
     found: dict[str, None] = {}
     for role in roles:
         match role:

@@ -42,7 +42,7 @@ def _nothing(*_: object) -> None: ...
 
 
 def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """A gradient as the parameter's own hooks make it."""
+    """Returns a gradient as the parameter's own hooks make it."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -50,7 +50,7 @@ def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
-    """A gradient as the hooks leave it that find it in `.grad`, which is then as it was.
+    """Returns a gradient as the hooks leave it that find it in `.grad`, which is then as it was.
 
     Args:
         gradient: what is to be reduced: this backward's, and what backwards under `no_sync` left.

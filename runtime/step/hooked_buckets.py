@@ -46,7 +46,7 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The number of the bucket, the same at each step of a plan."""
+        """Returns the number of the bucket, the same at each step of a plan."""
         return self._index
 
     def is_last(self) -> bool:

@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 
 def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """The `IdsProgram` of a graph.
+    """Returns the `IdsProgram` of a graph.
 
     Args:
         unique_phase: the unique phase as it runs in its batch's own step.

@@ -17,7 +17,7 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 
 def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
-    """The results of a call, with plain tensors, which count their own writes, in the place of views.
+    """Returns the results of a call, with plain tensors, which count their own writes, in the place of views.
 
     Args:
         results: of a program's call.

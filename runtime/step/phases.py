@@ -77,7 +77,7 @@ def runnable(
     *,
     last: bool = False,
 ) -> Runnable:
-    """A phase, lowered.
+    """Returns a phase, lowered.
 
     Args:
         launches: op name -> what its nodes call.
@@ -105,7 +105,7 @@ def runnable(
 
 
 def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A graph without collectives as a function of the flattened batch."""
+    """Returns a graph without collectives as a function of the flattened batch."""
     run = runnable(module, state, {})
     return lambda leaves: run(leaves, {}, {})
 

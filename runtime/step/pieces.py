@@ -88,7 +88,7 @@ def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """The graph of some nodes; what they read of others is saved."""
+    """Returns the graph of some nodes; what they read of others is saved."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

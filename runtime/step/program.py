@@ -158,7 +158,7 @@ class Program:
         return LoweredPhase(run, owed, absent)
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
-        """A phase, of a step's variant; made when it is first needed."""
+        """Returns a phase, of a step's variant; made when it is first needed."""
         key = variant.phase if variant.is_steady or self.variants is None else variant
         if key not in self._lowered:
             assert self.variants is not None
@@ -209,7 +209,7 @@ class Program:
                 del values[name]
 
     def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
-        """The tensors that the backward reads: views of parameters and results among them."""
+        """Returns the tensors that the backward reads: views of parameters and results among them."""
         found = [leaves[index] for index in self._leaves_read]
         found += map(self.state.parameter, self._parameters_read)
         found += [values[name] for name in self._saved_read]
@@ -224,7 +224,7 @@ class Program:
         return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
 
     def ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> Ahead | None:
-        """A batch to come, with the rows it reads; None where that cannot be known before its turn.
+        """Returns a batch to come, with the rows it reads; None where that cannot be known before its turn.
 
         Args:
             of_objects: how many of the leaves, the last ones, are read from objects: they may change until its turn.

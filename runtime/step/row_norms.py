@@ -46,7 +46,7 @@ class _RowNorms:
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
     def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """The sums of some rows, once they are here."""
+        """Returns the sums of some rows, once they are here."""
         if (launched := self._launched) is not None:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):

@@ -141,14 +141,14 @@ class Step:
         return self.program.communicator.world_size > 1 and self._streams() is None
 
     def _streams(self) -> Streams | None:
-        """The streams of the model's device; None: it is on the host."""
+        """Returns the streams of the model's device; None: it is on the host."""
         if self.program.flow is not None:
             return self.program.flow.streams
         parameter = self.program.state.any_parameter()
         return None if parameter is None else streams.streams_of(parameter.device)
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """The values of the ids' phases, and which forward follows on them."""
+        """Returns the values of the ids' phases, and which forward follows on them."""
         program = self.program
         if program.flow is not None and program.overlaps_steps:
             assert program.ids_program is not None
@@ -323,7 +323,7 @@ class Step:
             recorder.mark(WHOLE_BACKWARD)
 
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this rank stands still until all are here; the host of a device does not."""
+        """Returns a context in which this rank stands still until all are here; the host of a device does not."""
         flow = self.program.flow
         if flow is None or not self._tells_of_failures():
             return contextlib.nullcontext()
@@ -383,7 +383,7 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """The gradients of the batch's tensors that require one."""
+        """Returns the gradients of the batch's tensors that require one."""
         found = {
             role.of.index: value
             for role, value in zip(roles, outputs, strict=True)

@@ -224,7 +224,7 @@ class Stepping:
                 self._flow.buckets.release(optimizer)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
-        """The sharded tables that an optimizer is about to step, which are its from now on."""
+        """Returns the sharded tables that an optimizer is about to step, which are its from now on."""
         by_id = {id(table.parameter): table for table in self._state.tables.values()}
         held = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
         reason = needs_whole(type(optimizer))
@@ -365,7 +365,7 @@ class Stepping:
 
 
 def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
-    """The rows of a whole table's gradient: all, or those that are not zero."""
+    """Returns the rows of a whole table's gradient: all, or those that are not zero."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -374,7 +374,7 @@ def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
 
 
 def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
-    """A hook that does not keep its model alive."""
+    """Returns a hook that does not keep its model alive."""
     itself = weakref.ref(stepping)
 
     def hook(*args: Any) -> Any:

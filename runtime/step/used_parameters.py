@@ -70,7 +70,7 @@ class UsedParameters:
         return self._local - self._reached(given) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """The parameters that no rank's backward reaches, of those whose gradients are delivered.
+        """Returns the parameters that no rank's backward reaches, of those whose gradients are delivered.
 
         Args:
             counts: the sums over ranks of what they told.

@@ -46,7 +46,7 @@ class Late(Generic[Landed]):
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:
-        """The gradients, once they are here.
+        """Returns the gradients, once they are here.
 
         Raises:
             RuntimeError: the model is gone, and with it what would have brought them.
@@ -174,7 +174,7 @@ class HeldGradient(Held):
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
-        """The gradient, coalesced; of a dense one the rows that are read or not zero."""
+        """Returns the gradient, coalesced; of a dense one the rows that are read or not zero."""
         self.land()
         if self._local is not None and self._read is None:
             return torch.arange(self.shape[0], device=self.device), self._local
@@ -189,7 +189,7 @@ class HeldGradient(Held):
         return self._rows[0]
 
     def dense(self) -> Tensor:
-        """The gradient (V', d), to be read."""
+        """Returns the gradient (V', d), to be read."""
         self.land()
         if self._local is not None:
             return self._local
@@ -213,7 +213,7 @@ class HeldGradient(Held):
         return self._local
 
     def viewer(self) -> object:
-        """An object that views of it keep."""
+        """Returns an object that views of it keep."""
         viewer = self._viewer()
         if viewer is None:
             viewer = _Viewer(self)

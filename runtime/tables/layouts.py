@@ -49,14 +49,14 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
 
 
 def grid_of(tensor: Tensor) -> Grid | None:
-    """The grid on which a shard lies; None: by columns, or no shard."""
+    """Returns the grid on which a shard lies; None: by columns, or no shard."""
     if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], _StridedShard):
         return None
     return Grid(*tensor.device_mesh.shape)
 
 
 def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Part:
-    """The rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
+    """Returns the rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
@@ -69,7 +69,7 @@ def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Part:
 
 
 def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:
-    """A rank's part (V', d) as that of a whole table (V, D)."""
+    """Returns a rank's part (V', d) as that of a whole table (V, D)."""
     if mesh is None:
         return local
     placements: list[Placement] = [Shard(1)]
@@ -116,7 +116,7 @@ class Place:
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
     def shard(self, local: Tensor) -> Tensor:
-        """A rank's part (V', d) as that of the whole: a DTensor."""
+        """Returns a rank's part (V', d) as that of the whole: a DTensor."""
         return as_shard(local, self.shape, self.mesh)
 
     def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -157,7 +157,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
 
 
 def by_columns(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A shard on a grid as one by columns, with one AlltoAll; any other value as it is. Collective."""
+    """Returns a shard on a grid as one by columns, with one AlltoAll; any other value as it is. Collective."""
     grid = grid_of(shard)
     if grid is None:
         return shard

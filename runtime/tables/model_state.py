@@ -124,7 +124,7 @@ class ModelState:
         return next((owner[key] for owner, key in self._parameters.values()), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient plus what backwards under `no_sync` left of it in `.grad`."""
+        """Returns a gradient plus what backwards under `no_sync` left of it in `.grad`."""
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
@@ -144,7 +144,7 @@ class ModelState:
         return read
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """The names of buffers in the modules' dicts of buffers that are meant."""
+        """Returns the names of buffers in the modules' dicts of buffers that are meant."""
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_names(self) -> list[str]:
@@ -156,7 +156,7 @@ class ModelState:
         return list(found.values())
 
     def buffers_but(self, names: Collection[str]) -> list[Tensor]:
-        """The buffers as the model holds them now, but some."""
+        """Returns the buffers as the model holds them now, but some."""
         found = [owner.get(key) for name, (owner, key) in self._buffers.items() if name not in names]
         return [each for each in found if each is not None]
 

@@ -25,7 +25,7 @@ from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_b
 def show_state(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
+    """Returns the tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
     group, shown = communicator.group, dict(state_dict["state"])
     watch = _watching(communicator)
     tables = {table.parameter: table for table in model.tables.values()}

@@ -94,7 +94,7 @@ class Part(Tensor):
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank. Collective, as of DTensor."""
+        """Returns the whole tensor, on every rank. Collective, as of DTensor."""
         own = self.held.dense()
         if self.place.is_alone:
             return own.detach().clone()

@@ -50,7 +50,7 @@ class Axis:
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def picked(self, asked: slice) -> tuple[Axis, slice]:
-        """The axis of a slice of it, and where that slice is in what this rank holds."""
+        """Returns the axis of a slice of it, and where that slice is in what this rank holds."""
         picks, own = range(self.size)[asked], self.own
         if not self.of:
             return Axis.whole(len(picks)), asked
@@ -116,7 +116,7 @@ class Layout:
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
     def meta(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor without memory that looks as the whole one."""
+        """Returns a tensor without memory that looks as the whole one."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
 
     def cut(self, whole: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class _Asked:
 
 
 def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any, none: Any) -> Tensor:
-    """A reduction of a part.
+    """Returns a reduction of a part.
 
     Args:
         of_part: (values, dims) -> the reduction of this rank's values, its dimensions kept.
@@ -69,7 +69,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
 
 
 def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> torch.Size:
-    """The shape of a result that every rank has all of."""
+    """Returns the shape of a result that every rank has all of."""
     return torch.Size([1] * part.dim()) if layout.is_flat and asked.keep else _shape(layout, dims, keep=asked.keep)
 
 

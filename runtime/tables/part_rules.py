@@ -101,7 +101,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op whose result at an element depends on its operands there alone."""
+    """Returns an op whose result at an element depends on its operands there alone."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
     writes = func._schema.is_mutable
@@ -141,7 +141,7 @@ def _meta(leaf: Tensor) -> Tensor:
 
 
 def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
-    """The layout of an element-wise result; None: ranks hold elements of its operands apart in other ways."""
+    """Returns the layout of an element-wise result; None: ranks hold elements of its operands apart in other ways."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)
@@ -185,12 +185,12 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    """A tensor that has but the device and the dtype of the part."""
+    """Returns a tensor that has but the device and the dtype of the part."""
     return func(args[0].held.dense()[:0], *args[1:], **kwargs)
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
-    """The numbers that any rank would draw for the whole, of which this one takes its own."""
+    """Returns the numbers that any rank would draw for the whole, of which this one takes its own."""
     part = args[0]
     looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
@@ -259,7 +259,7 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """A `_foreach_` op: of plain tensors at once, of parts one by one."""
+    """Returns a `_foreach_` op: of plain tensors at once, of parts one by one."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
     name = func._schema.name.removeprefix("aten::_foreach_")
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]

@@ -16,7 +16,7 @@ from embrace_fx.runtime.tables.part import Part, local_part
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """An optimizer's state of one table, its parts as plain tensors of this rank's, (V', d)."""
+    """Returns an optimizer's state of one table, its parts as plain tensors of this rank's, (V', d)."""
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
@@ -61,7 +61,7 @@ def own_state(
 
 
 def shown_state(place: Place, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a table, of whose part a rank holds `shape`, in DTensors."""
+    """Returns an optimizer's state of a table, of whose part a rank holds `shape`, in DTensors."""
     plain = plain_state(state)
     is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
     return {key: place.shard(value) if is_part[key] else value for key, value in plain.items()}

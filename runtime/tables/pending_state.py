@@ -44,7 +44,7 @@ class PendingState(defaultdict[Any, Any]):
         optimizer.state = self
 
     def now(self) -> Any:
-        """The state, with every update in it."""
+        """Returns the state, with every update in it."""
         self._apply()
         return self.real
 

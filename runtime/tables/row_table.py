@@ -181,7 +181,7 @@ class RowTable:
         self.parameter.grad = None
 
     def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
-        """The gradient as that of the whole table (V, D), None where there is none. Collective."""
+        """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
         held = self.held
         return None if held is None else whole_table(self.place.shard(held.dense()), group)
 
@@ -315,7 +315,7 @@ class RowTable:
         return (self,)
 
     def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
-        """The rows of each of them."""
+        """Returns the rows of each of them."""
         return [(ids, rows)]
 
     @property

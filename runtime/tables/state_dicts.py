@@ -55,7 +55,7 @@ class TableShard(DTensor):
 
 
 def as_table_shard(shard: DTensor, name: str, watch: Watch) -> TableShard:
-    """A shard as state dicts show it, in the same memory.
+    """Returns a shard as state dicts show it, in the same memory.
 
     Args:
         watch: a function, within whose context the error of a collective names ranks.
@@ -95,7 +95,7 @@ def show_shards(
 
 
 def shard_by_columns(local: Tensor, place: Place, group: dist.ProcessGroup | None) -> DTensor:
-    """A rank's part (V', d) of a table as a shard by columns. Collective where it lies on a grid."""
+    """Returns a rank's part (V', d) of a table as a shard by columns. Collective where it lies on a grid."""
     assert group is not None
     found = by_columns(place.shard(local.detach()), group)
     assert isinstance(found, DTensor)

@@ -61,7 +61,7 @@ class FileThread:
         table: its name.
         slots: into which rows come.
         count: how many slots there are.
-        recorder: is told of reads, writes, and waits for them; asked for each time.
+        recorder: returns the recorder of reads, writes, and waits for them.
         streams: of the device; None: slots are the host's.
     """
 
@@ -87,7 +87,7 @@ class FileThread:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait to be written, or are being."""
+        """The number of rows that wait to be written or are being written."""
         return sum(numbers.numel() for _, numbers in self._writes)
 
     def write(self, numbers: Tensor, rows: Tensor, leaving: Leaving) -> None:
@@ -107,7 +107,7 @@ class FileThread:
             self._begin_write(partial(self._file.write, numbers, records), numbers)
 
     def read(self, numbers: Tensor) -> Tensor:
-        """Reads the records (K, B) at numbers (K,), ascending, whatever their rows."""
+        """Reads the records (K, B) at ascending numbers (K,), without checking their rows."""
         behind = self._behind(numbers)
 
         def read() -> Tensor:
@@ -117,10 +117,10 @@ class FileThread:
         return self._reader.submit(read).result()
 
     def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues) -> Future[Come]:
-        """Begins to bring rows (K,) into slots (K,).
+        """Begins to read rows (K,) into slots (K,).
 
         Args:
-            numbers: (K,) of their records; -1: they begin.
+            numbers: (K,) the numbers of their records; -1: the row has its first values.
         """
         watch = self._watch(self._reading, int((numbers >= 0).sum()))
         with span("submit", self._reading):
@@ -134,7 +134,7 @@ class FileThread:
         return all(map(self._slots.has_come, coming.result().arrivals))
 
     def await_rows(self, coming: Future[Come]) -> Come:
-        """Waits for rows that are being brought."""
+        """Waits for rows that are being read."""
         with self._recorder().waiting(self._reading) if not coming.done() else nullcontext():
             come = coming.result()
             for arrival in come.arrivals:
@@ -142,7 +142,7 @@ class FileThread:
         return come
 
     def land(self) -> None:
-        """Waits for what is being written."""
+        """Waits until all submitted rows are written."""
         self._await_writes(0)
 
     def _begin_write(self, write: Callable[[], None], numbers: Tensor) -> None:
@@ -150,7 +150,7 @@ class FileThread:
         self._writes.append((self._writer.submit(write), numbers))
 
     def _await_writes(self, most: int) -> None:
-        """Waits until no more rows are being written."""
+        """Waits until at most `most` rows wait to be written."""
         while self._writes and self._writes[0][0].done():
             self._writes.popleft()[0].result()
         if self._writes and self.waiting > most:
@@ -159,7 +159,7 @@ class FileThread:
                     self._writes.popleft()[0].result()
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
-        """The writes at any of numbers (K,) that a read has to wait for."""
+        """Returns the writes at any of numbers (K,) that a read has to wait for."""
         if self._writer is self._reader:
             return []
         pending = [each for each in self._writes if not each[0].done()]

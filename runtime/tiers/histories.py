@@ -1,4 +1,4 @@
-"""Steps that rows beyond memory have skipped: histories are kept, not settled, until each row is next in memory.
+"""Keeps the histories of steps that rows beyond memory have skipped, until each row is next in memory.
 
 Contract
     Where a table in memory has all rows take what they have skipped, here rows in slots do, the history is closed, and
@@ -27,7 +27,7 @@ from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class _Skipped(Protocol):
-    """Steps in a row that a row can have skipped."""
+    """Consecutive steps that a row can have skipped."""
 
     count: int
 
@@ -35,10 +35,10 @@ class _Skipped(Protocol):
 
 
 class _FirstStep:
-    """The step that makes a table's state, for rows without gradient: taken as the optimizer takes it.
+    """The first step, which makes a table's state, for rows without gradient; the optimizer itself takes it.
 
     Args:
-        counters: what the state counts, as before the step.
+        counters: the state's counters before the step.
     """
 
     count = 1
@@ -66,8 +66,8 @@ class Histories(RestingRows):
         super().__init__()
         self._memory = memory
         memory.arrived = self._arrived
-        self._closed: list[tuple[int, _Skipped]] = []  # with the number of steps before each
-        self._before = 0  # steps of closed histories
+        self._closed: list[tuple[int, _Skipped]] = []  # (number of steps before it, closed history)
+        self._before = 0  # number of steps in closed histories
 
     @property
     def _steps(self) -> int:
@@ -100,7 +100,7 @@ class Histories(RestingRows):
     def took_first(
         self, ids: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
     ) -> None:
-        """All rows but those in slots `ids` are still to take the step that has made state."""
+        """Records that only the rows in slots `ids` have taken the step that has made state."""
         self.close()
         self._memory.columns[TAKEN].index_fill_(0, ids, self._before + 1)
         self._add(_FirstStep(optimizer, options, counters))
@@ -120,11 +120,11 @@ class Histories(RestingRows):
             self._add(skipped)
 
     def saved(self) -> list[dict[str, Any]]:
-        """The closed histories, for a checkpoint. None is open."""
+        """Returns the closed histories, for a checkpoint; no history may be open."""
         return [{"form": type(each).__name__, **_plain(vars(each))} for _, each in self._closed]
 
     def load(self, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-        """Takes over histories as `saved` gave them, in the place of these."""
+        """Replaces the histories by those from `saved`."""
         self._skipped, self._supposed, self._closed, self._before = None, None, [], 0
         for each in saved:
             form = _FORMS[each["form"]]

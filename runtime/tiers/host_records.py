@@ -42,7 +42,7 @@ class HostRecords:
     # -- numbers, as of `RecordLog` ------------------------------------------------------------------------------------
 
     def take(self, rows: Tensor) -> Tensor:
-        """The numbers (K,) of rows (K,): their own."""
+        """Returns the numbers (K,) of rows (K,): their own."""
         return rows.to(torch.int32)
 
     def give_back(self, numbers: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""First values of rows that nobody has written: computed from a seed, row and column, whenever they are wanted.
+"""Computes, from a seed, row and column, the first values of rows that have never been written.
 
-Twelve uniform numbers of 16 bits, less their mean, add up to a number of mean 0 and variance 1 that is nearly normal.
-They are whole numbers up to there: the same bits in whichever order and company rows are computed, on every machine.
+The sum of twelve uniform numbers of 16 bits, less its mean, is scaled to variance 1 and is nearly normal. The sums are
+integers, so that the bits are the same in any order and grouping of rows, and on every machine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WORDS = _FIELDS // 4
 
 @dataclass(frozen=True)
 class FirstValues:
-    """What rows of an embedding layer begin with: normal numbers, and zeros for padding.
+    """The first values of an embedding layer's rows: normal numbers, and zeros for padding.
 
     Attributes:
-        columns: of a rank, of `width` in all.
+        columns: a rank's columns, of `width` in all.
     """
 
     columns: range
@@ -34,13 +34,13 @@ class FirstValues:
     padding: int | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The values (K, d) of rows (K,)."""
+        """Computes the values (K, d) of rows (K,)."""
         found = normal_rows(rows, self.columns, self.width, self.seed, self.dtype)
         return found if self.padding is None else found.masked_fill_((rows == self.padding).unsqueeze(1), 0.0)
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Columns of rows (K,) of a table with `width` columns, (K, d)."""
+    """Computes columns of rows (K,) of a table with `width` columns: (K, d) normal numbers."""
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
     total = np.zeros(element.shape, dtype=np.int64)
@@ -57,7 +57,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(counter: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Mixes counters by the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = counter * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

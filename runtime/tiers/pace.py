@@ -1,4 +1,4 @@
-"""The time that a row takes to its file and back, measured in the directory that a user names."""
+"""Measures the time to read and to write a row, in the directory that a user names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import Records
 
 READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
-"""Rows that are read, and how far they lie from each other: none comes with another one's page; what is written, in one
-run."""
+"""Number of rows that are read; their distance, so that no row is in another one's page; bytes written in one run."""
 
 
 def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
-    """Milliseconds in which a row is read, and written: from the disk, which the kernel's cache is told to leave to it.
+    """Returns (ms to read a row, ms to write a row), from the disk: the kernel is told to drop its cache.
 
     Raises:
         TierError: rows cannot be written there, or read.

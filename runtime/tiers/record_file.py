@@ -1,9 +1,9 @@
-"""Records in a file: a row's values and optimizer state together, so that a row is one read.
+"""Stores records in a file: a row's values and optimizer state together, so that a row is one read.
 
 Contract
-    The file has no name: it goes with its process, and nothing takes it for a checkpoint. It is as long as all records,
-    but takes room on disk only for those that have been written. What is read is what was written, or an error that
-    names the row: a record carries a checksum of its bytes, its row among them.
+    The file has no name: it ends with its process, and cannot be mistaken for a checkpoint. It is as long as all
+    records, but takes disk space only for written ones. A read returns what was written, or raises an error that names
+    the row: a record has a checksum of its bytes, which include the row's number.
 
 Shape legend: K records of B bytes, as `records.py` packs them, at numbers (K,) in the file.
 """
@@ -25,7 +25,7 @@ from embrace_fx.runtime.tiers.records import Records
 
 
 class TierError(RuntimeError):
-    """A row that cannot be read from its file, or written there."""
+    """A row cannot be read from its file, or written there."""
 
 
 class RecordFile:
@@ -92,10 +92,10 @@ class RecordFile:
         """Reads records (K, B) at numbers (K,), ascending, each of which has been written.
 
         Args:
-            rows: (K,) which they are of; None: whichever.
+            rows: (K,) the rows that they must be of; None: any.
 
         Raises:
-            TierError: some cannot be read, or are not as they were written.
+            TierError: some cannot be read, or differ from what was written.
         """
         nbytes = self._records.nbytes
         records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu", pin_memory=self._pinned)

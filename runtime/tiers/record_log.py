@@ -1,9 +1,9 @@
-"""Places of records in a file that is written in order: a batch of rows takes few runs, and one write for each.
+"""Assigns places to records in a file that is written in order, so that a batch of rows needs few writes.
 
 Contract
-    A record is never written where it was: it takes a new number, and the old one is given back. Numbers lie in blocks;
-    one that has none in use is taken again. A block with few is emptied by whoever moves them elsewhere (`sparsest`),
-    while fewer than half of the numbers up to the highest are in use, or none is left.
+    A record is never overwritten: it takes a new number, and the old one is given back. Numbers are in blocks; a block
+    without used numbers is taken again. While fewer than half of the numbers up to the highest are in use, or no block
+    is left, the caller empties the block with the fewest (`sparsest`) by moving its records.
 
     block 0  [a . . d]   block 1  [. f . .]   block 2  [i j       take(3) -> 10, 11 and, block 1 emptied, 4
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 _SPARE = 1.25
-"""Of all records, how many the file has room for: then some block has a fifth of its numbers free."""
+"""Room in the file, as a multiple of all records: some block then has a fifth of its numbers free."""
 _FEW = 16
-"""Blocks of which nobody minds that they are not half in use."""
+"""Number of blocks up to which they need not be half in use."""
 
 
 class RecordLog:
     """The numbers of a file's records.
 
     Args:
-        records: at most in use.
-        at_once: at most taken together.
-        block: numbers of a block.
+        records: most numbers in use.
+        at_once: most numbers taken together.
+        block: numbers per block.
     """
 
     def __init__(self, records: int, at_once: int, block: int) -> None:
@@ -35,18 +35,18 @@ class RecordLog:
         self._blocks = int(_SPARE * records) // block + at_once // block + 4
         self._in_use = torch.zeros(self._blocks, dtype=torch.int32, device="cpu")
         self._full = torch.zeros(self._blocks, dtype=torch.bool, device="cpu")
-        self._count = 0  # of numbers in use
-        self._begun = 0  # blocks that have ever been written
+        self._count = 0  # numbers in use
+        self._begun = 0  # blocks written so far
         self._empty: list[int] = []
         self._next, self._end = 0, 0  # of the block that is being written
 
     @property
     def size(self) -> int:
-        """Records that the file has room for."""
+        """The number of records that the file has room for."""
         return self._blocks * self.block
 
     def lacks(self, count: int) -> bool:
-        """Whether a block is to be emptied before so many numbers are taken; one more is kept for what it holds."""
+        """Tells whether a block must be emptied before taking `count` numbers; one spare block is kept for that."""
         short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
         begins = -(-short // self.block)
         if begins <= 0:
@@ -69,7 +69,7 @@ class RecordLog:
         return numbers_of(found)
 
     def give_back(self, numbers: Tensor) -> None:
-        """Has numbers (K,) in use no more."""
+        """Gives numbers (K,) back."""
         if not numbers.numel():
             return
         blocks, counts = (numbers // self.block).unique(return_counts=True)
@@ -80,7 +80,7 @@ class RecordLog:
         self._empty += empty.tolist()
 
     def sparsest(self) -> range:
-        """The numbers of the full block of which the fewest are in use."""
+        """Returns the numbers of the full block with the fewest in use."""
         in_use = self._in_use[: self._begun].masked_fill(~self._full[: self._begun], self.block + 1)
         first = int(in_use.argmin()) * self.block
         return range(first, first + self.block)
@@ -100,5 +100,5 @@ class RecordLog:
 
 
 def numbers_of(runs: Sequence[range]) -> Tensor:
-    """The numbers (K,) of runs, as maps of rows have them."""
+    """Returns the numbers (K,) of runs, as maps of rows have them."""
     return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

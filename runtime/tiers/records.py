@@ -1,4 +1,4 @@
-"""Records: a row's number and what there is of it in columns, as bytes with a checksum.
+"""Packs a row's number and its columns as bytes with a checksum: a record.
 
 Shape legend: K records of B bytes, B a multiple of 8: the checksum, the row, and each column in whole words of 8 bytes.
 """
@@ -38,7 +38,7 @@ class Column:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def filled(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """The column of (count,) rows as they begin."""
+        """Returns the column of (count,) rows as they begin."""
         return torch.full((count, *self.size), self.fill, dtype=self.dtype, device=device)
 
 
@@ -57,7 +57,7 @@ class Records:
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
+        """Packs records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ class Records:
         return records
 
     def unpack(self, records: Tensor) -> dict[str, Tensor]:
-        """Views (K, ...) of the columns of records."""
+        """Returns views (K, ...) of the columns of records."""
         found = {}
         for key, column in self.columns.items():
             of_column = records[:, self._at[key] : self._at[key] + column.nbytes]
@@ -84,14 +84,14 @@ class Records:
         return found
 
     def rows(self, records: Tensor) -> Tensor:
-        """The rows (K,) of records."""
+        """Returns the rows (K,) of records."""
         return records.view(torch.int64)[:, 1]
 
     def wrong(self, records: Tensor) -> Tensor:
-        """Tells of each record (K,) whether it is another one than was packed."""
+        """Tells, (K,), which records differ from what was packed."""
         words = records.view(torch.int64)
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Checksums (K,): each word has a factor of its own, so that no single word can change unseen; never 0."""
+        """Computes checksums (K,), never 0; each word has its own factor, so that any change of one word is seen."""
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

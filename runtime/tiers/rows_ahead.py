@@ -1,8 +1,8 @@
-"""Rows that batches to come will read, of all ranks, told to tables beyond memory some steps before.
+"""Tells tables beyond memory, some steps ahead, the rows that future batches of all ranks will read.
 
 Contract
-    Each call for training tells once, on every rank, what this rank's batch reads some calls later. Ranks gather that
-    in a thread and a process group of their own, which nothing waits for: what has not come in time is read later.
+    At each training call every rank passes the rows that its batch reads some calls later. Ranks gather them in their
+    own thread and process group, for which nothing waits: rows that do not come in time are read later.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from embrace_fx.runtime.tiers.tiered_table import TieredTable
 
 
 class RowsAhead:
-    """The rows of batches to come.
+    """Gathers the rows of future batches.
 
     Args:
-        tables: of the model; those beyond memory are told.
-        communicator: of the ranks. Collective, where they are several.
+        tables: the model's tables; those beyond memory are told.
+        communicator: the ranks'. Making this is collective if there are several.
     """
 
     def __init__(self, tables: Mapping[str, RowTable], communicator: Communicator) -> None:
@@ -43,7 +43,7 @@ class RowsAhead:
             assert communicator.group is not None
             ranks = dist.get_process_group_ranks(communicator.group)
             self._group = communicator.sub_group("rows ahead", [ranks], backend="gloo")
-            # One that a dead rank holds up must not hold up this one's exit.
+            # A daemon: a gather that a dead rank blocks must not block this process's exit.
             threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
 
     def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
@@ -60,7 +60,7 @@ class RowsAhead:
         if self._group is None:
             self._step_alone(leaves, coming, ahead)
             return
-        if ahead == 1:  # it would come with the rows themselves
+        if ahead == 1:  # the result would come no earlier than the lookup itself
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
@@ -101,7 +101,7 @@ class RowsAhead:
 
 
 def _gather(jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:
-    """Gathers rows of all ranks, table by table, until that fails: a rank is gone then, and others tell of it."""
+    """Gathers rows of all ranks, table by table, until it fails: then a rank is gone, which is reported elsewhere."""
     size, none = dist.get_world_size(group), torch.empty(0, dtype=torch.int64, device="cpu")
     while True:
         coming, tables, found = jobs.get()

@@ -1,7 +1,7 @@
-"""Rows of a table beyond memory in a checkpoint: as they are, with the steps that they are still to take.
+"""Saves and loads the rows of a table beyond memory in a checkpoint, with the steps that they have skipped.
 
-A rank writes the rows of its columns that differ from their first values, ascending, some at a time; whoever loads them
-reads the files of all ranks whose columns it needs side by side. No table is in memory for that.
+A rank writes its columns of the rows that differ from their first values, ascending, some at a time. A loading rank
+reads the files of all ranks whose columns it needs, side by side. No whole table is in memory.
 
 Shape legend: K rows; a rank's columns of them.
 """
@@ -24,7 +24,7 @@ from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 
 
 def save_rows(table: TieredTable, path: Path) -> int:
-    """Writes this rank's rows to a file; returns how many there are. No update is pending."""
+    """Writes this rank's rows to a file; returns their number. No update may be pending."""
     count, records = 0, table.memory.records
     with path.open("wb") as file:
         for rows, values in table.memory.moved():
@@ -36,15 +36,15 @@ def save_rows(table: TieredTable, path: Path) -> int:
 
 
 def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
-    """Puts the rows of a checkpoint in the place of all of a table's; returns how many they are.
+    """Replaces all rows of a table by those of a checkpoint; returns their number.
 
     Args:
-        paths: of the files that ranks have written.
-        cuts: the columns that each of them has.
+        paths: the files that ranks have written.
+        cuts: the columns in each file.
         own: this rank's columns.
 
     Raises:
-        TierError: a file is not as it was written.
+        TierError: a file is broken.
     """
     shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
     needed = [k for k in shared if shared[k]] or [0]

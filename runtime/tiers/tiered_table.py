@@ -1,8 +1,8 @@
-"""A sharded table of which memory holds a working set of rows: all else of a `RowTable`, by slots.
+"""A sharded table with a working set of rows in memory; like a `RowTable`, but rows are addressed by slots.
 
 Contract
-    Rows are brought into memory where they are looked up or stepped, and move as those of a table in memory that
-    replays: to the same bits. What asks for all rows at once (a view, a dense gradient, a state dict) is refused.
+    Rows are brought into memory when they are looked up or stepped, and get the same bits as in a table in memory that
+    replays skipped steps. Uses of all rows at once (a view, a dense gradient, a state dict) are refused.
 
 Shape legend: V' x d this rank's part; S slots; K rows.
 """
@@ -40,10 +40,10 @@ REFUSAL = (
 
 
 class HeldInFile(Held):
-    """Stands for a part of which memory holds some rows alone: nobody reads or writes it but by ids.
+    """Replaces a part of which only some rows are in memory; it can be read and written by ids only.
 
     Args:
-        like: of its size, without memory.
+        like: a tensor of its size, without memory.
     """
 
     def __init__(self, like: Tensor, refusal: str) -> None:
@@ -66,7 +66,7 @@ class HeldInFile(Held):
 
 
 class TieredTable(RowTable):
-    """A table beyond memory. What a `RowTable` takes, and:
+    """A table beyond memory. It takes the arguments of `RowTable`, and:
 
     Args:
         memory: its working set.
@@ -119,7 +119,7 @@ class TieredTable(RowTable):
         return rows
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self.failure:  # this rank has told, or will before the next step: others wait for rows all the same
+        if self.failure:  # this rank reports it by the next step; other ranks still wait for rows
             return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
         self.memory.counts.asked += ids.numel()
         if self._expected is not None:
@@ -133,7 +133,7 @@ class TieredTable(RowTable):
         return lookup_as(self.local, slots, dtype or self.local.dtype)
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that the step of number `due` will ask for."""
+        """Begins to read rows (K,) that step number `due` will look up."""
         self._guarded(self.memory.read_ahead)(ids, due)
 
     def as_they_are(self, ids: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class TieredTable(RowTable):
         return self._guarded(super().preview)(ids, rows) or (rows, None)
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that yields None once the file has failed: nobody would be told of an error in it."""
+        """Wraps a call, which records a file's failure and then returns None: no caller could report the error."""
 
         def guarded(*args: Any) -> Any:
             if self.failure:
@@ -162,7 +162,7 @@ class TieredTable(RowTable):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What counts for all rows, and columns of the working set."""
+        """The counters, and the state columns of the working set."""
         return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
@@ -176,7 +176,7 @@ class TieredTable(RowTable):
         raise RuntimeError(not_replayable(self.name, type(self.holder)))
 
     def keep_first(self, state: Mapping[str, Any], slots: Tensor) -> None:
-        """Keeps what the first step has made of state, of rows in slots (K,)."""
+        """Stores the state that the first step has made for rows in slots (K,)."""
         for key, value in state.items():
             if key in self.memory.columns:
                 self.memory.columns[key].index_copy_(0, slots, value)
@@ -186,7 +186,7 @@ class TieredTable(RowTable):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """What its state counts for all rows."""
+        """The state's counters, which all rows share."""
         return {key: value for key, value in self.state.items() if key not in self.memory.columns}
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
@@ -194,13 +194,13 @@ class TieredTable(RowTable):
         return {*shown, "sum"} if type(self.optimizer) is RowWiseAdagrad else {*shown}
 
     def saved(self) -> dict[str, Any]:
-        """All that a checkpoint has of it besides rows. No update is pending."""
+        """Returns all that a checkpoint holds besides rows; no update may be pending."""
         self.settle()
         of_rows = {"shown": sorted(self.shown), "histories": self._resting.saved(), "seed": self.memory.initial.seed}
         return {**of_rows, "counters": self.counters, "padding": self.memory.initial.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `saved` gave."""
+        """Restores the result of `saved`."""
         self.failure = ""
         self.memory.initial = replace(self.memory.initial, seed=saved["seed"], padding=saved["padding"])
         self._resting.load(saved["histories"], self.holder)
@@ -235,7 +235,7 @@ class TieredTable(RowTable):
 
 
 class FirstAlone(RowsAlone):
-    """The step that makes state, of a table beyond memory whose rows without gradient stand still."""
+    """The step that makes state, for a table beyond memory whose rows without gradient stay unchanged."""
 
     table: TieredTable
 
@@ -255,13 +255,13 @@ class FirstAlone(RowsAlone):
 
 
 class FirstOfAll(FirstAlone):
-    """The same where rows without gradient move: they take it when they are next in memory."""
+    """The step that makes state, where rows without gradient are updated too: when they are next in memory."""
 
     moves_all = True
 
 
 def not_replayable(table: str, kind: type[Optimizer]) -> str:
-    """Makes the refusal of an optimizer that would have to move all rows of a table at each step."""
+    """Makes the error text for an optimizer that must update all rows of a table at each step."""
     return (
         f"expected an optimizer whose skipped steps a row can take at once, for {table}, of which memory holds a "
         f"working set (table_memory), found {kind.__name__} under options by which each step moves every row. Use SGD "
@@ -273,10 +273,10 @@ def not_replayable(table: str, kind: type[Optimizer]) -> str:
 def state_columns(
     optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, state: Mapping[str, Any]
 ) -> dict[str, Column]:
-    """The columns of a table's optimizer state, of which `like` (0, d) are weights.
+    """Finds the columns of a table's optimizer state; `like` (0, d) are weights of it.
 
     Args:
-        state: what the optimizer has made of it already, of the whole table.
+        state: the state that the optimizer has made already, for the whole table.
     """
     if type(optimizer) is RowWiseAdagrad:
         return {"sum": Column((), like.dtype, group["initial_accumulator_value"])}
@@ -295,7 +295,7 @@ def _none_of(value: Any, like: Tensor) -> Any:
 
 
 def _fill(optimizer: Optimizer, value: Tensor | None) -> float:
-    """What all rows begin with."""
+    """Returns the first value of a state column, which all rows share."""
     if value is None:
         return 0.0
     if value.device.type == "meta":

@@ -37,24 +37,24 @@ from embrace_fx.runtime.tiers.slots import DeviceSlots, Leaving, Slots
 
 _FREE = torch.iinfo(torch.int64).max
 _SOON = _FREE // 2
-"""Less the number of the step that asks for a row next: the farthest goes first, after all that none is known to."""
+"""A slot's mark, less the number of its next known step: the farthest is evicted first, after slots without one."""
 _KNOWN = _SOON // 2
-"""Above: slots whose next step is known."""
+"""Marks above this: slots whose next step is known."""
 _AHEAD, _BESIDE = 4, 8
 """Of all slots, so many parts: as many rows as one of them has are read ahead at once; into a device, where rows that
 come are beside their slots until they are put there."""
 _SHARE = 64
-"""Of all slots, so many parts: one of them is emptied at a time, those used least lately."""
+"""Slots emptied at a time, those least recently used: a 64th of all."""
 _BLOCK_BYTES, _BLOCKS = 1 << 18, 16
-"""Of the file's blocks: bytes at most, and how many of them have at least as many records as there are slots."""
+"""Most bytes of a block of the file, and the number of blocks that have as many records as there are slots."""
 _FEWEST = 8
-"""Records of a block."""
+"""Least records of a block."""
 ROWS_AT_ONCE = 1 << 16
-"""Of all, as they are written one after the other."""
+"""Number of rows handled at once where all rows are written or read."""
 ROW_BYTES = 4
-"""Of a row in memory that has no slot: where it is."""
+"""Bytes of memory for each row of the table: where it is."""
 SLOT_BYTES = 3 * 8 + 4 + 1
-"""Of a slot, besides its columns."""
+"""Bytes of a slot besides its columns."""
 
 
 ON_THEIR_WAY = 1.25
@@ -64,18 +64,18 @@ as four of them, and one of eight come."""
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Bytes of memory for a row that is there, and for its share of what is on its way."""
+    """Counts the bytes of memory of a slot, with its share of rows in flight."""
     return (sum(column.nbytes for column in columns.values()) + SLOT_BYTES) * ON_THEIR_WAY
 
 
 def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Bytes of memory that slots of a table take at most."""
+    """Counts the most bytes of memory that a table with these slots takes."""
     return rows * ROW_BYTES + ceil(slots * slot_bytes(columns))
 
 
 @dataclass
 class Counts:
-    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written; most at once."""
+    """Counts of a working set: steps; rows looked up, brought in, waited for, read and written; most rows of a call."""
 
     steps: int = 0
     asked: int = 0
@@ -140,31 +140,31 @@ class WorkingSet:
         self.counts = Counts()
         self.arrived: Callable[[Tensor, int], None] = lambda slots, taken: None
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
-        # Of a row, 0: as it began; s + 1: in slot s; -n - 1: at number n of the file.
+        # For each row, 0: first values; s + 1: in slot s; -n - 1: at number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
         # Of a row, on the device, s + 1: in slot s; 0: in none.
         self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
-        # The call that asked for a slot last, or, from _KNOWN on, _SOON less the step that will next.
+        # For each slot, the last call that used it or, from _KNOWN on, _SOON less its next known step.
         self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self._job = torch.zeros(slots, dtype=torch.int64, device="cpu")  # which brings what is in a slot
+        self._job = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the number of the read that fills a slot
         self._free = torch.arange(slots, device="cpu")
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
         self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # with the slots into which rows come
-        self._jobs = 0  # so many have begun; those that have ended are not among the coming ones
+        self._jobs = 0  # number of reads begun
         self.step = 0
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._clock = 0
 
     def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """The slots (K,) of rows, which are brought there where they are not yet.
+        """Returns the slots (K,) of rows, after bringing missing ones into memory.
 
         Args:
             among: rows of the host, of which ids (K,) are some, where these are a device's.
 
         Raises:
-            TierError: a row cannot be read, or another one written; or there are too few slots.
+            TierError: a row cannot be read, or an evicted one written; or there are too few slots.
         """
         slots = self._hold(ids if among is None else among, to_write=to_write)
         if self._on_device is None:
@@ -188,7 +188,7 @@ class WorkingSet:
         return slots
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that the step of number `due` will ask for, and keeps those that are in memory."""
+        """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory."""
         where = self._where.index_select(0, ids)
         missing = where <= 0
         self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
@@ -209,7 +209,7 @@ class WorkingSet:
         self._dirty.index_fill_(0, slots, True)
 
     def in_use(self) -> Tensor:
-        """The slots (K,) of rows that have come."""
+        """Returns the slots (K,) of rows that have come."""
         return ((self.row_of >= 0) & (self._job <= self._jobs - len(self._coming))).nonzero().view(-1)
 
     def to_index(self, slots: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 @triton.jit
 def _set_bits(bitmap, size, BYTES: tl.constexpr):
-    """The positions a program reads, and which of them are set."""
+    """Returns the positions a program reads, and which of them are set."""
     at = tl.program_id(0).to(tl.int64) * (BYTES * 8) + tl.arange(0, BYTES * 8)
     byte = tl.load(bitmap + at // 8, mask=at < size, other=0).to(tl.int32)
     return at, (byte >> (at % 8).to(tl.int32)) & 1

@@ -59,7 +59,7 @@ class Segments:
 
 
 def segments_of(ids: Tensor, padding_idx: int) -> Segments:
-    """The sums of `coalesce`. The host waits once, for their number K; the sort is torch's, stable.
+    """Returns the sums of `coalesce`. The host waits once, for their number K; the sort is torch's, stable.
 
     Args:
         ids: (R,) int64, from 0.

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
-    """The tile for rows of so many columns.
+    """Returns the tile for rows of so many columns.
 
     Args:
         columns: of a row; the tile's are a power of two, what lies beyond is masked.
@@ -61,7 +61,7 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """The type in which values of this type are added up."""
+    """Returns the type in which values of this type are added up."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 

@@ -48,7 +48,7 @@ def _descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """A tile's gradients of what is to be minimised, the decay of its weights among them; and the weights."""
+    """Returns a tile's gradients of what is to be minimised, the decay of its weights among them; and the weights."""
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
