@@ -44,7 +44,7 @@ class Arriving:
 
     @property
     def usable(self) -> bool:
-        """Tells whether they are those of the table, as far as that can be told without looking at them."""
+        """Whether the rows equal those of the table, as far as that can be told without comparing values."""
         return not self.stale and self._supposed is None
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Arriving:
         return self._left
 
     def hold(self, *, stepped: bool) -> bool:
-        """Tells whether rows that have left are still those of the table, by their values: anyone may have written.
+        """Tells whether rows that were sent still equal the table's, by comparing values: anyone may have written them.
 
         Args:
             stepped: a step has been taken that is still to be applied.

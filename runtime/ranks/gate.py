@@ -1,4 +1,4 @@
-"""The head of a backward: whether every rank is in it, before any of what it launches leaves.
+"""The gate of a backward: ranks learn whether all of them are in it before anything that it launches leaves.
 
 Contract
     What a rank tells here is an announcement in form, so that it meets those of ranks that have gone on to another call
@@ -21,7 +21,7 @@ _FORM = Form()
 
 
 class Gate:
-    """The head of one backward. Made on every rank that begins it, of at least two.
+    """The gate of one backward. Made by every rank that begins it, of at least two ranks.
 
     Args:
         call: which call's backward it is: 1 of the last call, 2 of the one before, and so on. 0: whichever the others

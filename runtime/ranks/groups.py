@@ -1,4 +1,4 @@
-"""The process groups of the ranks that train together: by communication class, made together, ended together.
+"""The process groups of the ranks that train together: one per communication class, made and ended together.
 
 Contract
     A class of communication has a group of its own, so that classes do not wait for each other. What ranks tell each
@@ -45,7 +45,7 @@ _OF_NCCL: Mapping[Lane, str] = {lane: "urgent lanes" if lane in URGENT else "oth
 """The classes whose launches share a communicator of NCCL, by its name: two, as a communicator has one priority."""
 
 MOST_BYTES = 2**28
-"""What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
+"""The most that a rank may send to the others at once. A plan of a thousand parameters takes some 2**20."""
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class Groups:
             self._connect(CLASSES[0], device)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
-        """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
+        """Returns the group of that name; makes it of the same ranks at first. Collective, of at least two ranks."""
         if name not in self._groups:
             self._groups[name] = self._new_group(name)
         return self._groups[name]
@@ -198,7 +198,7 @@ class Groups:
         return self._waiters.get(name)
 
     def _agree_on_counts(self) -> None:
-        """Has some of the job's ranks be in equally many groups, by which torch names those that they make. Collective.
+        """Checks that these ranks are in equally many groups: torch names new groups by that number. Collective.
 
         Raises:
             ValueError: they are not, and it is the script's groups that differ.
@@ -209,7 +209,7 @@ class Groups:
             _check_counts(self._hosts)
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """The group of those ranks, of several parts of these, that this rank is among. Collective among all of these.
+        """Makes a group of each part of these ranks; returns the one that this rank is in. Collective among all ranks.
 
         Args:
             parts: global numbers, each once.
@@ -229,7 +229,7 @@ class Groups:
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Another group of the same ranks, or of some; `backend` None: with the back ends of this one.
+        """Makes a further group of the same ranks, or of some; `backend` None: with the back ends of this one.
 
         Returns:
             The group; None where this rank is none of its.
@@ -259,7 +259,7 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, not in a step."""
+        """Has NCCL connect a group: the hosts of all ranks wait for this, so in one order and not in a step."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching(), alone_on(device):
             dist.all_reduce(own, group=group)
@@ -282,7 +282,7 @@ class Groups:
         return self._hosts
 
     def timeout(self) -> timedelta | None:
-        """The user's timeout of the ranks' messages; None in a single process, or where the back end does not tell."""
+        """Returns the user's timeout of messages; None in a single process, or where the back end does not tell."""
         return timeout_of(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
@@ -290,17 +290,17 @@ class Groups:
         return self._roll_call.missing() if self._roll_call is not None else []
 
     def look_each_time(self, look: Callable[[Any, str], None]) -> None:
-        """Has the thread behind the roll call do something besides, a few times a second. On all ranks in one order.
+        """Has the roll call's thread also call `look`, a few times a second. Called on all ranks in one order.
 
         Args:
-            look: told the thread's own store, and a name that nothing else has there.
+            look: takes the thread's own store, and a name that nothing else has there.
         """
         if (roll_call := self._roll_call) is not None:
             name = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}"
             roll_call.looks.append(lambda store: look(store, name))
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """`value` of every rank, in rank order. For set-up and failures, never on the step's path.
+        """Gathers `value` of every rank, in rank order. For set-up and failures, never on the step's path.
 
         It travels as plain data (`embrace_fx.vocabulary.plain_data`), which is checked where it arrives.
 

@@ -62,7 +62,7 @@ class LoneCalls:
         self._stood: tuple[int, int] | None = None  # the announcement asked for, and where the main thread stood
 
     def look(self, made: int, waiting_since_s: float | None) -> None:
-        """One look.
+        """Notes in the store a long wait of this rank; where this rank does not wait, answers that of another.
 
         Args:
             made: announcements that this rank has begun.

@@ -166,7 +166,7 @@ class _Meeting:
             self._store.add(self._arrivals(self._group, self._rank), -1)
 
     def end(self) -> None:
-        """This rank waits no more."""
+        """Removes from the store that this rank waits."""
         with contextlib.suppress(RuntimeError):
             self._store.set(self._place(self._rank), "")
 

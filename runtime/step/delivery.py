@@ -51,7 +51,7 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Delivers all but the gradients of parameters that the loss is not of.
+        """Delivers all gradients but those of parameters on which the loss does not depend.
 
         Args:
             roles, outputs: of the backward.

@@ -59,7 +59,7 @@ class Owed:
         self._made = 0  # of those that are launched on the spot, in this run of the phase
 
     def add(self, node: fx.Node, call: Call) -> Call:
-        """Enters a node that launches; returns what it is to call."""
+        """Registers a node that launches; returns the function that the node is to call."""
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or self._communicator.world_size == 1:
             return call
@@ -109,7 +109,7 @@ class Owed:
         return launch.call(first if launch.like is None else self._void(launch, rest), *rest)
 
     def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
-        """Zeros of the size in which a launch sends."""
+        """Makes zeros of the size in which a launch sends."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op == "embrace::submit_rows":
@@ -133,7 +133,7 @@ def _needs_lookahead(launch: _Launch) -> bool:
 
 
 def _kept(argument: Any) -> Any:
-    """A node's argument as it is kept: a saved value by its role, another node as nothing, a constant as itself."""
+    """Returns what is kept of a node's argument: a saved value's role, None for another node, a constant itself."""
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")
         return role if argument.op == "placeholder" and isinstance(role, Saved) else None
