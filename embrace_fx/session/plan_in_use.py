@@ -131,10 +131,9 @@ class PlanInUse:
         return program
 
     def fits(self, found: Misfit, activity: int) -> None:
-        """Makes all ranks change the plan, if it does not meet the needs of this rank's batch.
+        """Makes all ranks change the plan, if it does not meet the needs that this rank's batch has (`found`).
 
         Args:
-            found: these needs.
             activity: the activity of the call.
 
         Raises:
