@@ -19,7 +19,6 @@ from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.parameter_watch import ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, give_up, runs_eagerly_for
@@ -42,7 +41,6 @@ class GraphCalls:
     _eager: EagerCalls
     _lookahead: Lookahead
     _watch: ModelWatch
-    _parameters: ParameterWatch
 
     def call(
         self,
@@ -94,7 +92,7 @@ class GraphCalls:
 
     def _modes(self) -> tuple[bool, ...]:
         """Reads which modules are in training mode, and which parameters require gradients."""
-        return (*self._watch.modes(), *self._parameters.trains)
+        return (*self._watch.modes(), *self._watch.trains)
 
     def _variant(self, kind: Kind, call: Arguments) -> Variant:
         """Finds, or makes, a capture that is valid for a batch."""

@@ -1,4 +1,8 @@
-"""Finds changes of a model's modules and parameters since its programs were built."""
+"""Finds changes of a model's modules and parameters since its programs were built.
+
+Modules and their methods decide what the forward does, parameters and their dtypes what is exchanged. Captures
+themselves guard all else that the forward reads.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from embrace_fx.runtime.step.gradient_hooks import is_hooked
+from embrace_fx.runtime.tables.model_state import ModelState
+
 OTHER_PARAMETERS = (
     "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
     "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
     "parametrize before the first call, or compile the changed model anew"
+)
+CONVERTED = (
+    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
+    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
 )
 
 
 class ModelWatch:
     """Checks at each call whether a model is still the one its programs were built for.
 
-    Modules and their methods decide what the forward does, parameters what is exchanged. Captures themselves guard all
-    else that the forward reads.
-
     Args:
         model: the user's model.
+
+    Attributes:
+        trains: which parameters take gradients: calls with others are of another kind.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, state: ModelState) -> None:
+        self._model, self._state = model, state
         self.note()
 
     def note(self) -> None:
@@ -41,6 +52,8 @@ class ModelWatch:
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())
         self.note_parameters()
+        self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
+        self._look(self._gradients())
 
     def note_parameters(self) -> None:
         """Records the present parameters, after tables have been placed or loaded."""
@@ -68,17 +81,36 @@ class ModelWatch:
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Makes the error for a model whose parameters have changed; None: they are the same."""
-        name = self.parameters_changed()
-        return None if name is None else RuntimeError(OTHER_PARAMETERS.format(name))
+        """Makes the error for a model whose parameters, or their dtypes, have changed; None: they are the same."""
+        if (name := self._other()) is not None:
+            return RuntimeError(OTHER_PARAMETERS.format(name))
+        return None if (name := self._converted()) is None else RuntimeError(CONVERTED.format(name))
 
-    def parameters_changed(self) -> str | None:
+    def _other(self) -> str | None:
         """Returns the name of a parameter that was added, removed or replaced; None: none was."""
         if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._now() == self._were:
             return None
         now = self._named()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
         return next(found, None)
+
+    def _converted(self) -> str | None:
+        """Returns the name of a parameter whose dtype has changed; None where none has."""
+        now = self._gradients()
+        if now == self._gradients_were:
+            return None
+        self._look(now)
+        found = zip(self._state.names, self._dtypes, now, strict=True)
+        return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
+
+    def _gradients(self) -> list[tuple[bool, torch.dtype, bool]]:
+        """Reads what decides about each parameter's gradient: whether it trains, its dtype, its hooks."""
+        return [(each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters()]
+
+    def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
+        self._gradients_were = now
+        self.trains = tuple(trains for trains, _, _ in now)
+        self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]

@@ -9,7 +9,6 @@ from torch import nn
 from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.parameter_watch import check_has_values
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.setting import Setting
 
@@ -29,10 +28,19 @@ class PlainCalls:
         return self._watch.all_stand_ins(buffers=self._setting.options.shares_buffers)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model's own forward, before the first training call, when no table is sharded. Collective."""
+        """Runs the model's own forward, before the first training call, when no table is sharded. Collective.
+
+        Raises:
+            RuntimeError: the model is on the meta device, and has no values yet.
+        """
         setting = self._setting
         agree_on_first_call(setting.communicator, EVALUATING, None)
-        check_has_values(setting.model)
+        if any(parameter.device.type == "meta" for parameter in setting.model.parameters()):
+            raise RuntimeError(
+                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
+                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
+                "enabled."
+            )
         if not self._replicated and setting.communicator.group is not None:
             buffers = setting.options.shares_buffers
             broadcast_state(setting.model, setting.state.ignored, setting.communicator, buffers=buffers)

@@ -35,7 +35,6 @@ from embrace_fx.session.graph_calls import GraphCalls
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.parameter_watch import ParameterWatch
 from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.replica_check import have_replicas_compared
@@ -74,8 +73,7 @@ class Session:
         take_over(model)
         send_first_state(self.model, self.communicator, self.options)
         self.state = ModelState(model)
-        self._parameters = ParameterWatch(self.state)
-        self._watch = ModelWatch(model)
+        self._watch = ModelWatch(model, self.state)
         self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
         self._captures = Captures(self._setting)
         self._plainly = PlainCalls(self._setting, self._watch)
@@ -89,9 +87,8 @@ class Session:
         )
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
-        watches = self._watch, self._parameters
         self._graphs = GraphCalls(
-            self._setting, self.planned, self._kinds, self._captures, self._eager, self.lookahead, *watches
+            self._setting, self.planned, self._kinds, self._captures, self._eager, self.lookahead, self._watch
         )
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
@@ -141,7 +138,6 @@ class Session:
         agree_on_set_up(self.communicator, *own, hook=self._hook)  # model and options may have changed since `compile`
         self.state.refresh(self.model)
         self._watch.note()
-        self._parameters.note()
         self._begun = True
         self._eager.begin()
 
@@ -213,15 +209,14 @@ class Session:
         Raises:
             PeerFailure: parameters have changed; on every rank. Before there is a plan, CaptureError.
         """
-        if changed := self._watch.refusal() or self._parameters.refusal():
+        if changed := self._watch.refusal():
             if self.planned.plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.communicator, self._activity(train), changed)
             give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
-            self._watch.note()
             self.state.refresh(self.model)
-            self._parameters.note()
+            self._watch.note()
             self._kinds.clear()
         if (plan := self.planned.plan) is not None and self.state.hooked:
             self.planned.fits(Misfit((), tuple(sorted(self.state.hooked & set(plan.sharded)))), self._activity(train))
