@@ -22,8 +22,10 @@ from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.background import background_of
-from embrace_fx.planning.findings import Findings, facts_of
+from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.planning.tiering import fit_plan
@@ -179,8 +181,8 @@ def plan(  # noqa: PLR0913
         facts_of(model, stepping.holders, row_updates, used, {}),
         {n: each.rows for n, each in known.items()},
     )
-    findings = Findings(graph, facts, own_rows, lies, ranks, strategy, schedule, at_home, rows, buckets)
-    planned = findings.plan(cluster, "assumed" if cluster == Cluster() else "given", None)
+    findings = Findings(graph, facts, own_rows, ranks, strategy, schedule, lies, at_home, rows, buckets)
+    planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)
 

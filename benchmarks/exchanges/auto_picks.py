@@ -24,7 +24,7 @@ from embrace_fx.capture import capture
 from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.cost.sparsity import Sparsity, independent, measure
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import ParameterFacts
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import STRATEGIES, Decision
@@ -107,16 +107,9 @@ def decision(setting: Setting, strategy: str = "auto") -> Decision:
     sparsity = replace(rows_read(setting.draw, setting.world_size, setting.rows, setting.density), width=setting.width)
     name, blocker = table.parameter, None if setting.may_be_sharded else "it may not be"
     fact = ParameterFacts(name, (setting.rows, setting.width), 4, True, True, row_update_blocker=blocker)
-    plan = decide(
-        replace(captured(), tables=(table,)),
-        (fact,),
-        {name: sparsity.units_by_rank},
-        world_size=setting.world_size,
-        strategy=strategy,
-        cluster=setting.cluster,
-        sparsity={name: sparsity},
-    )
-    return plan[name]
+    graph, rows = replace(captured(), tables=(table,)), {name: sparsity.units_by_rank}
+    found = Findings(graph, (fact,), rows, setting.world_size, strategy, sparsity={name: sparsity})
+    return decide(found, setting.cluster)[name]
 
 
 def lead(setting: Setting) -> dict[str, float]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, measure, with_units
-from embrace_fx.cost.wire import Format
-from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.cost.sparsity import Sparsity, measure
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import ParameterFacts, shard_blocker
-from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker
 from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.last_run import as_last_run
 from embrace_fx.planning.links import links_between
@@ -39,65 +36,6 @@ SHARED = (
     "let go of that, or make the table of a clone, to shard it"
 )
 HOOKED = "the communication hook reduces whole gradients"
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All that a plan depends on; rank 0 makes it from the reports of every rank.
-
-    Attributes:
-        rows: table -> unique rows that each rank reads.
-        sparsity: table -> the sparsity of its gradients on all ranks, where all of them reported their ids.
-        rows_at_home: table -> how many of each rank's measured rows are in its own row of a grid.
-    """
-
-    graph: TrainingGraph
-    facts: tuple[ParameterFacts, ...]
-    rows: Mapping[str, tuple[int, ...]]
-    sparsity: Mapping[str, Sparsity]
-    world_size: int
-    strategy: Strategy
-    schedule: str
-    rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
-    rows_as: Format = "exact"
-    buckets_as: Format = "exact"
-
-    def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
-        """Decides the plan for these links; `current`: the plan in use, if any."""
-        planned = decide(
-            self.graph,
-            self.facts,
-            self.rows,
-            world_size=self.world_size,
-            strategy=self.strategy,
-            cluster=links,
-            sparsity=self.sparsity,
-            rows_at_home=self.rows_at_home,
-            current=current,
-            schedule=self.schedule,
-            rows_as=self.rows_as,
-            buckets_as=self.buckets_as,
-        )
-        return replace(planned, links_are=links_are)
-
-    def plan_as_last_run(self, links: Cluster) -> Plan:
-        """Decides the plan for probed links, with the strategies of the last run unless others are clearly faster."""
-        tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in self.graph.tables]
-        key = tables, self.facts, self.world_size, self.strategy, self.schedule, self.rows_as, self.buckets_as
-        return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
-
-    def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Copies the findings with more tables that an optimizer needs whole."""
-        facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
-        return replace(self, facts=tuple(facts))
-
-    def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
-        """Copies the findings with other numbers of rows for some tables."""
-        lying = {
-            name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
-        }
-        at_home = {name: found for name, found in self.rows_at_home.items() if name not in rows}
-        return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
 
 
 def make_plan(
@@ -190,7 +128,7 @@ def _agree_on_plan(
     if findings is not None:
         try:
             recalls = recalls and current is None
-            plan = findings.plan_as_last_run(links[0]) if recalls else findings.plan(*links, current)
+            plan = _as_last_run(findings, links[0]) if recalls else decide(findings, links[0], current, links[1])
         except Exception as error:  # the other ranks wait for an answer
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
     plan = setting.communicator.gather(plan, Plan | str | None)[0]
@@ -198,6 +136,14 @@ def _agree_on_plan(
         raise ValueError(plan)
     assert plan is not None
     return plan
+
+
+def _as_last_run(findings: Findings, links: Cluster) -> Plan:
+    """Decides the plan for probed links, with the strategies of the last run unless others are clearly faster."""
+    tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in findings.graph.tables]
+    asked = findings.strategy, findings.schedule, findings.rows_as, findings.buckets_as
+    key = tables, findings.facts, findings.world_size, *asked
+    return as_last_run(key, links, lambda links, current: decide(findings, links, current, "probed"))
 
 
 def _findings(
@@ -225,7 +171,7 @@ def _findings(
     }
     options = setting.options
     asked = options.strategy, schedule
-    findings = Findings(graph, facts, rows, sparsity, ranks, *asked, at_home, options.rows, options.buckets)
+    findings = Findings(graph, facts, rows, ranks, *asked, sparsity, at_home, options.rows, options.buckets)
     if setting.communicator.comm_hook is None:
         return findings
     return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from embrace_fx.planning.findings import Findings
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.last_run import changes
 from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.ranks.checksums import digest_of
@@ -101,7 +102,7 @@ class Drift:
     def _look(self) -> None:
         wanted: tuple[str, ...] = ()
         if any(_far(self._means[name], self._planned_for[name]) for name in self._means):
-            plan = self._findings.with_rows(self.rows).plan(self._plan.links, self._plan.links_are, self._plan)
+            plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
             if changes(self._plan, plan):
                 wanted = tuple(decision.strategy for decision in plan)
             else:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture.structured_trace import log_text
-from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.planning.findings import find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes

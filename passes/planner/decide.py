@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from embrace_fx import cost
-from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.cost.wire import Format
-from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
+from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
-from embrace_fx.passes.planner.pricing import CLEARLY, ParameterFacts, Priced, Pricing, nothing_sent
-from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, Plan
+from embrace_fx.vocabulary.graph import Table
+from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
@@ -68,49 +65,28 @@ class _Choice:
         )
 
 
-def decide(  # noqa: PLR0913
-    graph: TrainingGraph,
-    facts: tuple[ParameterFacts, ...],
-    rows_by_rank: Mapping[str, tuple[int, ...]],
-    *,
-    world_size: int,
-    strategy: Strategy = "auto",
-    cluster: cost.Cluster = cost.Cluster(),
-    sparsity: Mapping[str, Sparsity] | None = None,
-    rows_at_home: Mapping[str, RowsAtHome] | None = None,
+def decide(
+    findings: Findings,
+    links: cost.Cluster = cost.Cluster(),
     current: Plan | None = None,
-    schedule: str = "2d",
-    rows_as: Format = "exact",
-    buckets_as: Format = "exact",
+    links_are: LinksAre = "assumed",
 ) -> Plan:
     """Decides the plan for a graph.
 
     Args:
-        graph: the captured graph with its tables found.
-        facts: every parameter of the model.
-        rows_by_rank: table -> unique rows that each rank's first batch reads.
-        strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
-        cluster: the links that strategies are compared on, and buckets and blocks cut for.
-        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for
-            as many random rows as `rows_by_rank` says.
-        rows_at_home: table -> how many of each rank's rows are in its own row of a grid; of other tables, the random
-            share.
+        links: the links that strategies are compared on, and buckets and blocks cut for.
         current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards keep their grid.
-        schedule: the schedule that steps will follow. Under "none" each table's rows travel alone, so that gradients
-            can be summed in the order of the reference.
-        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
 
     Raises:
         ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
     """
+    graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     in_use = {d.parameter: d for d in current} if current is not None else {}
     tables = {table.parameter: table for table in graph.tables}
-    pricing = Pricing(
-        graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule, rows_as, buckets_as
-    )
-    wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
-    choices = {fact.name: _choice(pricing, fact, tables.get(fact.name), rows_by_rank, wanted) for fact in facts}
+    pricing = Pricing(findings, links, in_use)
+    wanted = requested_strategies(findings.strategy, tuple(tables), tuple(f.name for f in facts if f.trainable))
+    choices = {fact.name: _choice(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
     watched = tuple(
         fact.name
         for fact in facts
@@ -119,12 +95,9 @@ def decide(  # noqa: PLR0913
         and wanted[fact.name] == "auto"
         and _depends_on_rows(pricing, tables[fact.name], fact)
     )
-    if schedule != "none":
-        choices |= _travelling(graph, tables, facts, choices, pricing)
-    read = {name: _rows(table, rows_by_rank.get(name, ()), pricing) for name, table in tables.items()}
-    decisions = tuple(
-        _decision(fact, choices[fact.name], tables.get(fact.name), read.get(fact.name), pricing) for fact in facts
-    )
+    if findings.schedule != "none":
+        choices |= _travelling(tables, choices, pricing)
+    decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
@@ -133,11 +106,11 @@ def decide(  # noqa: PLR0913
         for t in graph.tables
         if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
     )
-    buckets = plan_buckets(graph, reduced, {fact.name: fact.nbytes for fact in facts}, cluster, world_size, alone)
+    buckets = plan_buckets(graph, reduced, {fact.name: fact.nbytes for fact in facts}, links, world_size, alone)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
-    fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if schedule != "none"]
+    fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if findings.schedule != "none"]
     stacks = plan_stacks(graph, fit)
-    return Plan(world_size, decisions, buckets, renormed, cluster, watched=watched, stacks=stacks)
+    return Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, stacks=stacks)
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:
@@ -148,7 +121,6 @@ def _choice(
     pricing: Pricing,
     fact: ParameterFacts,
     table: Table | None,
-    rows_by_rank: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, str | Grid],
 ) -> _Choice:
     """Chooses a parameter's strategy independently of other parameters."""
@@ -160,13 +132,11 @@ def _choice(
         return _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
     if table is None:
         return _of_dense(pricing, fact, wanted[fact.name])
-    return _of_table(pricing, table, fact, rows_by_rank.get(fact.name, ()), wanted[fact.name])
+    return _of_table(pricing, table, fact, pricing.findings.rows.get(fact.name, ()), wanted[fact.name])
 
 
-def _decision(
-    fact: ParameterFacts, choice: _Choice, table: Table | None, rows: RowCounts | None, pricing: Pricing
-) -> Decision:
-    chosen, world_size = choice.chosen, pricing.world_size
+def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
+    chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
         fact.name,
         fact.shape,
@@ -179,42 +149,39 @@ def _decision(
         chosen.scheme,
         chosen.grid,
         choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
-        str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
+        str(sparsity[fact.name]) if fact.name in sparsity else "",
         chosen.rests,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
-        rows,
+        _rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
         chosen.travels_as if world_size > 1 else "exact",
     )
 
 
-def _rows(table: Table, by_rank: tuple[int, ...], pricing: Pricing) -> RowCounts | None:
+def _rows(table: Table, findings: Findings) -> RowCounts | None:
     """Predicts how many rows of a table steps read; None where no rank knows."""
+    by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
         return None
-    lies = pricing.sparsity.get(table.parameter)
+    lies = findings.sparsity.get(table.parameter)
     together = sum(by_rank) if lies is None else round(lies.union)
     return RowCounts(max(by_rank), sum(by_rank), min(together, table.num_rows))
 
 
-def _travelling(
-    graph: TrainingGraph,
-    tables: Mapping[str, Table],
-    facts: tuple[ParameterFacts, ...],
-    choices: Mapping[str, _Choice],
-    pricing: Pricing,
-) -> dict[str, _Choice]:
+def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
     """Finds whole tables that should be sharded because shards of a stack share their start-ups.
 
     Without start-ups, their AlltoAll adds less to a step than their AllReduce. They are sharded where their stack has a
     table that is sharded anyway, or where together they save more than the start-ups of one table.
     """
+    facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
     gains_ms = {name: _gain_ms(choice, pricing.in_use.get(name)) for name, choice in whole.items()}
     better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
     fit = [fact for fact in facts if fact.name in better or _by_columns(choices[fact.name])]
     travelling = {}
-    for stack in plan_stacks(graph, [_stackable(tables[fact.name], fact, pricing.world_size) for fact in fit]):
+    stackable = [_stackable(tables[fact.name], fact, pricing.world_size) for fact in fit]
+    for stack in plan_stacks(pricing.findings.graph, stackable):
         joining = better.intersection(stack.tables)
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
         if len(joining) < len(stack.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
@@ -313,7 +280,7 @@ def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: s
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
     """Tells whether the best strategy, alone or in a stack, depends on how many rows are read."""
-    anywhere = replace(pricing, sparsity={}, in_use={})
+    anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
     best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}

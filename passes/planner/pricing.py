@@ -7,15 +7,16 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from embrace_fx import cost
 from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
-from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, with_units
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
     RowsAtHome,
@@ -64,6 +65,49 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """All that a plan depends on besides links; rank 0 makes it from the reports of every rank.
+
+    Attributes:
+        graph: the captured graph with its tables found.
+        facts: every parameter of the model.
+        rows: table -> unique rows that each rank's first batch reads.
+        strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
+        schedule: the schedule that steps will follow. Under "none" each table's rows travel alone, so that gradients
+            can be summed in the order of the reference.
+        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for as
+            many random rows as `rows` says.
+        rows_at_home: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
+            random share.
+        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
+    """
+
+    graph: TrainingGraph
+    facts: tuple[ParameterFacts, ...]
+    rows: Mapping[str, tuple[int, ...]]
+    world_size: int
+    strategy: Strategy = "auto"
+    schedule: str = "2d"
+    sparsity: Mapping[str, Sparsity] = field(default_factory=dict)
+    rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
+    rows_as: Format = "exact"
+    buckets_as: Format = "exact"
+
+    def with_whole(self, names: Collection[str], reason: str) -> Findings:
+        """Copies the findings with more tables that an optimizer needs whole."""
+        facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
+        return replace(self, facts=tuple(facts))
+
+    def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
+        """Copies the findings with other numbers of rows for some tables."""
+        lying = {
+            name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
+        }
+        at_home = {name: found for name, found in self.rows_at_home.items() if name not in rows}
+        return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
+
+
+@dataclass(frozen=True)
 class Priced:
     """A strategy with its price.
 
@@ -104,23 +148,16 @@ class Pricing:
     """All that prices depend on besides the parameter; for times, `cluster` is `links` as one rank per machine.
 
     Attributes:
-        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated.
-        rows_at_home: table -> how many of each rank's rows are in its own row of a grid; of other tables, the random
-            share.
         in_use: parameter -> its decision in the plan in use.
-        schedule: the schedule that steps will follow.
-        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
     """
 
-    graph: TrainingGraph
-    world_size: int
+    findings: Findings
     links: cost.Cluster
-    sparsity: Mapping[str, Sparsity]
-    rows_at_home: Mapping[str, RowsAtHome]
     in_use: Mapping[str, Decision]
-    schedule: str
-    rows_as: Format = "exact"
-    buckets_as: Format = "exact"
+
+    @property
+    def world_size(self) -> int:
+        return self.findings.world_size
 
     @property
     def cluster(self) -> cost.Cluster:
@@ -154,7 +191,7 @@ class Pricing:
     ) -> dict[str, Priced]:
         """Prices strategies of replicas, all of which need `upkeep` and the work `around` the exchange."""
         priced = {}
-        wire = Wire(fact.itemsize, self.buckets_as)
+        wire = Wire(fact.itemsize, self.findings.buckets_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
@@ -176,7 +213,7 @@ class Pricing:
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
             )
-            priced[strategy] = replace(of_strategy, travels_as=self.buckets_as if rounds else "exact")
+            priced[strategy] = replace(of_strategy, travels_as=self.findings.buckets_as if rounds else "exact")
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
@@ -203,14 +240,14 @@ class Pricing:
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
         """Prices shards on a grid; by columns where it is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
-        itemsize = exchange_dtype(self.graph, table).itemsize
-        at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
-        wire = Wire(itemsize, self.rows_as)
-        exchange = shard_exchange(table, rows, wire, self.world_size, grid, at_home, self.schedule)
+        itemsize = exchange_dtype(self.findings.graph, table).itemsize
+        at_home = self.findings.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
+        wire = Wire(itemsize, self.findings.rows_as)
+        exchange = shard_exchange(table, rows, wire, self.world_size, grid, at_home, self.findings.schedule)
         norms = self._norms(table, fact, rows)
         exchange += norms
         rests, moving = self._moving(table, fact, rows)
-        work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule) + moving
+        work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + moving
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
         priced = self._priced(
             "alltoall",
@@ -223,14 +260,14 @@ class Pricing:
             or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
             grid=grid,
         )
-        travels_as = self.rows_as if wire.rounds else "exact"
+        travels_as = self.findings.rows_as if wire.rounds else "exact"
         return replace(priced, rests=rests, norm_bytes=norms.sent_bytes, travels_as=travels_as)
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """Prices the AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
-        found = self.sparsity.get(table.parameter)
+        found = self.findings.sparsity.get(table.parameter)
         together = sum(rows) if found is None else round(found.union)
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
@@ -264,7 +301,7 @@ class Pricing:
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
         assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
-        return self.sparsity.get(table.parameter, assumed)
+        return self.findings.sparsity.get(table.parameter, assumed)
 
     def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
         if strategy != "omnireduce":

@@ -14,7 +14,9 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.cost.sparsity import measure, with_units
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.planning.findings import Findings, facts_of
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
 from embrace_fx.runtime.tables.holders import Holders
@@ -41,8 +43,8 @@ def _drift() -> Drift:
     facts = facts_of(make(), Holders(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
-    findings = Findings(graph, legal, rows, {}, 2, "auto", "2d")
-    return Drift(findings.plan(LINKS, "given", None), findings)
+    findings = Findings(graph, legal, rows, 2)
+    return Drift(decide(findings, LINKS, links_are="given"), findings)
 
 
 def _samples_until_wanted(drift: Drift, rows: Callable[[int], int], limit: int = 200) -> int | None:
@@ -79,12 +81,12 @@ def test_on_the_border_the_strategy_in_use_stays() -> None:
     findings, plan = drift._findings, drift._plan
     at = {
         name: [
-            findings.with_rows({TABLE: (rows, rows)}).plan(LINKS, "given", current)[TABLE].strategy
+            decide(findings.with_rows({TABLE: (rows, rows)}), LINKS, current)[TABLE].strategy
             for rows in range(1, ROWS + 1)
         ]
         for name, current in (
             ("sharded", plan),
-            ("replicated", findings.with_rows({TABLE: (ROWS, ROWS)}).plan(LINKS, "given", None)),
+            ("replicated", decide(findings.with_rows({TABLE: (ROWS, ROWS)}), LINKS)),
         )
     }
     leaves_shards = at["sharded"].index("allreduce")

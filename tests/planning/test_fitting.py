@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.fitting import LATE, WHOLE, Misfit, fitted, misfit
 from embrace_fx.vocabulary.plan import Plan, Stack
 from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned
@@ -15,7 +16,7 @@ SHAPES = {TABLE: (1_000_000, 4), OTHER: (10, 4), "linear.weight": (4, 4), "linea
 def plan_without(*unused: str, world_size: int = 2) -> Plan:
     """One for a first batch that gave some parameters no gradient."""
     facts = tuple(replace(FACTS, name=name, shape=shape, used=name not in unused) for name, shape in SHAPES.items())
-    return decide(graph_of(1_000_000), facts, ROWS, world_size=world_size, strategy={TABLE: "alltoall"})
+    return decide(Findings(graph_of(1_000_000), facts, ROWS, world_size, {TABLE: "alltoall"}))
 
 
 def test_a_parameter_that_is_first_used_later_is_late() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import ParameterFacts
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from tests.support.graphs import IDS, Tables, analysed, table_of, tables_model
@@ -50,4 +50,5 @@ def planned(
     all_facts = tuple(
         replace(FACTS, name=name, shape=shape, **(facts if name == TABLE else {})) for name, shape in shapes.items()
     )
-    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy, sparsity=sparsity)
+    found = Findings(graph_of(num_rows), all_facts, rows, world_size, strategy, sparsity=sparsity or {})
+    return decide(found)

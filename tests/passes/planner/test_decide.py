@@ -13,7 +13,7 @@ from embrace_fx import cost
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import CLEARLY, upkeep_of_replicas
+from embrace_fx.passes.planner.pricing import CLEARLY, Findings, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -98,7 +98,7 @@ def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy
     case, (_, graph) = ILLEGAL[name], example(name)
     facts = (replace(FACTS, name=TABLE, shape=(10, 4), moving="lazy"),)
 
-    decision = decide(graph, facts, {TABLE: (3, 3)}, world_size=2, strategy=strategy)[TABLE]
+    decision = decide(Findings(graph, facts, {TABLE: (3, 3)}, 2, strategy))[TABLE]
 
     assert decision.strategy == "allreduce"
     assert str(case.blocker) in decision.reason
@@ -133,8 +133,8 @@ def test_max_norm_tables_are_kept_equal() -> None:
     graph = analysed(tables_model(plain, max_norm=1.0), IDS)
     facts = (replace(FACTS, name=TABLE, shape=(10, 4)),)
 
-    assert decide(graph, facts, {TABLE: (4, 4)}, world_size=2).renormed == (TABLE,)
-    assert decide(graph, facts, {TABLE: (4,)}, world_size=1).renormed == ()
+    assert decide(Findings(graph, facts, {TABLE: (4, 4)}, 2)).renormed == (TABLE,)
+    assert decide(Findings(graph, facts, {TABLE: (4,)}, 1)).renormed == ()
 
 
 # ---- replicas whose gradients are exchanged sparsely ----
@@ -162,7 +162,7 @@ def test_a_table_that_is_read_densely_counts_as_dense() -> None:
     table = replace(table_of(graph), num_rows=LARGE)
     facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
 
-    decision = decide(replace(graph, tables=(table,)), facts, {TABLE: (3, 3)}, world_size=2)[TABLE]
+    decision = decide(Findings(replace(graph, tables=(table,)), facts, {TABLE: (3, 3)}, 2))[TABLE]
 
     assert decision.strategy == "allreduce"
     by_name = {candidate.strategy: candidate for candidate in decision.candidates}
@@ -200,7 +200,7 @@ def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None
 
     def chosen(scan_bytes_per_ms: float) -> str:
         links = cost.Cluster(handling=cost.Handling(scan_bytes_per_ms=scan_bytes_per_ms))
-        return decide(graph_of(LARGE), facts, ROWS, world_size=2, cluster=links)[TABLE].strategy
+        return decide(Findings(graph_of(LARGE), facts, ROWS, 2), links)[TABLE].strategy
 
     assert chosen(8e6) in EXCHANGES
     assert chosen(1e6) == "allreduce"
@@ -224,7 +224,7 @@ def test_the_update_of_every_row_speaks_against_replicas() -> None:
     facts = (replace(FACTS, name=TABLE, shape=(rows, width), itemsize=4),)
     links = cost.Cluster(bandwidth_bytes_per_ms=200e6 / 8 / 1e3)
 
-    plan = decide(replace(graph_of(rows), tables=(table,)), facts, {TABLE: (240, 240)}, world_size=2, cluster=links)
+    plan = decide(Findings(replace(graph_of(rows), tables=(table,)), facts, {TABLE: (240, 240)}, 2), links)
 
     assert plan[TABLE].strategy == "alltoall"
     replicas = [c for c in plan[TABLE].candidates if c.strategy != "alltoall"]
@@ -286,7 +286,7 @@ def test_a_plan_in_use_is_weighed_with_the_strategy_that_it_has() -> None:
     forced = planned(LARGE, strategy="omnireduce")
     facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
 
-    anew = decide(graph_of(LARGE), facts, ROWS, world_size=2, current=forced)[TABLE]
+    anew = decide(Findings(graph_of(LARGE), facts, ROWS, 2), current=forced)[TABLE]
 
     assert anew.strategy == "alltoall"
     assert {c.strategy for c in anew.candidates} == set(STRATEGIES)
@@ -298,7 +298,7 @@ def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
     shared = Sparsity(LARGE, 4, 8, (100_000,) * 8, (100_000.0,) * 8)
     facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in planned(LARGE))
 
-    together = decide(graph_of(LARGE), facts, rows, world_size=8, strategy="zen", sparsity={TABLE: shared})[TABLE]
+    together = decide(Findings(graph_of(LARGE), facts, rows, 8, "zen", sparsity={TABLE: shared}))[TABLE]
 
     assert together.sent_bytes_per_step < 0.6 * apart.sent_bytes_per_step
 
@@ -308,7 +308,7 @@ def test_start_ups_decide_on_slow_links_and_bytes_on_narrow_ones() -> None:
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
 
     def chosen(links: cost.Cluster) -> str:
-        return decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links)[TABLE].strategy
+        return decide(Findings(graph_of(10_000), facts, ROWS, 2), links)[TABLE].strategy
 
     assert chosen(cost.Cluster(1e6, 10.0)) == "allreduce"
     assert chosen(cost.Cluster(1e3, 0.01)) == "alltoall"
@@ -318,7 +318,7 @@ def test_the_plan_keeps_what_it_was_cut_for() -> None:
     links = cost.Cluster(1000.0, 1.0)
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
 
-    assert decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links).links == links
+    assert decide(Findings(graph_of(10_000), facts, ROWS, 2), links).links == links
     assert planned().links == cost.Cluster()
 
 

@@ -10,7 +10,7 @@ import torch
 from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import ParameterFacts
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from tests.support.graphs import analysed
@@ -51,15 +51,9 @@ def planned(
         facts.append(
             replace(FACTS, name=name, shape=(rows[k], DIM), row_update_blocker="moves all" if k == blocked else None)
         )
-    return decide(
-        replace(graph(), tables=tuple(tables)),
-        tuple(facts),
-        {name: (read[k],) * 4 for k, name in enumerate(NAMES)},
-        world_size=4,
-        strategy=strategy,
-        cluster=SLOW_TO_START,
-        current=current,
-    )
+    read_by = {name: (read[k],) * 4 for k, name in enumerate(NAMES)}
+    found = Findings(replace(graph(), tables=tuple(tables)), tuple(facts), read_by, 4, strategy)
+    return decide(found, SLOW_TO_START, current)
 
 
 def sharded(plan: Plan) -> set[int]:
@@ -127,7 +121,7 @@ def test_what_depends_on_rows_is_watched() -> None:
 def test_a_single_process_has_nothing_to_share() -> None:
     (fact,) = (replace(FACTS, name=NAMES[0], shape=(SMALL, DIM)),)
 
-    plan = decide(graph(), (fact,), {NAMES[0]: (200,)}, world_size=1)
+    plan = decide(Findings(graph(), (fact,), {NAMES[0]: (200,)}, 1))
 
     assert plan[NAMES[0]].strategy == "allreduce"
     assert plan[NAMES[0]].candidates == ()
@@ -138,7 +132,7 @@ def test_a_naive_schedule_has_no_stacks_to_share() -> None:
     tables = tuple(replace(table, num_rows=500) for table in graph().tables)
     rows = dict.fromkeys(NAMES, (20,) * 4)
     naive, looking_ahead = (
-        decide(replace(graph(), tables=tables), facts, rows, world_size=4, cluster=SLOW_TO_START, schedule=schedule)
+        decide(Findings(replace(graph(), tables=tables), facts, rows, 4, schedule=schedule), SLOW_TO_START)
         for schedule in ("none", "2d")
     )
 
