@@ -30,10 +30,10 @@ from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, blocks, build
-from embrace_fx.passes.step_memory import backward_peak
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.planning.scheduling import MAY_HOLD, cuts
 from embrace_fx.session.pipeline import Pass, overlap_passes, run_passes, training_passes
-from embrace_fx.vocabulary.graph import BatchInput, Buffer, Parameter, Saved, Tangent, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.graph import BatchInput, Buffer, Parameter, Tangent, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.schedule import StepGraph
 from embrace_fx.what_if import Forecast
 
@@ -121,12 +121,12 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
 
     backward = advanced.phases["backward"]
     units = BackwardUnits.of(backward)
-    saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
+    memory = step_memory(advanced)
 
     def held(order: Sequence[str]) -> int:
-        return backward_peak(units.ordered(order), saved, advanced.expected)
+        return memory.backward_peak(units.ordered(order))
 
-    stands = backward_peak([*units.needed_by], saved, advanced.expected)
+    stands = memory.backward_peak([*units.needed_by])
     found, order = search(
         steps(advanced),
         "2d",

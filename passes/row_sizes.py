@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import id_of
 from embrace_fx.vocabulary.sizes import ExpectedSizes, RowCounts
 
 embrace = torch.ops.embrace
@@ -51,7 +51,7 @@ def _of_ids(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
 
 def _of_rows(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
     for launch in graph.find_nodes(op="call_function", target=embrace.all_to_all_rows.default):
-        read = rows[_table(launch)]
+        read = rows[id_of(launch).what]
         embedding_dim: int = launch.args[2]
         yield launch.meta["val"], read.own * embedding_dim
         route = launch.args[1].all_input_nodes[0]
@@ -63,17 +63,12 @@ def _of_rows(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
 
 def _of_gradients(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
     for launch in graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default):
-        read = rows[_table(launch)]
+        read = rows[id_of(launch).what]
         (wait,) = launch.users
         (coalesced,) = wait.users
         columns: Any = coalesced.args[2]
         yield launch.meta["val"], _on_a_row(read.all, launch) * columns
         yield coalesced.meta["val"][0], _on_a_row(read.together, launch)
-
-
-def _table(launch: fx.Node) -> str:
-    found: OperationId = launch.meta["launch"]
-    return found.what
 
 
 def _on_a_row(count: int, launch: fx.Node) -> int:

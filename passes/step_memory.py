@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -29,18 +32,25 @@ from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_known
 
+Numbers = NDArray[np.int64]
 
-@dataclass
+NEVER_READ = np.iinfo(np.int64).max
+"""The first read of a storage that nothing reads."""
+
+
+@dataclass(eq=False)
 class Storage:
     """The memory that one node allocates, and all values that lie in it.
 
     Attributes:
+        number: its place among the step's storages.
         born, dies: the positions, among the step's nodes, of the node that makes it and of its last reader; `dies` is
             the number of nodes where it outlives the step.
         known: False where its size depends on data: `nbytes` is then an expected size.
         last_forward, first_backward: positions of its last reader in the forward, its first in the backward (or None).
     """
 
+    number: int
     node: fx.Node
     nbytes: int
     born: int
@@ -52,6 +62,19 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Each read of a storage in a step, as numbers of nodes and storages; a node reads what its own result lies in.
+
+    Attributes:
+        reader, value, storage: the node that reads, what it reads, and a storage that this lies in.
+    """
+
+    reader: Numbers
+    value: Numbers
+    storage: Numbers
+
+
+@dataclass(frozen=True, eq=False)
 class StepMemory:
     """The memory that a step holds at each node.
 
@@ -59,15 +82,19 @@ class StepMemory:
         nodes: of forward and backward, in the order in which they run.
         backward: the position of the first node of the backward.
         storages: all memory that the step allocates.
-        by_time: bytes while each node runs.
         memory: node -> the storages that its value lies in.
     """
 
     nodes: Sequence[fx.Node]
     backward: int
     storages: Sequence[Storage]
-    by_time: Sequence[int]
     memory: Mapping[fx.Node, Sequence[Storage]]
+    reads: Reads
+
+    @cached_property
+    def by_time(self) -> list[int]:
+        """Bytes while each node runs."""
+        return self._held(self.storages)
 
     @property
     def peak_bytes(self) -> int:
@@ -76,7 +103,16 @@ class StepMemory:
     @property
     def known_peak_bytes(self) -> int:
         """The peak of the storages whose sizes are known: the part of the peak that can be proved."""
-        return max(_by_time([s for s in self.storages if s.known], len(self.nodes)), default=0)
+        return max(self._held([s for s in self.storages if s.known]), default=0)
+
+    def backward_peak(self, order: Sequence[fx.Node]) -> int:
+        """Returns the most bytes that the backward would hold if its nodes ran in this order."""
+        count = len(self.nodes)
+        stands = np.arange(count)
+        stands[[self.position[node] for node in order]] = np.arange(self.backward, count)
+        dies = last_reads(self.reads.storage, stands[self.reads.reader], len(self.storages))
+        dies[self.outlives] = count
+        return int(held(stands[self.born], dies, self.nbytes, count)[self.backward :].max(initial=0))
 
     @property
     def saved(self) -> list[Storage]:
@@ -87,24 +123,68 @@ class StepMemory:
     def saved_bytes(self) -> int:
         return sum(storage.nbytes for storage in self.saved)
 
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """Node -> its number: its place among all."""
+        return {node: k for k, node in enumerate(self.nodes)}
+
+    @cached_property
+    def inputs(self) -> list[list[int]]:
+        """For each node, by number, those that it reads."""
+        return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
+
+    @cached_property
+    def born(self) -> Numbers:
+        """For each storage, the node that makes it."""
+        return np.array([s.born for s in self.storages], dtype=np.int64)
+
+    @cached_property
+    def nbytes(self) -> Numbers:
+        """For each storage, its bytes."""
+        return np.array([s.nbytes for s in self.storages], dtype=np.int64)
+
+    @cached_property
+    def outlives(self) -> Numbers:
+        """The storages that outlive the step."""
+        return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
+
+    def _held(self, storages: Sequence[Storage]) -> list[int]:
+        born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
+        by_time: list[int] = held(born, dies, nbytes, len(self.nodes)).tolist()
+        return by_time
+
+
+def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
+    """Counts the bytes held while each of `count` nodes runs, of storages with these lifetimes."""
+    change = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(change, born, nbytes)
+    np.subtract.at(change, np.minimum(dies + 1, count), nbytes)
+    return np.cumsum(change[:count])
+
+
+def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
+    """Finds the last position at which each of `count` storages is read; -1 where none is.
+
+    Args:
+        storage, position: of each read.
+    """
+    last = np.full(count, -1, dtype=np.int64)
+    np.maximum.at(last, storage, position)
+    return last
+
+
+def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
+    """Finds the first position at which each of `count` storages is read; `NEVER_READ` where none is."""
+    first = np.full(count, NEVER_READ, dtype=np.int64)
+    np.minimum.at(first, storage, position)
+    return first
+
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
     """Computes the memory of a step, of its phases or, before partitioning, of the phases to come."""
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
-    backward = len(nodes) - len(in_order[-1])
-    memory = _memory(nodes, backward, outputs, saved, graph.expected)
-    storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
-    storages += _scratch(nodes, graph.expected)
-    return StepMemory(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
-
-
-def _by_time(storages: Sequence[Storage], count: int) -> list[int]:
-    change = [0] * (count + 1)
-    for storage in storages:
-        change[storage.born] += storage.nbytes
-        change[min(storage.dies + 1, count)] -= storage.nbytes
-    return list(accumulate(change[:count]))
+    return memory_of(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
 
 
 _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
@@ -140,23 +220,6 @@ def _phases(graph: TrainingGraph) -> _Ordered:
     return in_order, outputs, saved
 
 
-def backward_peak(
-    nodes: Sequence[fx.Node], saved: Collection[fx.Node], expected: ExpectedSizes = NOTHING_EXPECTED
-) -> int:
-    """Returns the most bytes that a backward phase would hold if its nodes ran in this order.
-
-    Args:
-        nodes: the order, without placeholders and output.
-        saved: the placeholders of values that the forward has saved; each dies with its last reader.
-        expected: numbers in place of data-dependent sizes.
-    """
-    in_order = [*saved, *nodes]
-    outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
-    memory = _memory(in_order, 0, outputs, {}, expected)
-    storages = list({id(storage): storage for node in in_order for storage in memory[node]}.values())
-    return max(_by_time(storages + _scratch(in_order, expected), len(in_order)), default=0)
-
-
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
     """Counts the bytes of a fake tensor, or of several."""
     return sum(
@@ -168,20 +231,35 @@ def _leaves(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
-def _memory(
+def memory_of(
     nodes: Sequence[fx.Node],
     backward: int,
-    outputs: set[fx.Node],
-    saved: Mapping[fx.Node, fx.Node],
-    expected: ExpectedSizes,
-) -> dict[fx.Node, list[Storage]]:
-    """Maps each node to the storages of its value; `saved`: placeholder -> the saved value that it stands for."""
+    outputs: Collection[fx.Node],
+    saved: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+    expected: ExpectedSizes = NOTHING_EXPECTED,
+) -> StepMemory:
+    """Computes the memory of nodes that run in this order.
+
+    Args:
+        backward: the position of the first node of the backward.
+        outputs: the values that outlive the step.
+        saved: placeholder -> the saved value that it stands for.
+        expected: numbers in place of data-dependent sizes.
+    """
     position = {node: k for k, node in enumerate(nodes)}
-    of: dict[fx.Node, list[Storage]] = {}
+    of: dict[fx.Node, Sequence[Storage]] = {}
+    storages: list[Storage] = []
+    reads: list[tuple[int, int, int]] = []
     places: dict[fx.Node, dict[int, int]] = {}  # cached: a node may have a thousand results
 
-    def lies_in(value: fx.Node) -> list[Storage]:
-        return of.get(saved.get(value, value), [])
+    def make(node: fx.Node, k: int, sizes: Sequence[int]) -> list[Storage]:
+        known, first = _is_known(node), len(storages)
+        for size in filter(None, sizes):
+            storages.append(Storage(len(storages), node, size, k, known=known))
+        return storages[first:]
+
+    def lies_in(value: fx.Node) -> Sequence[Storage]:
+        return of.get(saved.get(value, value), ())
 
     for k, node in enumerate(nodes):
         shared = list(_shared(node, position, backward))
@@ -195,17 +273,32 @@ def _memory(
                 places[source] = _places(source, expected)
             of[node] = _item(lies_in(source), node, places[source])
         else:
-            known = _is_known(node)
-            of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node, expected) if size]
+            of[node] = make(node, k, _sizes(node, expected))
         for storage in of[node]:
             storage.names.append(node)
-        for value in node.all_input_nodes:
-            for storage in lies_in(value):
-                _read(storage, k, backward)
-    for value in outputs:
-        for storage in lies_in(value):
-            storage.dies = len(nodes)
-    return of
+        for value in (node, *node.all_input_nodes):
+            reads += [(k, position[saved.get(value, value)], storage.number) for storage in lies_in(value)]
+    for k, node in enumerate(nodes):  # what an op makes for itself dies with it, and has no name
+        reads += [(k, k, storage.number) for storage in make(node, k, [scratch_bytes(node, expected)])]
+    outlives = [storage.number for value in outputs for storage in lies_in(value)]
+    by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T
+    return _with_lives(StepMemory(nodes, backward, storages, of, Reads(*by_column)), outlives)
+
+
+def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
+    """Notes on each storage when it is read."""
+    reads, count = found.reads, len(found.storages)
+    early = reads.reader < found.backward
+    dies = last_reads(reads.storage, reads.reader, count)
+    dies[outlives] = len(found.nodes)
+    last_forward = last_reads(reads.storage[early], reads.reader[early], count)
+    first_backward = first_reads(reads.storage[~early], reads.reader[~early], count)
+    for storage in found.storages:
+        storage.dies, last = int(dies[storage.number]), int(last_forward[storage.number])
+        storage.last_forward = max(last, storage.born)
+        if storage.born < found.backward and (first := int(first_backward[storage.number])) != NEVER_READ:
+            storage.first_backward = first
+    return found
 
 
 def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
@@ -215,24 +308,10 @@ def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
     return sizes if workspace is None else [*sizes[:-1], workspace]
 
 
-def _scratch(nodes: Sequence[fx.Node], expected: ExpectedSizes) -> list[Storage]:
-    """Finds the temporaries of ops, where known: such memory dies with its op, and no value lies in it."""
-    sizes = ((k, node, scratch_bytes(node, expected)) for k, node in enumerate(nodes))
-    return [Storage(node, size, k, k, k, known=_is_known(node)) for k, node, size in sizes if size]
-
-
 def _is_known(node: fx.Node) -> bool:
     """Tells whether no size of a node's results depends on data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
-
-
-def _read(storage: Storage, position: int, backward: int) -> None:
-    storage.dies = max(storage.dies, position)
-    if position < backward:
-        storage.last_forward = max(storage.last_forward, position)
-    elif storage.born < backward and storage.first_backward is None:
-        storage.first_backward = position
 
 
 def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
@@ -262,7 +341,7 @@ def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
     return {k: place for place, k in enumerate(with_memory)}
 
 
-def _item(storages: list[Storage], node: fx.Node, places: Mapping[int, int]) -> list[Storage]:
+def _item(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
     """Returns the storage of one item of several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")

@@ -17,8 +17,9 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.passes.scheduler.step_graph import build_alone
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.session.pipeline import analyse, run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -58,8 +59,7 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
 def step_ms(graph: TrainingGraph, compute: Compute) -> float:
     """Of one process: its nodes one after the other, copies beside them."""
     phases = run_passes(graph, (Partition(),)).graph
-    found: float = SoloSchedule.of(phases, "none", compute, torch.device("cpu")).schedule.diagnostics().step_ms
-    return found
+    return schedule(build_alone(phases, compute), "none").diagnostics().step_ms
 
 
 def predicted(

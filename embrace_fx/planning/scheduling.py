@@ -18,9 +18,9 @@ from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone, compute_durations
 from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
-from embrace_fx.passes.step_memory import backward_peak, step_memory
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -45,7 +45,7 @@ from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
-from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
@@ -75,7 +75,7 @@ class _Ordered:
 
 
 class Scheduling:
-    """The schedule of one compiled model, and the flow that follows it.
+    """The schedule of one compiled model, and the flow that follows it, which a single process has not.
 
     Args:
         graph: the graph of the first training batch, as it runs.
@@ -86,7 +86,10 @@ class Scheduling:
 
     Attributes:
         memory: the prediction for tables beyond memory, at the measured speed once there is a profile.
+        recorder: measures the steps, once the schedule has started.
     """
+
+    recorder: Recorder
 
     def __init__(
         self,
@@ -114,15 +117,17 @@ class Scheduling:
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 
-    def start(self, warn: Callable[[], None]) -> Flow:
-        """Makes the flow that follows the schedule. Collective."""
+    def start(self, warn: Callable[[], None]) -> Flow | None:
+        """Makes the flow that follows the schedule, on several ranks. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
+        on = streams.streams_of(device)
+        self.recorder = recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
+        if plan.world_size == 1:
+            return None
         order = launches(self.schedule, self.looks_ahead)
         communicator.connect(device)
         communicator.open_lanes(device, {launch.lane for launch in order})
-        on = streams.streams_of(device)
-        recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         of_forward = submitted(self._graph.phases["forward"])
         queue: LaunchQueue
         if on is None:
@@ -216,9 +221,8 @@ class Scheduling:
         if ordered.units:
             assert self._compute_in_order is not None
             self._graph = self._compute_in_order(ordered.units)
-        sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
-        # No launch is in flight twice, so that a window never holds more than it sends.
-        check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
+        if self._plan.world_size > 1:
+            check_launches(self._graph, launches(agreed, self.looks_ahead))
         check_storage(agreed.steps, self.memory)
         node_ms = estimate(self._cluster.compute, self._graph.expected)
         line = memory_line(agreed.predicted, step_memory(self._graph), node_ms)
@@ -226,19 +230,19 @@ class Scheduling:
 
     def _search(self, profiled: Profile | None) -> _Ordered:
         steps = self._step_graph(profiled)
-        name = "none" if self._gradients_alone else self._setting.options.schedule
+        alone = self._gradients_alone and self._plan.world_size > 1
+        name = "none" if alone else self._setting.options.schedule
         if profiled is None or not self._may_reorder():
             return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
-        backward, expected = self._graph.phases["backward"], self._graph.expected
         measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
-        units = BackwardUnits.of(backward)
-        atoms = Atoms.of(units, estimate(self._cluster.compute, expected), measured)
-        saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
-        bound = backward_peak([*units.needed_by], saved, expected)
+        units = BackwardUnits.of(self._graph.phases["backward"])
+        atoms = Atoms.of(units, estimate(self._cluster.compute, self._graph.expected), measured)
+        memory = step_memory(self._graph)
+        bound = memory.backward_peak([*units.needed_by])
         if self._setting.options.memory_budget is None:
             bound = round(bound * MAY_HOLD)
         found, order = search(
-            steps, name, "profile", atoms, lambda order: backward_peak(units.ordered(order), saved, expected), bound
+            steps, name, "profile", atoms, lambda order: memory.backward_peak(units.ordered(order)), bound
         )
         return _Ordered(found, order)
 
@@ -256,6 +260,8 @@ class Scheduling:
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
         """Builds the step graph of a window."""
         plan = self._plan
+        if plan.world_size == 1:
+            return with_storage(build_alone(self._graph, self._cluster.compute), self.memory)
         sizes = Sizes(
             profiled.sent_bytes if profiled else self._expected_bytes(),
             {name: sum(_rows_bytes(plan, table) // 2 for table in tables) for name, tables in self._exchanged.items()},
@@ -269,7 +275,9 @@ class Scheduling:
 
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
-    """Chooses the pieces in which the communication of a plan travels."""
+    """Chooses the pieces in which the communication of a plan travels; of one process there is none."""
+    if plan.world_size == 1:
+        return Cuts((), ())
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
     exchanged = _exchanged(plan).items() if setting.options.schedule in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))

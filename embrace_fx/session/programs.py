@@ -16,10 +16,8 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.passes.scheduler.storage import read_ahead
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
-from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
@@ -52,11 +50,10 @@ class ProgramBuilder:
     Args:
         on_other_batch: called when another batch comes than the expected one.
 
-        Attributes:
-            flow: the communication between steps; None before the first training program, on one rank, and at the end.
-            scheduling: the schedule that the flow follows.
-            alone: a single process's schedule; None on several ranks, and before the first training program.
-            graphs: the graphs of the last training program, after each pass.
+    Attributes:
+        flow: the communication between steps; None before the first training program, on one rank, and at the end.
+        scheduling: the schedule of the steps; None before the first training program, and if nothing is scheduled.
+        graphs: the graphs of the last training program, after each pass.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
-        self.alone: SoloSchedule | None = None
         self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
@@ -126,13 +122,12 @@ class ProgramBuilder:
     @property
     def schedule(self) -> Schedule | None:
         """The predicted schedule; None before the first training program, and if nothing is scheduled."""
-        shown = self.scheduling or self.alone
-        return None if shown is None else shown.schedule
+        return None if self.scheduling is None else self.scheduling.schedule
 
     @property
     def recorder(self) -> Recorder | None:
         """The recorder of the steps; None before the first training program, and if nothing is scheduled."""
-        return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
+        return None if self.scheduling is None else self.scheduling.recorder
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
         """Shows the user the graphs of a training program, and the phases of its other step variants."""
@@ -235,16 +230,10 @@ class ProgramBuilder:
             gradients_alone: as in `Scheduling`.
         """
         name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
-        if self._communicator.world_size == 1:
-            if self.alone is None:
-                device = next(self._setting.model.parameters()).device
-                memory = {table: read_ahead(of, self._calls.ahead, 1) for table, of in self._plan.memory.items()}
-                self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device, memory)
-                self._setting.stepping.follow(None, self.alone.recorder)
+        several = self._communicator.world_size > 1
+        if self.scheduling is not None or (several and self._communicator.comm_hook is not None):
             return
-        if self.flow is not None or self._communicator.comm_hook is not None:
-            return
-        if not self._launches():
+        if several and not self._launches():
             warnings.warn(
                 f"expected a model on the CPU or on one GPU for schedule={name!r}, found one on "
                 f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
@@ -263,7 +252,7 @@ class ProgramBuilder:
             ahead=self._calls.ahead,
         )
         self.flow = self.scheduling.start(self._on_other_batch)
-        self._setting.stepping.follow(self.flow, self.flow.recorder)
+        self._setting.stepping.follow(self.flow, self.scheduling.recorder)
 
     def end_flow(self) -> None:
         """Applies updates pending between steps, and ends the flow."""
@@ -329,7 +318,7 @@ class ProgramBuilder:
             head,
             flow,
             share_buffers=buffers.share,
-            recorder=self.alone.recorder if self.alone is not None and train else None,
+            recorder=self.recorder if self.flow is None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None and of_steps.vary else None,

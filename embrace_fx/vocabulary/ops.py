@@ -95,6 +95,13 @@ def launch_of(node: fx.Node) -> OperationId | None:
     return found
 
 
+def id_of(node: fx.Node) -> OperationId:
+    """The launch of a node that submits or awaits one."""
+    found = launch_of(node)
+    assert found is not None
+    return found
+
+
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
     """Returns the first and last + 1 column that `rank` owns, in torch.chunk layout.
 

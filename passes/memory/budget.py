@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import inf
 
 from embrace_fx import cost
 from embrace_fx.passes.memory.cheap import RecomputeCheap
-from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, choices
+from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight
-from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.offload import insert_copies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
-from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
+from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
 from embrace_fx.passes.node_cost import estimate
-from embrace_fx.passes.step_memory import StepMemory, step_memory
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 AIMS = 3
@@ -63,8 +61,8 @@ class Memory:
         free = RecomputeCheap(self.compute)(graph)
         if step_memory(free).peak_bytes <= limit:
             return replace(free, memory_limit=limit)
-        costs = Costs(estimate(self.compute, graph.expected), self.copies)
-        found = _within(graph, free, before, limit, costs)
+        step = TimedStep(before, estimate(self.compute, graph.expected), self.copies)
+        found = _within(graph, free, step, limit)
         least = step_memory(found).peak_bytes
         if least <= limit:
             return replace(found, memory_limit=limit)
@@ -78,17 +76,16 @@ class Memory:
         return replace(found, memory_limit=least)
 
 
-def _within(graph: TrainingGraph, free: TrainingGraph, before: StepMemory, limit: int, costs: Costs) -> TrainingGraph:
+def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
     """Searches for a graph within a limit; where there is none, returns the graph that holds the least, or `free`."""
     written = written_by(graph)
-    step = Numbered(before, costs)
     foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
     aim = limit
     for _ in range(AIMS):
         best = _Search(foresight, aim).best(sequences)
         if best is None:
             break
-        result = apply(graph, before, best.choice, aim, costs)
+        result = apply(graph, step, best.choice, aim)
         over = step_memory(result).peak_bytes - limit
         if over <= 0:
             return result
@@ -96,7 +93,7 @@ def _within(graph: TrainingGraph, free: TrainingGraph, before: StepMemory, limit
     leanest, least = free, step_memory(free).peak_bytes
     for foreseen in _leanest(foresight, sequences, limit):
         if foreseen.peak_bytes < least:
-            result = apply(graph, before, foreseen.choice, limit, costs)
+            result = apply(graph, step, foreseen.choice, limit)
             if (held := step_memory(result).peak_bytes) < least:
                 leanest, least = result, held
             if least <= limit:
@@ -167,35 +164,32 @@ class _Search:
         return foreseen
 
 
-def apply(graph: TrainingGraph, before: StepMemory, choice: Choice, limit: int, costs: Costs) -> TrainingGraph:
+def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit: int) -> TrainingGraph:
     """Makes the graph whose backward recomputes and reloads what the choice says.
 
     Args:
-        before: the memory of `graph`.
+        step: the step of `graph`.
         limit: bytes that the step may hold; copies are placed to keep it, where possible.
     """
-    result = graph.edit()
-    numbers = {before.nodes[k].name: (number, k in choice.kept) for k, number in enumerate(choice.segment)}
-    for node in result.graph.nodes:
-        number, kept = numbers.get(node.name, (NEVER, False))
-        if number != NEVER:
-            node.meta["region"], node.meta["kept"] = (number,), kept
-    compute_again(result)
+    nodes = step.memory.nodes
+    regions = {nodes[k].name: number for k, number in enumerate(choice.segment) if number != NEVER}
+    result = run_again(graph, regions, {nodes[k].name for k in choice.kept})
     if choice.offloaded:
-        _offload(result, {values_that_leave(before)[id(storage)].name for storage in choice.offloaded}, limit, costs)
-    result.graph.lint()
-    result.module.recompile()
+        leave = values_that_leave(step.memory)
+        _offload(result, {leave[storage].name for storage in choice.offloaded}, limit, step)
+        result.graph.lint()
+        result.module.recompile()
     return result
 
 
-def _offload(graph: TrainingGraph, values: set[str], limit: int, costs: Costs) -> None:
+def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep) -> None:
     """Inserts offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
     for node in found.nodes:  # in the order in which they run: the forward's nodes before the backward's
         output.prepend(node)
     leaving = values_that_leave(found)
-    storages = [s for s in found.saved if id(s) in leaving and leaving[id(s)].name in values]
-    starts_ms = list(accumulate(map(costs.node_ms, found.nodes), initial=0.0))
-    placed = place(storages, found.by_time, starts_ms, found.backward, limit, costs.copies)
-    insert_copies(graph, found, placed.copies, costs.copies)
+    storages = [s for s in found.saved if s in leaving and leaving[s].name in values]
+    starts_ms = replace(step, memory=found).starts_ms
+    placed = place(storages, found.by_time, starts_ms, found.backward, limit, step.copies)
+    insert_copies(graph, found, placed.copies, step.copies)

@@ -23,7 +23,7 @@ from torch import fx
 
 from embrace_fx import cost
 from embrace_fx.passes.memory.offload import view_of
-from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
+from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -73,14 +73,7 @@ class RecomputeCheap:
         chosen = _Cuts(graph, found, estimate(self.compute, graph.expected)).chosen()
         if not chosen:
             return graph
-        result = graph.edit()
-        numbers = {node.name: number for number, nodes in enumerate(chosen) for node in nodes}
-        for node in result.graph.nodes:
-            if node.name in numbers:
-                node.meta["region"], node.meta["kept"] = (numbers[node.name],), False
-        compute_again(result)
-        result.graph.lint()
-        result.module.recompile()
+        result = run_again(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
         # Recomputed values may all be held at one time.
         return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
@@ -116,7 +109,7 @@ class _Cuts:
             for value in node.all_input_nodes
             if value.meta.get("role") not in self._written
         }
-        self._makers = {id(s): self._made_by(s) for s in self._storages}
+        self._makers = {s: self._made_by(s) for s in self._storages}
 
     def chosen(self) -> list[list[fx.Node]]:
         """Lists the nodes to recompute, a list for each piece."""
@@ -134,17 +127,17 @@ class _Cuts:
         return list(dict.fromkeys(n for n in nodes if n in self._forward and op_name(n) and view_of(n) is None))
 
     @cached_property
-    def _sources(self) -> dict[int, list[Storage]]:
-        """`id` of a storage that may be recomputed -> the storages that recomputing it reads."""
-        found: dict[int, list[Storage]] = {}
-        depth: dict[int, int] = {}
+    def _sources(self) -> dict[Storage, list[Storage]]:
+        """Storage that may be recomputed -> the storages that recomputing it reads."""
+        found: dict[Storage, list[Storage]] = {}
+        depth: dict[Storage, int] = {}
         for storage in self._storages:
             sources = self._read_by(storage)
             if sources is None:
                 continue
-            deep = 1 + max((depth.get(id(s), 0) for s in sources), default=0)
+            deep = 1 + max((depth.get(s, 0) for s in sources), default=0)
             if deep <= LONGEST:
-                found[id(storage)], depth[id(storage)] = sources, deep
+                found[storage], depth[storage] = sources, deep
         return found
 
     def _read_by(self, storage: Storage) -> list[Storage] | None:
@@ -152,7 +145,7 @@ class _Cuts:
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
-        read: dict[int, Storage] = {}
+        read: dict[Storage, None] = {}
         for node in nodes:
             is_op = isinstance(node.target, torch._ops.OpOverload)
             if node not in self._forward or not can_run_again(node, self._written):
@@ -162,48 +155,47 @@ class _Cuts:
             for value in node.all_input_nodes:
                 if value.op == "placeholder" and value not in self._still_there:
                     return None
-                read |= {id(s): s for s in self._held.memory.get(value, ()) if s is not storage}
-        return list(read.values())
+                read |= dict.fromkeys(s for s in self._held.memory.get(value, ()) if s is not storage)
+        return list(read)
 
     def _pieces(self) -> Iterator[_Piece]:
         """Cuts each connected part of the storages, and yields the pieces that save bytes."""
-        reads: nx.Graph[int] = nx.Graph()
-        reads.add_nodes_from(id(s) for s in self._storages)
-        reads.add_edges_from((id(source), key) for key, sources in self._sources.items() for source in sources)
-        by_id = {id(s): s for s in self._storages}
+        reads: nx.Graph[Storage] = nx.Graph()
+        reads.add_nodes_from(self._storages)
+        reads.add_edges_from((source, storage) for storage, sources in self._sources.items() for source in sources)
         for part in nx.connected_components(reads):
-            if any(key in self._sources and by_id[key].first_backward is not None for key in part):
-                piece = self._cut([by_id[key] for key in part])
+            if any(s in self._sources and s.first_backward is not None for s in part):
+                piece = self._cut(sorted(part, key=lambda s: s.number))
                 if piece is not None:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
-        position = {id(s): k for k, s in enumerate(storages)}
+        position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
         sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
-        sources = {position[key]: [position[id(s)] for s in of] for key, of in self._sources.items() if key in position}
+        sources = {position[each]: [position[s] for s in of] for each, of in self._sources.items() if each in position}
         needed = [s for s in storages if s.first_backward is not None]
-        cut = least_saved(sizes, sources, [position[id(s)] for s in needed])
-        saved = {id(storages[k]) for k in cut}
+        cut = least_saved(sizes, sources, [position[s] for s in needed])
+        saved = {storages[k] for k in cut}
         again = self._again(needed, saved)
-        less = sum(sizes[position[id(s)]] for s in needed) - sum(sizes[k] for k in cut)
-        kernels = sum(len(self._makers[id(s)]) for s in again)
+        less = sum(sizes[position[s]] for s in needed) - sum(sizes[k] for k in cut)
+        kernels = sum(len(self._makers[s]) for s in again)
         if not again or less < WORTH_BYTES * max(kernels, 1):
             return None
-        nodes = {node for s in again for node in self._makers[id(s)]}
+        nodes = {node for s in again for node in self._makers[s]}
         return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
-    def _again(self, needed: Iterable[Storage], saved: set[int]) -> list[Storage]:
+    def _again(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
         """Finds the storages to recompute so that all of `needed` exist."""
-        found: dict[int, Storage] = {}
+        found: set[Storage] = set()
         waiting = list(needed)
         while waiting:
             storage = waiting.pop()
-            if id(storage) in saved or id(storage) in found:
+            if storage in saved or storage in found:
                 continue
-            found[id(storage)] = storage
-            waiting += self._sources[id(storage)]
-        return sorted(found.values(), key=lambda s: s.born)
+            found.add(storage)
+            waiting += self._sources[storage]
+        return sorted(found, key=lambda s: s.number)
 
 
 def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:

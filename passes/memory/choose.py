@@ -11,14 +11,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 import numpy as np
 from torch import fx
 
-from embrace_fx.passes.memory.numbered import Numbered
 from embrace_fx.passes.memory.offload import values_that_leave
+from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory, Storage
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -29,6 +31,38 @@ SEGMENTS_WITH_COPIES = (1, 2, 4, 8, 16, 32)
 
 NEVER = -1
 """The segment of a node that cannot be recomputed."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """The memory of a step, and the time that its nodes and copies take.
+
+    Attributes:
+        node_ms: milliseconds of a node.
+        copies: the speed of offloads and reloads.
+    """
+
+    memory: StepMemory
+    node_ms: NodeMs
+    copies: CopyRate = NO_COPIES
+
+    @cached_property
+    def ms(self) -> list[float]:
+        """Lists the milliseconds of each node."""
+        return [self.node_ms(node) for node in self.memory.nodes]
+
+    @cached_property
+    def starts_ms(self) -> list[float]:
+        """Lists the time at which each node begins, and the end of the last."""
+        return list(accumulate(self.ms, initial=0.0))
+
+    def unread_ms(self, storage: Storage) -> float:
+        """Measures the milliseconds from the last read of a storage in the forward to the first in the backward."""
+        return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
+
+    def names(self, storage: Storage) -> list[int]:
+        """Lists the numbers of the nodes whose values lie in a storage."""
+        return [self.memory.position[node] for node in storage.names]
 
 
 @dataclass(frozen=True)
@@ -83,16 +117,16 @@ class Growing:
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
 
 
-def choices(step: Numbered, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
+def choices(step: TimedStep, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
     """Yields a sequence of choices for each number of segments and each order."""
-    held = step.held
+    held = step.memory
     candidates = _candidates(held)
     if not candidates:
         return
     able = [runs_again(node) for node in held.nodes[: held.backward]]
     cut = _Cut(held, able)
     can_leave = values_that_leave(held) if step.copies.bytes_per_ms else {}
-    copied = {id(storage) for storage in candidates if id(storage) in can_leave}
+    copied = {storage for storage in candidates if storage in can_leave}
     yield from _in_both_orders(step, candidates, able, set(), cut, SEGMENTS)
     if copied:
         yield from _in_both_orders(step, candidates, able, copied, cut, SEGMENTS_WITH_COPIES)
@@ -100,14 +134,14 @@ def choices(step: Numbered, runs_again: Callable[[fx.Node], bool]) -> Iterator[G
 
 
 def _in_both_orders(
-    step: Numbered,
+    step: TimedStep,
     candidates: Sequence[Storage],
     able: Sequence[bool],
-    copied: Set[int],
+    copied: Set[Storage],
     cut: _Cut,
     counts: Sequence[int],
 ) -> Iterator[Growing]:
-    found = [s for s in candidates if able[step.position[s.node]] or id(s) in copied]
+    found = [s for s in candidates if able[s.born] or s in copied]
     orders = _filter_order(step, found), _knapsack_order(step, found, able, copied)
     for count in counts:
         segment = cut.segments(count) if count else [NEVER] * len(able)
@@ -155,9 +189,9 @@ class _Cut:
         return min(near, key=lambda p: (self._crossing[p], abs(self._saved[p] - total * share)))
 
 
-def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage]:
+def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
     """Sorts storages by DELTA's filter: at each turn, of those held at the peak, the largest bytes x unread time."""
-    held = np.array(step.held.by_time, dtype=np.int64)
+    held = np.array(step.memory.by_time, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
     end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
     starts_ms = np.array(step.starts_ms)
@@ -174,28 +208,28 @@ def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage
 
 
 def _knapsack_order(
-    step: Numbered, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[int]
+    step: TimedStep, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
     """Sorts storages by the time that giving them up costs per byte, the cheapest first: the dearest are kept."""
     segment = [0 if each else NEVER for each in able]
-    saved = {name for storage in step.held.saved for name in step.names(storage)}
+    saved = {name for storage in step.memory.saved for name in step.names(storage)}
 
     def least_ms(storage: Storage) -> float:
-        copied_ms = _copied_ms(step, storage, step.unread_ms(storage)) if id(storage) in copied else inf
+        copied_ms = _copied_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
         return min(copied_ms, _again_ms(step, storage, saved, segment, copied_ms))
 
     return sorted(candidates, key=lambda s: least_ms(s) / s.nbytes)
 
 
-def _copied_ms(step: Numbered, storage: Storage, idle_ms: float) -> float:
+def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
     """Prices the copies of a storage out and back, of which compute hides `idle_ms`."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
-def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
+def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
     """Adds up the time to recompute a storage from the other saved ones; stops counting beyond `most_ms`."""
-    total, seen, waiting = 0.0, set(), [step.position[storage.node]]
+    total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
         return inf
     while waiting and total <= most_ms:
@@ -203,21 +237,21 @@ def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequen
         if node not in seen:
             seen.add(node)
             total += step.ms[node]
-            waiting += [value for value in step.inputs[node] if segment[value] != NEVER and value not in saved]
+            waiting += [value for value in step.memory.inputs[node] if segment[value] != NEVER and value not in saved]
     return total
 
 
-def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage], copied: Set[int]) -> Growing:
+def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]) -> Growing:
     """Decides for each storage of `order` whether giving it up recomputes or, for one in `copied`, offloads it."""
     across = _read_across(step, segment)
-    saved = {name for storage in step.held.saved for name in step.names(storage)}
+    saved = {name for storage in step.memory.saved for name in step.names(storage)}
     kept = frozenset(saved | across)
     busy_ms = 0.0
     given_up = []
     for storage in order:
-        maker = step.position[storage.node]
+        maker = storage.born
         runs_again = segment[maker] != NEVER and maker not in across
-        if id(storage) in copied:
+        if storage in copied:
             copied_ms = _copied_ms(step, storage, step.unread_ms(storage) - busy_ms)
             if not runs_again or copied_ms < _again_ms(step, storage, saved, segment, copied_ms):
                 busy_ms += 2 * step.copies.ms(storage.nbytes)
@@ -229,12 +263,12 @@ def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage],
     return Growing(segment, kept, given_up)
 
 
-def _read_across(step: Numbered, segment: Sequence[int]) -> set[int]:
+def _read_across(step: TimedStep, segment: Sequence[int]) -> set[int]:
     """Finds the values that a segment reads from another one: recomputing the segment starts from them."""
     return {
         value
         for node, own in enumerate(segment)
         if own != NEVER
-        for value in step.inputs[node]
+        for value in step.memory.inputs[node]
         if segment[value] != own
     }

@@ -1,18 +1,19 @@
 """Predicts a choice's memory and time without rewriting the graph, because hundreds of choices are compared.
 
-The forward's nodes keep their positions; the backward's keep their order. Only differences between choices are
-simulated: recomputed copies, what they read, and which of the forward's storages the backward still reads.
+The forward's nodes keep their positions; the backward's keep their order. Of the step's reads (`StepMemory.reads`),
+those in the backward move to recomputed values, and each recomputed node reads what its original reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from embrace_fx.passes.memory.choose import Choice
-from embrace_fx.passes.memory.numbered import Numbered
+import numpy as np
+
+from embrace_fx.passes.memory.choose import Choice, TimedStep
 from embrace_fx.passes.memory.place import place
+from embrace_fx.passes.step_memory import NEVER_READ, Numbers, first_reads, held, last_reads
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,32 @@ class Foreseen:
     added_ms: float
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The positions of nodes under a choice.
+
+    Attributes:
+        own: the positions of the step's own nodes, and the end.
+        again: the recomputed nodes, in the order in which they run.
+        copies: node -> its position as a recomputed one; only nodes of `again` have one.
+    """
+
+    own: Numbers
+    again: Numbers
+    copies: Numbers
+
+
 class Foresight:
     """Simulates choices for one step, but for saved random states: `step_memory` may find a bit more."""
 
-    def __init__(self, step: Numbered) -> None:
-        self._step = step
-        self._backward, self._count = step.held.backward, len(step.held.nodes)
-        storages = step.held.storages
-        self._born = [s.born for s in storages]
-        self._sizes = [s.nbytes for s in storages]
-        # The death of a storage if the backward no longer reads it; of one that the backward makes, as now.
-        self._dies = [s.dies if s.born >= self._backward or s.dies == self._count else s.last_forward for s in storages]
-        self._read = _read_in_backward(step)
-        self._viewed = _viewed_in_backward(step)
+    def __init__(self, step: TimedStep) -> None:
+        self._step, self._memory = step, step.memory
+        self._count = len(step.memory.nodes)
+        backward, inputs = step.memory.backward, step.memory.inputs  # a view of a parameter lies in no storage
+        late = [(v, k) for k in range(backward, self._count) for v in inputs[k] if v < backward]
+        value, reader = np.array(late, dtype=np.int64).reshape(-1, 2).T
+        self._first_read = first_reads(value, reader, self._count)
+        self._read_late = np.flatnonzero(self._first_read != NEVER_READ).tolist()
 
     def foresee(self, choice: Choice, limit: int) -> Foreseen:
         """Simulates a choice.
@@ -46,17 +60,26 @@ class Foresight:
         """
         again = self._computed_again(choice)
         added_ms = sum(self._step.ms[node] for node in again)
-        stands, copies = self._places(choice, again)
-        lives = self._lives(choice, again, stands, copies)
-        held = self._held(lives, stands, copies)
+        places = self._places(choice, again)
+        storage, position = self._reads(choice, places)
+        count, end = len(self._memory.storages), int(places.own[-1])
+        dies = last_reads(storage, position, 2 * count)
+        dies[self._memory.outlives] = end
+        copied = np.flatnonzero(dies[count:] >= 0)
+        born = np.concatenate([places.own[self._memory.born], places.copies[self._memory.born[copied]]])
+        nbytes = np.concatenate([self._memory.nbytes, self._memory.nbytes[copied]])
+        by_time = held(born, np.concatenate([dies[:count], dies[count + copied]]), nbytes, end)
         if not choice.offloaded:
-            return Foreseen(choice, max(held, default=0), added_ms)
+            return Foreseen(choice, int(by_time.max(initial=0)), added_ms)
+        late = position >= self._memory.backward
+        first = first_reads(storage[late], position[late], 2 * count)
         leaving = [
-            replace(storage, first_backward=first, dies=lives.dies[number])
-            for storage in choice.offloaded
-            if (first := lives.first_read.get(number := self._step.number(storage))) is not None
+            replace(each, first_backward=int(first[each.number]))
+            for each in choice.offloaded
+            if first[each.number] != NEVER_READ
         ]
-        placed = place(leaving, held, self._starts_ms(stands, copies), self._backward, limit, self._step.copies)
+        starts_ms = self._starts_ms(places)
+        placed = place(leaving, by_time.tolist(), starts_ms, self._memory.backward, limit, self._step.copies)
         return Foreseen(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
@@ -65,8 +88,8 @@ class Foresight:
 
     def _computed_again(self, choice: Choice) -> set[int]:
         """Finds the nodes that the backward recomputes."""
-        segment, kept, inputs = choice.segment, choice.kept, self._step.inputs
-        found = {node for node in self._read if segment[node] >= 0 and node not in kept}
+        segment, kept, inputs = choice.segment, choice.kept, self._memory.inputs
+        found = {node for node in self._read_late if segment[node] >= 0 and node not in kept}
         waiting = list(found)
         while waiting:
             node = waiting.pop()
@@ -76,103 +99,36 @@ class Foresight:
                     waiting.append(value)
         return found
 
-    def _places(self, choice: Choice, again: set[int]) -> tuple[list[int], dict[int, int]]:
-        """Returns (positions of the step's own nodes, and of the end; recomputed node -> its position)."""
-        members: dict[int, list[int]] = {}
-        begins: dict[int, int] = {}
-        for node in sorted(again):
-            number = choice.segment[node]
-            members.setdefault(number, []).append(node)
-            if node in self._read:
-                begins[number] = min(begins.get(number, self._count), self._read[node][0])
-        stands = list(range(self._backward))
-        copies: dict[int, int] = {}
-        for number in sorted(begins, key=begins.__getitem__):
-            stands += range(len(stands) + len(copies), begins[number] + len(copies))
-            copies |= {node: begins[number] + len(copies) + k for k, node in enumerate(members[number])}
-        stands += range(len(stands) + len(copies), self._count + 1 + len(copies))
-        return stands, copies
+    def _places(self, choice: Choice, again: set[int]) -> _Places:
+        """Places each segment's recomputed nodes before the first node of the backward that reads one of them."""
+        nodes = np.array(sorted(again), dtype=np.int64)
+        segment = np.array(choice.segment, dtype=np.int64)[nodes]
+        before = first_reads(segment, self._first_read[nodes], segment.max(initial=-1) + 1)[segment]
+        order = np.lexsort((nodes, before))
+        nodes, before = nodes[order], before[order]
+        own = np.arange(self._count + 1)
+        copies = np.zeros(self._count, dtype=np.int64)
+        copies[nodes] = before + np.arange(len(nodes))
+        return _Places(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
-    def _lives(self, choice: Choice, again: set[int], stands: Sequence[int], copies: Mapping[int, int]) -> _Lives:
-        memory, inputs, makers, segment = self._step.memory, self._step.inputs, self._step.makers, choice.segment
-        lives = _Lives([stands[position] for position in self._dies], {}, {})
-        for node, (first, last) in self._read.items():
-            of_copy = node in again
-            for storage in memory[node]:
-                lives.read(storage, stands[first], stands[last], of_copy=of_copy and makers[storage] in again)
-        for storage, last in self._viewed.items():  # the backward's own views are views of the copy
-            lives.lasts(storage, stands[last], of_copy=makers[storage] in again)
-        for node, here in copies.items():
-            for storage in memory[node]:  # a recomputed view of a storage that is not recomputed views the original
-                lives.lasts(storage, here, of_copy=makers[storage] in again)
-            for value in inputs[node]:
-                of_copy = value in again and segment[value] == segment[node]
-                for storage in memory[value]:
-                    lives.read(storage, here, here, of_copy=of_copy and makers[storage] in again)
-        return lives
+    def _reads(self, choice: Choice, places: _Places) -> tuple[Numbers, Numbers]:
+        """Returns the storage and the position of each read; a recomputed storage has its number plus their count."""
+        reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
+        again = np.zeros(self._count, dtype=bool)
+        again[places.again] = True
+        segment = np.full(self._count, -1, dtype=np.int64)
+        segment[:backward] = choice.segment
+        copied = again[self._memory.born][reads.storage]
+        # The backward's own views are views of the copy; a recomputed view of no recomputed storage views the original.
+        own = copied & (reads.reader >= backward) & (again[reads.value] | (reads.value >= backward))
+        by_copy = again[reads.reader]
+        of_copy = (copied & again[reads.value] & (segment[reads.value] == segment[reads.reader]))[by_copy]
+        storage = np.concatenate([reads.storage + count * own, reads.storage[by_copy] + count * of_copy])
+        return storage, np.concatenate([places.own[reads.reader], places.copies[reads.reader[by_copy]]])
 
-    def _held(self, lives: _Lives, stands: Sequence[int], copies: Mapping[int, int]) -> list[int]:
-        """Lists the bytes held while each node, copies included, runs."""
-        end = stands[-1]
-        copied = list(lives.dies_copied)
-        born = [*(stands[position] for position in self._born), *(copies[self._step.makers[s]] for s in copied)]
-        dies = [*lives.dies, *lives.dies_copied.values()]
-        change = [0] * (end + 1)
-        for begin, last, nbytes in zip(born, dies, [*self._sizes, *(self._sizes[s] for s in copied)], strict=True):
-            change[begin] += nbytes
-            change[min(last + 1, end)] -= nbytes
-        return list(accumulate(change[:end]))
-
-    def _starts_ms(self, stands: Sequence[int], copies: Mapping[int, int]) -> list[float]:
+    def _starts_ms(self, places: _Places) -> list[float]:
         """Lists the time at which each node, copies included, begins; and the end of the last."""
-        ms = [0.0] * stands[-1]
-        for node, position in (*enumerate(stands[:-1]), *copies.items()):
-            ms[position] = self._step.ms[node]
-        return list(accumulate(ms, initial=0.0))
-
-
-@dataclass(frozen=True)
-class _Lives:
-    """The lifetimes of storages under a choice, by number.
-
-    Attributes:
-        dies: the position of each storage's last reader.
-        dies_copied: recomputed storage -> the position of its copy's last reader.
-        first_read: storage that the backward reads -> the position of its first reader there.
-    """
-
-    dies: list[int]
-    dies_copied: dict[int, int]
-    first_read: dict[int, int]
-
-    def read(self, storage: int, first: int, last: int, *, of_copy: bool) -> None:
-        self.lasts(storage, last, of_copy=of_copy)
-        if not of_copy:
-            self.first_read[storage] = min(first, self.first_read.get(storage, first))
-
-    def lasts(self, storage: int, until: int, *, of_copy: bool) -> None:
-        if of_copy:
-            self.dies_copied[storage] = max(until, self.dies_copied.get(storage, 0))
-        else:
-            self.dies[storage] = max(until, self.dies[storage])
-
-
-def _read_in_backward(step: Numbered) -> dict[int, tuple[int, int]]:
-    """Finds the nodes of the forward that the backward reads -> (first, last) of their readers there."""
-    backward = step.held.backward
-    found: dict[int, tuple[int, int]] = {}
-    for reader in range(backward, len(step.held.nodes)):
-        for value in step.inputs[reader]:
-            if value < backward:
-                found[value] = (found.get(value, (reader, reader))[0], reader)
-    return found
-
-
-def _viewed_in_backward(step: Numbered) -> dict[int, int]:
-    """Finds the storages of the forward that the backward views -> the last node that is such a view, or reads one."""
-    backward, storages = step.held.backward, step.held.storages
-    found: dict[int, int] = {}
-    for node in range(backward, len(step.held.nodes)):
-        for of in (node, *(value for value in step.inputs[node] if value >= backward)):
-            found |= {storage: node for storage in step.memory[of] if storages[storage].born < backward}
-    return found
+        of_nodes, ms = np.array(self._step.ms), np.zeros(places.own[-1])
+        ms[places.own[:-1]] = of_nodes
+        ms[places.copies[places.again]] = of_nodes[places.again]
+        return list(accumulate(ms.tolist(), initial=0.0))

@@ -34,8 +34,8 @@ embrace = torch.ops.embrace
 # ---- what can leave ----
 
 
-def values_that_leave(found: StepMemory) -> dict[int, fx.Node]:
-    """Finds the storages (by `id`) that can be offloaded -> the value that covers all of the storage.
+def values_that_leave(found: StepMemory) -> dict[Storage, fx.Node]:
+    """Finds the storages that can be offloaded -> the value that covers all of the storage.
 
     A storage in which a result or a launch lies stays in memory.
     """
@@ -44,7 +44,7 @@ def values_that_leave(found: StepMemory) -> dict[int, fx.Node]:
     for storage in found.saved:
         value = _value_of(storage, backward)
         if value is not None and storage.dies < len(found.nodes):
-            values[id(storage)] = value
+            values[storage] = value
     return values
 
 
@@ -122,39 +122,38 @@ class _Copies:
         self._held = found
         self._rate = rate
         self._values = values_that_leave(found)
-        self._position = {node: k for k, node in enumerate(found.nodes)}
         self._end_of_forward = _next(found.nodes[found.backward - 1])
 
     def insert(self, copies: Sequence[PlacedCopy]) -> None:
         stored = self._offload(copies)
-        coming: dict[int, fx.Node] = {}
+        coming: dict[Storage, fx.Node] = {}
         for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
-            value = self._values[id(copy.storage)]
+            value = self._values[copy.storage]
             launch = copy_ops.reload_id(value.name)
-            node = self._insert(self._held.nodes[copy.comes], embrace.reload, stored[id(copy.storage)], launch)
+            node = self._insert(self._held.nodes[copy.comes], embrace.reload, stored[copy.storage], launch)
             node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
-            coming[id(copy.storage)] = node
+            coming[copy.storage] = node
         for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
-            value = self._values[id(copy.storage)]
+            value = self._values[copy.storage]
             launch = copy_ops.reload_id(value.name)
-            back = self._insert(self._held.nodes[copy.back], embrace.await_reload, coming[id(copy.storage)], launch)
+            back = self._insert(self._held.nodes[copy.back], embrace.await_reload, coming[copy.storage], launch)
             self._read_back(copy.storage, value, back)
 
-    def _offload(self, copies: Sequence[PlacedCopy]) -> dict[int, fx.Node]:
-        leaving: dict[int, fx.Node] = {}
+    def _offload(self, copies: Sequence[PlacedCopy]) -> dict[Storage, fx.Node]:
+        leaving: dict[Storage, fx.Node] = {}
         for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):
-            value = self._values[id(copy.storage)]
+            value = self._values[copy.storage]
             launch = copy_ops.offload_id(value.name)
             node = self._insert(_next(value), embrace.offload, value, launch)
             node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
-            leaving[id(copy.storage)] = node
+            leaving[copy.storage] = node
         stored = {}
         for copy in sorted(copies, key=lambda c: (c.left, c.storage.born)):
-            value = self._values[id(copy.storage)]
+            value = self._values[copy.storage]
             at_end = copy.left == self._held.backward
             before = self._end_of_forward if at_end else self._held.nodes[copy.left]
             launch = copy_ops.offload_id(value.name)
-            stored[id(copy.storage)] = self._insert(before, embrace.await_offload, leaving[id(copy.storage)], launch)
+            stored[copy.storage] = self._insert(before, embrace.await_offload, leaving[copy.storage], launch)
         return stored
 
     def _insert(self, before: fx.Node, op: torch._ops.OpOverloadPacket, value: fx.Node, launch: OperationId) -> fx.Node:
@@ -167,10 +166,10 @@ class _Copies:
     def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
         """Makes the backward read the reloaded value, and views of it."""
         for name in storage.names:
-            readers = [user for user in name.users if self._position.get(user, -1) >= self._held.backward]
-            if self._position[name] >= self._held.backward or not readers:
+            readers = [user for user in name.users if self._held.position.get(user, -1) >= self._held.backward]
+            if self._held.position[name] >= self._held.backward or not readers:
                 continue
-            made = self._made_of(name, value, back, min(readers, key=self._position.__getitem__))
+            made = self._made_of(name, value, back, min(readers, key=self._held.position.__getitem__))
             for reader in readers:
                 reader.replace_input_with(name, made)
 

@@ -21,6 +21,7 @@ value itself is level 0.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,23 @@ class RecomputeRegions:
         result.graph.lint()
         result.module.recompile()
         return result if computed_again else graph
+
+
+def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
+    """Makes the graph whose backward recomputes some nodes.
+
+    Args:
+        regions: name of a node -> the number of its region, which is recomputed as one piece.
+        kept: names of nodes of regions that are saved all the same.
+    """
+    result = graph.edit()
+    for node in result.graph.nodes:
+        if node.name in regions:
+            node.meta["region"], node.meta["kept"] = (regions[node.name],), node.name in kept
+    compute_again(result)
+    result.graph.lint()
+    result.module.recompile()
+    return result
 
 
 def compute_again(graph: TrainingGraph) -> list[fx.Node]:

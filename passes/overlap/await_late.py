@@ -20,10 +20,9 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.node_cost import computes
-from embrace_fx.passes.overlap.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_phases
 from embrace_fx.passes.overlap.submit_early import may_move
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph
-from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
 
@@ -54,11 +53,7 @@ def _rewrite(phases: Phases) -> None:
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
     position = {node: k for k, node in enumerate(forward.graph.nodes)}
     computing = [k for node, k in position.items() if computes(node)]
-    by_table: dict[str, list[fx.Node]] = {}
-    for node in nodes_of(forward, torch.ops.embrace.await_rows.default):
-        launch: OperationId = node.meta["launch"]
-        by_table.setdefault(launch.what, []).append(node)
-    for awaits in by_table.values():
+    for awaits in all_by_table(forward, torch.ops.embrace.await_rows.default).values():
         moved = _made_of(awaits)
         readers = [user for node in moved for user in node.users if user not in moved]
         if readers:

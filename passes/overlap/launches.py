@@ -10,8 +10,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from embrace_fx.passes.rewriter import Rewriter
-from embrace_fx.vocabulary.graph import Parameter, Saved, Shard, TrainingGraph, copy_module, inputs_of
+from embrace_fx.vocabulary.graph import InputRole, Parameter, Shard, TrainingGraph, copy_module, inputs_of
 from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
@@ -34,7 +35,7 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
     phases = Phases(graph.phases)
     rewrite(phases)
     for module in phases.copied.values():
-        drop_unread(module)
+        drop_unread(module, Parameter, Shard)
         module.graph.lint()
         module.recompile()
     return replace(graph, phases={**graph.phases, **phases.copied})
@@ -60,10 +61,14 @@ def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
 
 def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
     """Maps each table or stack to its call of an op."""
-    found: dict[str, fx.Node] = {}
+    return {table: nodes[-1] for table, nodes in all_by_table(module, target).items()}
+
+
+def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[fx.Node]]:
+    """Maps each table or stack to all of its calls of an op."""
+    found: dict[str, list[fx.Node]] = {}
     for node in nodes_of(module, target):
-        launch: OperationId = node.meta["launch"]
-        found[launch.what] = node
+        found.setdefault(id_of(node).what, []).append(node)
     return found
 
 
@@ -77,15 +82,8 @@ def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
         erase_chain(graph, value, keep)
 
 
-def drop_unread(module: fx.GraphModule) -> None:
-    """Erases placeholders of parameters and shards that nothing reads any more."""
+def drop_unread(module: fx.GraphModule, *kinds: type[InputRole]) -> None:
+    """Erases placeholders of some kinds that nothing reads any more."""
     for node, role in list(inputs_of(module)):
-        if not node.users and isinstance(role, Parameter | Shard):
-            module.graph.erase_node(node)
-
-
-def drop_unread_saved(module: fx.GraphModule) -> None:
-    """Erases placeholders of saved values that nothing reads any more."""
-    for node, role in list(inputs_of(module)):
-        if not node.users and isinstance(role, Saved):
+        if not node.users and isinstance(role, kinds):
             module.graph.erase_node(node)

@@ -24,7 +24,7 @@ from itertools import pairwise
 from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases, rewrite_phases
-from embrace_fx.passes.overlap.submit_early import may_move
+from embrace_fx.passes.overlap.submit_early import HEAD, may_move
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
@@ -166,7 +166,3 @@ def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[f
         for node in nodes[nodes.index(head[-1]) + 1 :]:
             before.setdefault(node, []).append(head[-1])
     return before
-
-
-HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
-"""The ops in the head of a backward, which finishes the step before and submits early rows."""

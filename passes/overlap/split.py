@@ -29,7 +29,8 @@ from torch.fx.node import Argument
 from embrace_fx.passes.overlap.launches import Phases, by_table, launch_node, nodes_of, rename, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import IDS, OperationId, gradients_id, rows_id
+from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
+from embrace_fx.vocabulary.ops import id_of
 
 embrace = torch.ops.embrace
 
@@ -65,9 +66,9 @@ def _split_forward(forward: fx.GraphModule) -> None:
         ids = [node.args[1] for node in submitted.values()]
         launch_node(rewriter, embrace.submit_ids.default, ids, launch=IDS, name="next_ids_sent")
     for node in nodes_of(forward, embrace.update_rows.default):
-        rename(node, gradients_id(_table(node), "prior"))
+        rename(node, gradients_id(id_of(node).what, "prior"))
     for node in submitted.values():
-        rename(node, rows_id(_table(node), "late"))
+        rename(node, rows_id(id_of(node).what, "late"))
     for late in nodes_of(forward, embrace.await_rows.default):
         (join,) = late.users
         name = late.name.removesuffix("_part")
@@ -76,10 +77,10 @@ def _split_forward(forward: fx.GraphModule) -> None:
                 rewriter,
                 embrace.await_rows.default,
                 *late.args[:-1],
-                launch=rows_id(_table(late), "early"),
+                launch=rows_id(id_of(late).what, "early"),
                 name=f"{name}_early",
             )
-        rename(late, rows_id(_table(late), "late"))
+        rename(late, rows_id(id_of(late).what, "late"))
         late.name = f"{name}_late"
         join.args = ([early, late], *join.args[1:])
 
@@ -148,8 +149,3 @@ def _shard_of(submitted: fx.Node) -> fx.Node:
     while found.op != "placeholder":
         found = found.all_input_nodes[0]
     return found
-
-
-def _table(node: fx.Node) -> str:
-    launch: OperationId = node.meta["launch"]
-    return launch.what

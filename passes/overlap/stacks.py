@@ -20,7 +20,7 @@ from functools import reduce
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread_saved, launch_node, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread, launch_node, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, latest
 from embrace_fx.vocabulary.graph import PendingRows, Saved, TrainingGraph, outputs_of, set_outputs
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
@@ -82,7 +82,7 @@ def _stack(phases: Phases, stack: Stack, rank: int) -> None:
     _rows_together(Rewriter(forward), list(members.values()), stack.name, name, stacked, rank)
     _submit_together(backward, submissions, stack.name, name, stacked)
     for module in (forward, backward):
-        drop_unread_saved(module)
+        drop_unread(module, Saved)
 
 
 def _members(forward: fx.GraphModule, stack: Stack) -> dict[str, _Member]:

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
 
 
@@ -40,11 +39,7 @@ class SubmitGradientsEarly:
 
 def _rewrite(phases: Phases) -> None:
     backward = phases["backward"]
-    by_table: dict[str, list[fx.Node]] = {}
-    for node in nodes_of(backward, torch.ops.embrace.submit_gradients.default):
-        launch: OperationId = node.meta["launch"]
-        by_table.setdefault(launch.what, []).append(node)
-    for submissions in by_table.values():
+    for submissions in all_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)
 
 
@@ -61,11 +56,12 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 def _head(graph: fx.Graph) -> fx.Node:
     """Returns the last node of a backward's head, which finishes the step before and submits early rows."""
-    head = [node for node in graph.nodes if op_name(node) in _HEAD]
+    head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
 
 
-_HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
+HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
+"""The ops in the head of a backward, which finishes the step before and submits early rows."""
 
 
 def made_for(readers: list[fx.Node]) -> set[fx.Node]:

@@ -33,11 +33,11 @@ from functools import partial
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, drop_unread, drop_unread_saved, launch_node, nodes_of
+from embrace_fx.passes.overlap.launches import Phases, drop_unread, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
-from embrace_fx.vocabulary.ops import launch_of
+from embrace_fx.vocabulary.ops import id_of, launch_of
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant, Varied
 from embrace_fx.vocabulary.submissions import submitted
 
@@ -70,30 +70,27 @@ def pass_of(variant: StepVariant) -> ForwardAs | BackwardAs:
 
 
 def _with_phase(graph: TrainingGraph, variant: StepVariant, rewrite: Callable[[fx.GraphModule], None]) -> TrainingGraph:
-    phases = Phases(graph.phases)
-    module = phases[variant.phase]
-    rewrite(module)
-    drop_unread(module)
-    drop_unread_saved(module)
-    module.graph.lint()
-    module.recompile()
+    def of_phase(phases: Phases) -> None:
+        rewrite(phases[variant.phase])
+        drop_unread(phases[variant.phase], Saved)
+
     varied = Varied(
         variant,
         frozenset(submitted(graph.phases["backward"], graph.phases["forward"])),
         into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
     )
-    return replace(graph, phases={**graph.phases, **phases.copied}, varied=varied)
+    return replace(rewrite_phases(graph, of_phase), varied=varied)
 
 
 def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: dict[str, list[OperationId]]) -> None:
     if variant.arrives != "cut":
-        for early in [n for n in nodes_of(module, embrace.await_rows.default) if _launch(n).part == "early"]:
+        for early in [n for n in nodes_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
             join.args = ([part for part in join.all_input_nodes[:2] if part is not early], *join.args[1:])
             module.graph.erase_node(early)
     if variant.arrives == "other":
         for update in nodes_of(module, embrace.update_rows.default):
-            _update_delayed(Rewriter(module), update, delayed.get(_launch(update).what, []))
+            _update_delayed(Rewriter(module), update, delayed.get(id_of(update).what, []))
     if not variant.coming:
         _erase(module, nodes_of(module, embrace.submit_ids.default))
 
@@ -120,7 +117,7 @@ def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
     if not variant.cut:
         _erase(module, nodes_of(module, embrace.submit_rows.default))
         gradients = nodes_of(module, embrace.submit_gradients.default)
-        _erase(module, [node for node in gradients if _launch(node).part == "delayed"])
+        _erase(module, [node for node in gradients if id_of(node).part == "delayed"])
 
 
 def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -132,17 +129,11 @@ def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
     """Maps each table or stack to the pieces of its delayed gradients."""
     found: dict[str, list[OperationId]] = {}
     for node in nodes_of(graph.phases["backward"], embrace.submit_gradients.default):
-        if _launch(node).part == "delayed":
-            found.setdefault(_launch(node).what, []).append(_launch(node))
+        if id_of(node).part == "delayed":
+            found.setdefault(id_of(node).what, []).append(id_of(node))
     return found
 
 
 def is_steady(graph: TrainingGraph) -> bool:
     """Tells whether a graph splits rows, so that it has variants."""
     return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))
-
-
-def _launch(node: fx.Node) -> OperationId:
-    launch = launch_of(node)
-    assert launch is not None
-    return launch

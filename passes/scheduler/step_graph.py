@@ -40,10 +40,12 @@ from embrace_fx.vocabulary.operation_id import (
     OPTIMIZER,
     ROW_NORMS,
     START,
+    WHOLE_BACKWARD,
+    WHOLE_FORWARD,
     OperationId,
     compute_id,
 )
-from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.ops import id_of, launch_of, op_name
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 from embrace_fx.vocabulary.submissions import awaited, is_submission
 
@@ -121,7 +123,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
         elif is_submission(node) and _is_lookup(node):
             early.submits.append(node)
         elif is_submission(node):
-            what = compute_id("backward", _launch(node).what)
+            what = compute_id("backward", id_of(node).what)
             if block.id != what:
                 block = Block(what, end.ms, _copies_taken(end))
                 end.ms = 0.0
@@ -144,7 +146,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
         elif is_submission(node):
             spent = segment.ms if segment is not None else 0.0
             awaits = (segment.awaits if segment is not None else []) + waiting.awaits
-            yield Block(compute_id("update", _launch(node).what), spent + waiting.ms, awaits, [node])
+            yield Block(compute_id("update", id_of(node).what), spent + waiting.ms, awaits, [node])
             waiting = Block(START)
             segment = Block(segment.id) if segment is not None else None
         elif launch is not None:
@@ -162,7 +164,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
     yield segment or waiting
 
 
-def cut_at_copies(
+def _cut_at_copies(
     module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
 ) -> Iterator[Block]:
     """Cuts a phase without launches where copies begin and end; the last block has the id `what`.
@@ -179,8 +181,15 @@ def cut_at_copies(
     yield block
 
 
-def build_alone(found: Sequence[Block]) -> StepGraph:
-    """Builds the window of a single process: its compute, in order, and its copies."""
+def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
+    """Builds the window of a single process: its compute, in order, and its copies; nothing is sent."""
+    node_ms, phases = estimate(compute, graph.expected), graph.phases
+    head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
+    found = [
+        *_cut_at_copies(phases["backward"], WHOLE_BACKWARD, node_ms),
+        Block(BETWEEN),
+        *_cut_at_copies(phases["forward"], WHOLE_FORWARD, node_ms, head_ms),
+    ]
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     for block in found:
@@ -201,7 +210,7 @@ def _up_to(node: fx.Node, block: Block) -> Block:
     if op_name(node) in (OFFLOAD, RELOAD):
         ended.copies.append(node)
     else:
-        block.awaits.append((_launch(node), 0))
+        block.awaits.append((id_of(node), 0))
     return ended
 
 
@@ -225,12 +234,6 @@ def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
 def _source(node: fx.Node) -> OperationId:
     """Returns the launch of the first await among a node's inputs."""
     return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
-
-
-def _launch(node: fx.Node) -> OperationId:
-    launch = launch_of(node)
-    assert launch is not None
-    return launch
 
 
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
@@ -269,7 +272,7 @@ def build(
             operations.append(copied)
             dependences += [Dependence(name, copied.name), *needed]
         for node in block.submits:
-            launch = _launch(node)
+            launch = id_of(node)
             sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size))
             reduces = launch.kind == "all_reduce"
             collective: Any = "all_reduce" if reduces else "all_gather" if launch == IDS else "all_to_all"
@@ -305,7 +308,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
 
 def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
     """Returns the operation of a copy that a node begins, and its dependences on the window before."""
-    launch = _launch(node)
+    launch = id_of(node)
     operation = Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,))
     if op_name(node) == OFFLOAD:
         return operation, []
@@ -314,7 +317,7 @@ def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
 
 def _pieces(found: Sequence[Block]) -> dict[str, int]:
     """Maps each table to the number of pieces of its delayed gradients."""
-    launches = [_launch(node) for block in found for node in block.submits]
+    launches = [id_of(node) for block in found for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
 

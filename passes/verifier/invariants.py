@@ -28,7 +28,6 @@ from embrace_fx.passes.collectives import (
 from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
 from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, is_derived, nothing_recorded, unchanged
-from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.whole_graph import collectives_in_one_order, forward_kept, parameters_updated_once
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
@@ -245,7 +244,6 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     forward_kept,
     collectives_in_one_order,
     *WINDOW_INVARIANTS,
-    under_way_agrees,
     computed_again_alike,
     drawn_again_alike,
     copies_in_pairs,

@@ -1,13 +1,15 @@
-"""The invariant of a step's variants: the launches in flight where a phase begins, and where it ends.
+"""The invariant of launches: those in flight where a window, or the phase of a variant, begins, and where it ends.
 
 Contract
-    A variant says which launches earlier phases have left in flight, and which it leaves to later ones. Each phase is
+    A steady window, a backward and the forward after it, begins and ends with the launches that run under the next
+    step. A variant says which launches earlier phases have left in flight, and which it leaves to later ones. Each is
     checked by itself against that; phases that follow each other agree on it. So in any sequence of steps each launch
     has one submission and then one await, no row is looked up before its last update, and no update is lost or applied
     twice.
 
     | phase    | variant         | in flight where it begins            | in flight where it ends         |
     |----------|-----------------|--------------------------------------|---------------------------------|
+    | both     | steady          | delayed, ids                         | delayed, ids                    |
     | forward  | arrives cut     | prior, delayed, early rows, chunks   | delayed; ids, if one is coming  |
     |          | arrives whole   | prior, chunks                        | ids, if one is coming           |
     |          | another batch   | prior, delayed, chunks               | ids, if one is coming           |
@@ -26,19 +28,34 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, Varied
-from embrace_fx.vocabulary.submissions import awaited, is_submission
+from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
 
 Launches = frozenset[OperationId]
 
 
+def window(graph: TrainingGraph) -> list[fx.Node]:
+    """Lists the nodes of a window: a backward, and the forward after it."""
+    return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
+
+
+def crosses(launch: OperationId) -> bool:
+    """Tells whether a launch is awaited in the window after that of its submission."""
+    return launch == IDS or launch.part == "delayed"
+
+
 def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """The phase of a variant, the steady one aside, awaits, submits and looks up what its variant says, in order."""
+    """A steady window, or the phase of another variant, awaits, submits and looks up what is due, in order."""
     varied = graph.varied
-    if varied is None:
+    if varied is not None:
+        where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)
+        before, after = ends(varied)
+    elif overlaps_steps(graph):
+        where, nodes = "window", window(graph)
+        before = after = frozenset(filter(crosses, submitted(graph.phases["backward"], graph.phases["forward"])))
+    else:
         return
-    before, after = ends(varied)
     under_way = set(before)
-    for node in graph.phases[varied.variant.phase].graph.nodes:
+    for node in nodes:
         launch = launch_of(node)
         if op_name(node) == "embrace::submit_rows" and launch is not None:
             yield from _looked_up(node, launch, under_way)
@@ -48,13 +65,13 @@ def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[
             under_way.add(launch)
         if (awaits := awaited(node)) is not None:
             if awaits not in under_way:
-                expected = f"an await in the {varied.variant} of what is under way"
+                expected = f"an await in the {where} of what is under way"
                 yield Violation(node, expected, f"'{awaits}', which is not", "await what has been submitted, once")
             under_way.discard(awaits)
     if under_way != after:
         names = [", ".join(sorted(map(str, each))) or "nothing" for each in (after, under_way)]
         remedy = "submit what later phases await, and await what earlier ones have left"
-        yield Violation(None, f"{names[0]} under way at the end of the {varied.variant}", names[1], remedy)
+        yield Violation(None, f"{names[0]} under way at the end of the {where}", names[1], remedy)
 
 
 def ends(varied: Varied) -> tuple[Launches, Launches]:

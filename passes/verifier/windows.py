@@ -1,9 +1,8 @@
 """Invariants of communication that overlaps the next step, over two windows: a backward and the forward after it.
 
 Contract
-    Each is a function of a graph's phases, which are the same under any schedule. A launch is awaited in the window of
-    its submission or (delayed gradients, ids) in the window after it, so that what holds from one window to the next
-    holds for all.
+    Each is a function of a graph's phases, which are the same under any schedule. What holds from one window to the
+    next holds for all.
 
 `blocked` checks what only a schedule decides: that no await waits for ever behind the launch order.
 """
@@ -11,55 +10,21 @@ Contract
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from embrace_fx.passes.verifier.under_way import crosses, under_way_agrees, window
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
-from embrace_fx.vocabulary.operation_id import IDS, OperationId, bucket_name
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, id_of, launch_of, op_name
 from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
-
-
-@dataclass
-class _Places:
-    """The submissions and awaits of a launch, with their places in the window."""
-
-    submitted: list[tuple[int, fx.Node]] = field(default_factory=list)
-    awaited: list[tuple[int, fx.Node]] = field(default_factory=list)
-
-
-def window(graph: TrainingGraph) -> list[fx.Node]:
-    """Lists the nodes of a window: a backward, and the forward after it."""
-    return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def _is_steady(graph: TrainingGraph) -> bool:
     """Tells whether windows of an overlapped graph repeat; a graph with a variant's phase runs only once in between."""
     return graph.varied is None and overlaps_steps(graph)
-
-
-def _places(graph: TrainingGraph) -> dict[OperationId, _Places]:
-    found: dict[OperationId, _Places] = defaultdict(_Places)
-    for place, node in enumerate(window(graph)):
-        if is_submission(node):
-            found[_id(node)].submitted.append((place, node))
-        if (launch := awaited(node)) is not None:
-            found[launch].awaited.append((place, node))
-    return found
-
-
-def _id(node: fx.Node) -> OperationId:
-    launch = launch_of(node)
-    assert launch is not None
-    return launch
-
-
-def _crosses(launch: OperationId) -> bool:
-    """Tells whether a launch is awaited in the window after that of its submission."""
-    return launch == IDS or launch.part == "delayed"
 
 
 # ---- launches ----
@@ -107,66 +72,26 @@ def launches_told(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Vio
             yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
 
 
-def submitted_and_awaited_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Each launch of a window has one submission and one await: no deadlock, and no update twice."""
-    if not _is_steady(graph):
-        return
-    for launch, places in _places(graph).items():
-        for what, nodes in (("submission", places.submitted), ("await", places.awaited)):
-            if len(nodes) != 1:
-                found = f"{len(nodes)}: {', '.join(node.name for _, node in nodes) or 'none'}"
-                remedy = "submit what is awaited, and await what is submitted"
-                yield Violation(nodes[-1][1] if nodes else None, f"one {what} of '{launch}' in a window", found, remedy)
-
-
-def awaited_after_submitted(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """An await follows its submission: in the same window, or in the window after it."""
-    for launch, places in _places(graph).items() if _is_steady(graph) else ():
-        if len(places.submitted) != 1 or len(places.awaited) != 1:
-            continue  # `submitted_and_awaited_once` reports it
-        (submission, _), (end, node) = places.submitted[0], places.awaited[0]
-        if _crosses(launch) != (end < submission):
-            where = (
-                "the window after that of its submission" if _crosses(launch) else "its window, after its submission"
-            )
-            yield Violation(node, f"'{launch}' to be awaited in {where}", "this place", "move the await")
-
-
 # ---- rows ----
 
 
 def rows_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Rows are looked up after their last update, and no update follows the lookup in its phase.
-
-    Early rows of the next batch are not among this batch's rows, but may be among the delayed rows of the step before.
-    Late rows, and all rows where nothing is split, are among the rows with prior gradients.
-    """
-    if not _is_steady(graph):
-        return
-    gradients = [launch for launch in _submitted(graph) if launch.kind in ("gradients", "delayed")]
-    for phase in ("backward", "forward"):
-        looked_up: set[str] = set()
+    """Rows are looked up in the result of every update that stands before the lookup, and of no earlier shard."""
+    for phase in ("backward", "forward") if overlaps_steps(graph) else ():
+        updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
-            launch = launch_of(node)
-            if launch is None:
-                continue
-            if op_name(node) == "embrace::update_rows" and launch.what in looked_up:
-                remedy = "move the update before the lookup"
-                yield Violation(node, f"no update of {launch.what} after the lookup in the {phase}", "this one", remedy)
+            if op_name(node) == "embrace::update_rows":
+                updated[id_of(node).what].add(id_of(node))
             if op_name(node) != "embrace::submit_rows":
                 continue
-            looked_up.add(launch.what)
-            applied = set(_updates_behind(node.args[0]))
-            delayed = launch.part == "early"
-            needed = {g for g in gradients if g.what == launch.what and (g.part == "delayed") == delayed}
-            if missing := sorted(needed - applied):
-                expected = f"'{launch}' to be looked up after the update by {', '.join(f'{m!s}' for m in missing)}"
+            if missing := sorted(updated[id_of(node).what] - set(_updates_behind(node.args[0]))):
+                expected = f"'{id_of(node)}' to be looked up after the update by {', '.join(map(str, missing))}"
                 yield Violation(node, expected, "a shard without it", "read the result of that update_rows")
 
 
 def _updates_behind(value: object) -> Iterator[OperationId]:
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
-        yield _id(value)
+        yield id_of(value)
         value = value.args[0]
 
 
@@ -212,7 +137,7 @@ def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) == "embrace::submit_chunk":
-            chunks[_id(node).what].append(node)
+            chunks[id_of(node).what].append(node)
     for bucket, nodes in chunks.items():
         end = 0
         for node in sorted(nodes, key=lambda each: int(str(each.args[1]))):
@@ -235,9 +160,9 @@ def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> It
         above = frozenset[OperationId]().union(*(flying.get(value, frozenset()) for value in node.all_input_nodes))
         match op_name(node):
             case "embrace::submit_chunk":
-                flying[node] = above | {_id(node)}
+                flying[node] = above | {id_of(node)}
             case "embrace::await_chunk":
-                flying[node] = above - {_id(node)}
+                flying[node] = above - {id_of(node)}
             case "embrace::hand_over":
                 name = bucket_name(int(str(node.args[1])))
                 missing = {launch for launch in _submitted(graph) if launch.what == name} - above
@@ -282,15 +207,14 @@ def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
     for value in update.all_input_nodes:
         node = value
         while op_name(node) == "embrace::await_chunk":
-            yield _id(node)
+            yield id_of(node)
             node = node.all_input_nodes[0]
 
 
 INVARIANTS = (
     handed_over_once,
     launches_told,
-    submitted_and_awaited_once,
-    awaited_after_submitted,
+    under_way_agrees,
     rows_current,
     rows_joined,
     gradients_cut_once,
@@ -310,8 +234,7 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     Launches leave strictly in the order, window after window, each once it is submitted; the program waits at an await
     until that launch has left. Two windows are simulated: the second begins with the first one's launches in flight.
     """
-    places = _places(graph)
-    submitted = {launch for launch, each in places.items() if each.submitted}
+    submitted = {id_of(node) for node in window(graph) if is_submission(node)}
     if set(order) != submitted or len(order) != len(submitted):
         odd = sorted(map(str, submitted.symmetric_difference(order))) or ["one of them twice"]
         return f"expected a launch order of what the graph submits, each once, found a difference in {', '.join(odd)}"
@@ -320,14 +243,14 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     left, waiting = 0, set[tuple[int, OperationId]]()
     for number in range(2):
         for node in window(graph):
-            if is_submission(node) and _id(node) in submitted:
-                waiting.add((number, _id(node)))
+            if is_submission(node) and id_of(node) in submitted:
+                waiting.add((number, id_of(node)))
                 while left < len(line) and line[left] in waiting:
                     left += 1
             launch = awaited(node)
             if launch is None or launch not in submitted:
                 continue
-            each = (number - _crosses(launch), launch)
+            each = (number - crosses(launch), launch)
             if each[0] >= 0 and turn[each] >= left:
                 head = line[left][1]
                 return (
@@ -337,39 +260,11 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     return None
 
 
-def held_bytes(graph: TrainingGraph, sent_bytes: Mapping[OperationId, int]) -> int:
-    """Returns the most bytes in flight, from submission to await, at any place of the program, over two windows.
-
-    Args:
-        sent_bytes: launch -> bytes that one rank sends.
-    """
-    held = most = 0
-    on_the_way: set[tuple[int, OperationId]] = set()
-    for number in range(2):
-        for node in window(graph):
-            if is_submission(node):
-                on_the_way.add((number, _id(node)))
-                held += sent_bytes.get(_id(node), 0)
-                most = max(most, held)
-            launch = awaited(node)
-            if launch is not None and (each := (number - _crosses(launch), launch)) in on_the_way:
-                on_the_way.remove(each)
-                held -= sent_bytes.get(launch, 0)
-    return most
-
-
-def check_launches(
-    graph: TrainingGraph, order: Sequence[OperationId], sent_bytes: Mapping[OperationId, int], bound_bytes: int
-) -> None:
-    """Raises where the steps of a graph would deadlock under a launch order, or have too many bytes in flight.
+def check_launches(graph: TrainingGraph, order: Sequence[OperationId]) -> None:
+    """Raises where the steps of a graph would deadlock under a launch order.
 
     Raises:
-        ValueError: names the await that would never end, or the bytes that would be in flight.
+        ValueError: names the await that would never end.
     """
     if (reason := blocked(graph, order)) is not None:
         raise ValueError(f"{reason}.")
-    if (held := held_bytes(graph, sent_bytes)) > bound_bytes:
-        raise ValueError(
-            f"expected at most {bound_bytes:,} bytes on their way at once, found {held:,} between submission and "
-            "await. Await earlier, or send in smaller pieces."
-        )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
-from embrace_fx.passes.step_memory import backward_peak
+from embrace_fx.passes.step_memory import memory_of, step_memory
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts
@@ -182,13 +182,13 @@ def test_any_order_of_a_small_graph_is_legal_and_exact(drawn: tuple[fx.GraphModu
         assert sorted(draws, key=place.__getitem__) == draws
         of_units = [n.meta["launch"].what for n in nodes if "launch" in n.meta]
         assert of_units == list(order)
-        assert backward_peak(nodes, [n for n in module.graph.nodes if n.op == "placeholder"]) >= 8
+        saved = [node for node in module.graph.nodes if node.op == "placeholder"]
+        assert memory_of([*saved, *units.needed_by], len(saved), []).backward_peak(nodes) >= 8
 
 
 def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(overlapped: TrainingGraph) -> None:
-    units, backward = units_of(overlapped), overlapped.phases["backward"]
-    saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
-    peaks = {backward_peak(units.ordered(order), saved) for order in list(permutations(units.units))[::40]}
+    units, memory = units_of(overlapped), step_memory(overlapped)
+    peaks = {memory.backward_peak(units.ordered(order)) for order in list(permutations(units.units))[::40]}
 
     assert len(peaks) > 1
     assert min(peaks) > 0

@@ -15,9 +15,8 @@ import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply
-from embrace_fx.passes.memory.choose import choices
+from embrace_fx.passes.memory.choose import TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foresight
-from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.regions import can_run_again, written_by
 from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.passes.step_memory import step_memory
@@ -83,14 +82,13 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
     before, written = step_memory(graph), written_by(graph)
-    costs = Costs(estimate(CORE))
-    step = Numbered(before, costs)
+    step = TimedStep(before, estimate(CORE))
     foresight = Foresight(step)
 
     for growing in choices(step, lambda node: can_run_again(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
-            foreseen, found = foresight.foresee(choice, 0), step_memory(apply(graph, before, choice, 0, costs))
+            foreseen, found = foresight.foresee(choice, 0), step_memory(apply(graph, step, choice, 0))
             assert foreseen.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 

@@ -24,6 +24,8 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import CopyRate, place
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.passes.scheduler.step_graph import build_alone
 from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
@@ -81,9 +83,7 @@ def test_the_same_bits_within_the_budget(
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
-    from embrace_fx.planning.one_process import SoloSchedule  # noqa: PLC0415
-
-    shown = SoloSchedule.of(graph, "2d", CORE, torch.device("cpu")).schedule
+    shown = schedule(build_alone(graph, CORE), "2d")
 
     values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
     assert values
@@ -291,7 +291,7 @@ def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
     for k in range(count):
         starts.append(starts[-1] + durations[k])
     storages = [
-        Storage(fx.Graph().placeholder("x"), size, k, count - 1 - k, min(k + 1, len(sizes) - 1), count - 1 - k)
+        Storage(k, fx.Graph().placeholder("x"), size, k, count - 1 - k, min(k + 1, len(sizes) - 1), count - 1 - k)
         for k, size in enumerate(sizes)
     ]
     by_time = [sum(s.nbytes for s in storages if s.born <= k <= s.dies) for k in range(count)]
