@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
-from torch import Tensor, nn
+from torch import Tensor
 
-import embrace_fx
-from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
-from tests.support.ranks import run_ranks
 
 # -- the order ---------------------------------------------------------------------------------------------------------
 
@@ -343,81 +333,3 @@ def test_the_recorder_hears_of_each_launch() -> None:
     assert before.window == -1  # submitted before the first window
     assert (told.launch, told.window, told.sent_bytes) == (ID["prior"], 0, 100)
     assert (told.started_s, told.ended_s) == (ticket.started_s, ticket.ended_s)
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> dict[str, list[str]]:
-    """Windows of sums. A rank whose launches of a class came in another order would add up other things."""
-    communicator = Communicator(dist.group.WORLD)
-    communicator.open_lanes()
-    launch_queue.STANDSTILL_S, before = 0.1 if stands_still else 1e6, launch_queue.STANDSTILL_S
-    by_class: dict[str, list[str]] = {launch.lane: [] for launch in ORDER}
-    shared, own = random.Random(0), random.Random(rank)
-    launcher = make()
-
-    def sums(each: OperationId, window: int) -> Callable[[], InFlight]:
-        def launch() -> InFlight:
-            by_class[each.lane].append(f"{each} {window}")
-            return communicator.all_reduce_(torch.tensor([term(each, window)]), "sum", LANE_GROUP[each.lane])
-
-        return launch
-
-    submissions: list[tuple[Ticket, int]] = []
-    for window in range(12):
-        submitted = [each for each in ORDER if shared.random() < 0.7]
-        hurries = shared.random() < 0.2
-        own.shuffle(submitted)
-        for each in submitted:
-            if stands_still and own.random() < 0.3:
-                stand_still(launcher)
-            ticket = launcher.submit(each, sums(each, window), 0)
-            submissions.append((ticket, world_size * term(each, window)))
-        launcher.open_window()
-        if hurries:
-            with launcher.hurrying():
-                for ticket, _ in submissions:
-                    ticket.wait()
-    for ticket, expected in submissions:
-        assert ticket.wait().item() == expected
-    launch_queue.STANDSTILL_S = before
-    return by_class
-
-
-def reads_alone(rank: int, world_size: int) -> int:
-    """Rank 0 alone waits, after each step, for what is launched behind that step's last ids on other ranks."""
-    torch.manual_seed(0)
-    launch_queue.STANDSTILL_S, before = LONG_S, launch_queue.STANDSTILL_S
-    plain = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.Linear(16, 1))
-    model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.1))
-    stalls, began_s = 0, time.perf_counter()
-    for ids in model.lookahead([torch.randint(1000, (8,)) for _ in range(30)]):
-        model(ids).square().mean().backward()
-        model.optimizer.step()
-        if rank == 0:
-            assert model.module.get_parameter("2.bias").sum().isfinite()
-        model.optimizer.zero_grad()
-        stalls += time.perf_counter() - began_s > LONG_S / 4
-        began_s = time.perf_counter()
-    model.synchronize()
-    launch_queue.STANDSTILL_S = before
-    return stalls
-
-
-def test_a_rank_that_reads_a_parameter_alone_makes_no_rank_stand_still() -> None:
-    """But where it is not known yet how long a launch takes."""
-    assert max(run_ranks(2, reads_alone)) <= 2
-
-
-def term(launch: OperationId, window: int) -> int:
-    """Another number for each launch."""
-    return 100 * window + ORDER.index(launch)
-
-
-@pytest.mark.parametrize("stands_still", [False, True], ids=["in order", "overtaking"])
-def test_ranks_launch_each_class_in_the_same_order(stands_still: bool) -> None:
-    first, *others = run_ranks(3, submits_in_its_own_order, stands_still)
-
-    assert all(other == first for other in others)
-    assert min(map(len, first.values())) > 5
