@@ -319,8 +319,7 @@ class PlanInUse:
         return found if (flow := self.flow) is None else found + flow.buckets.optimizers
 
     def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped, so that parameters may be written. It waits for no work
-        that other ranks have not begun."""
+        """Applies every update that an optimizer has stepped; waits for no work that other ranks have not begun."""
         self._setting.state.pending.close()
         self._apply()
 
