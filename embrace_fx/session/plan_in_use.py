@@ -308,7 +308,7 @@ class PlanInUse:
 
         def joined() -> list[Tensor]:
             exchanges = () if (flow := self.flow) is None else flow.exchanges.values()
-            return [memory for exchange in exchanges for memory in exchange.table.joined]
+            return [*(memory for exchange in exchanges for memory in exchange.table.joined), *state.at_once.joined]
 
         of_tables = Updates(tables, self._tables_may_change, lock, joined)
         return Updates(dense, apply_dense, lock), of_tables

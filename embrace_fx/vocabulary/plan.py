@@ -64,6 +64,10 @@ class Grid:
         return f"{self.rows} x {self.columns} grid"
 
 
+STACK_BYTES = 2**30
+"""Of a rank's part of a stack: what a rank holds twice for a moment, when its tables become one."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """Sharded tables of one width, stacked into one table: their rows and gradients travel together.

@@ -17,10 +17,7 @@ from torch import fx
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import Stack
-
-STACK_BYTES = 2**30
-"""Most bytes of a rank's part of a stack, which a rank holds twice for a moment when the tables are joined."""
+from embrace_fx.vocabulary.plan import STACK_BYTES, Stack
 
 
 @dataclass(frozen=True)

@@ -67,15 +67,20 @@ class Arriving:
         expected = self._before if rested else self._left
         return torch.equal(self._table.as_they_are(self._ids), expected)
 
-    def stepped(self, *, moved_all: bool) -> None:
-        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with gradients of their own."""
+    def stepped(self, *, moved_all: bool, of_all: bool = True) -> None:
+        """Notes a step that has been taken.
+
+        Args:
+            moved_all: it has moved all rows, not just those with gradients of their own.
+            of_all: it is of all tables of a stack; the others' rows have left as moved, too.
+        """
         supposed, self._supposed = self._supposed, None
         if self.rows:
             if supposed is None:
                 self.stale |= moved_all
             else:  # the rows have left as moved
                 optimizer, options = supposed
-                self.stale |= not all(
+                self.stale |= not of_all or not all(
                     table.optimizer is optimizer and same_options(options, hyperparameters(table.param_group()))
                     for table in self._table.members
                 )

@@ -260,9 +260,9 @@ class RowExchange:
         self.stepped_at_once(moved_all=self._gradient.take().moves_all)
         return self._gradient
 
-    def stepped_at_once(self, *, moved_all: bool) -> None:
-        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
-        self.arriving.stepped(moved_all=moved_all)
+    def stepped_at_once(self, *, moved_all: bool, of_all: bool = True) -> None:
+        """Notes a step that has been taken, as `Arriving.stepped`."""
+        self.arriving.stepped(moved_all=moved_all, of_all=of_all)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
         """Calls `update`; the shard orders nodes."""

@@ -193,7 +193,7 @@ class LaunchQueue:
 
     def issue(self) -> None:
         """Launches all due launches, unless another thread is doing so: that one also finds those that came since."""
-        while not self.issuing:
+        while not self.issuing and any(map(_WAITING, self.windows)):
             with self.lock:
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return

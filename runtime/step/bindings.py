@@ -27,7 +27,7 @@ from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launc
 from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
-from embrace_fx.vocabulary.graph import Shard, TrainingGraph
+from embrace_fx.vocabulary.graph import Saved, Shard, TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
@@ -45,6 +45,7 @@ class Bindings:
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
         owed_forward, owed_backward: what other ranks wait for in these phases.
+        lookups: table -> what is saved of the ids of its rows that the forward reads.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Bindings:
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
+        self.lookups: dict[str, str] = {}
         self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
@@ -101,6 +103,9 @@ class Bindings:
             return None
         role, tables = node.all_input_nodes[0].meta["role"], self._state.tables
         name = role.table if isinstance(role, Shard) else role.name
+        ids = node.args[1]
+        if isinstance(ids, fx.Node) and isinstance(role := ids.meta.get("role"), Saved):
+            self.lookups[name] = role.name
 
         def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
             table = tables.get(name)

@@ -165,6 +165,7 @@ class Step:
         if not program.announces:
             program.announcements.announce_step(())
         program.ids.saved(self._leaves, values)
+        program.catch_up(values)
         program.let_go(values, "ids")
         if program.flow is not None:
             program.flow.begin_plain_forward()

@@ -300,15 +300,18 @@ class Stepping:
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for table in step.rows:
-                if table.update_rows(*table.open_gradient().rows()).moves_all:
-                    moved_all.add(id(table))
+            for table, rows in self._state.at_once.of(step.rows):
+                if table.update_rows(*rows).moves_all:
+                    moved_all.update(map(id, table.members))
         for table in step.dense:
             table.step_dense()
         for table, gradient in step.replicas:
             table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
-        for exchange in self._exchanges(step.own + step.dense + step.rows):
-            exchange.stepped_at_once(moved_all=not moved_all.isdisjoint(map(id, exchange.table.members)))
+        stepped = step.own + step.dense + step.rows
+        for exchange in self._exchanges(stepped):
+            tables = exchange.table.members
+            of_all = all(any(table is each for each in stepped) for table in tables)
+            exchange.stepped_at_once(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
 
     def _step_row_wise(self, step: _Step) -> None:
         """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.

@@ -14,6 +14,7 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.stacks import StacksAtOnce
 
 
 class Hints(Protocol):
@@ -53,6 +54,8 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.hints: Hints | None = None
         """Takes what rows batches to come read, where tables lie beyond memory."""
+        self.at_once = StacksAtOnce(joins=False)
+        """Stacks of tables whose rows travel by themselves."""
         self.asked = Asked()
         """How often the training loop asks for all parameters."""
         self.pending = PendingUpdates()

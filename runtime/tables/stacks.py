@@ -10,9 +10,9 @@ Shape legend: V' rows of the stack, d columns that this rank owns; K rows with g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
-from embrace_fx.vocabulary.plan import Stack
+from embrace_fx.vocabulary.plan import STACK_BYTES, Stack
 
 
 class StackedTable:
@@ -75,6 +75,15 @@ class StackedTable:
         ends = zip(pairwise(cuts), self._bounds, strict=False)
         return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
 
+    def join(self, parts: Sequence[Rows]) -> Rows:
+        """The reverse."""
+        return self.shifted([ids for ids, _ in parts]), torch.cat([rows for _, rows in parts])
+
+    def shifted(self, ids: Sequence[Tensor | None]) -> Tensor:
+        """Rows of the stack that are rows `ids` (K,) of its tables, in their order; None: there are none."""
+        found = [each + first for each, first in zip(ids, self._bounds, strict=False) if each is not None]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=self.local.device)
+
     @property
     def holder(self) -> Optimizer:
         """The optimizer that steps it."""
@@ -82,7 +91,7 @@ class StackedTable:
 
     def can_wait(self) -> bool:
         """Whether a step can be left to the next forward, and be taken rows by rows."""
-        return self._is_one() and all(member.can_wait() for member in self.members)
+        return self._is_one() and self.members[0].can_wait()
 
     def _is_one(self) -> bool:
         """Whether one update of the stack is what the optimizer does to each table: options and state are alike."""
@@ -102,14 +111,15 @@ class StackedTable:
         return self.members[0].param_group()
 
     def begin_step(self) -> UpdateRule:
-        """Begins a step of every table, under the options of this moment."""
-        rules = [member.rule for member in self.members]
-        if {*rules} == {Replay}:
+        """Begins a step of every table, under the options of this moment, of tables that are one (`can_wait`)."""
+        first, *others = self.members
+        rule = first.rule
+        if Replay in {rule, *(each.rule for each in others if each.row_updates != first.row_updates)} != {Replay}:
+            return OfMembers(self.split, [member.begin_step() for member in self.members])  # some rest, and some do not
+        if rule is Replay:
             return Replay(self, self._rest_together())
-        if Replay in rules:  # each table knows which of its rows rest
-            return OfMembers(self.split, [member.begin_step() for member in self.members])
         self.settle()
-        return rules[0](self)
+        return rule(self)
 
     def _rest_together(self) -> RestingRows:
         """One history for all tables: what they have in common of steps is noted, and rows are moved, once."""
@@ -192,6 +202,12 @@ class StackedTable:
         for member in self.members:
             member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
 
+    def update_rows(self, ids: Tensor, rows: Tensor) -> UpdateRule:
+        """As `RowTable.update_rows`."""
+        step = self.begin_step()
+        step.finish([(ids, rows)])
+        return step
+
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         """As `RowTable.preview`."""
         first = self.members[0]
@@ -201,6 +217,63 @@ class StackedTable:
         if (together := self._together) is not None:
             together.suppose(step)
         return step.rows, step.options
+
+
+class StacksAtOnce:
+    """Tables whose gradients are there when their optimizer steps: in stacks, as far as they step together.
+
+    Args:
+        joins: whether any are; their rows travel by themselves then. Else those of the plan's stacks alone are one.
+    """
+
+    def __init__(self, *, joins: bool) -> None:
+        self._joins = joins
+        self._stack_of: dict[RowTable, StackedTable] = {}
+        self._apart: set[RowTable] = set()  # have stepped without others of their stack
+
+    @property
+    def joined(self) -> Iterator[Tensor]:
+        """Tensors besides the parameters that hold the stacks' memory."""
+        return (memory for stack in dict.fromkeys(self._stack_of.values()) for memory in stack.joined)
+
+    def of(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | StackedTable, Rows]]:
+        """Tables that are about to step, as stacks where one update is what the optimizer does to each; and their
+        gradients."""
+        runs: dict[object, list[RowTable]] = {}
+        for table in tables:
+            local = table.local
+            alone = not self._joins or table.grid is not None or table in self._apart or type(table) is not RowTable
+            key = table if alone else (id(table.param_group()), local.shape[1], local.dtype)
+            runs.setdefault(key, []).append(table)
+        for run in runs.values():
+            stack = self._stack(run)
+            if stack is not None and stack.can_wait():
+                yield stack, stack.join([table.open_gradient().rows() for table in run])
+            else:
+                yield from ((table, table.open_gradient().rows()) for table in run)
+
+    def _stack(self, run: list[RowTable]) -> StackedTable | None:
+        """The stack of tables that step together; None: they are apart, from here on, or too large."""
+        known = {self._stack_of.get(table) for table in run}
+        stack = known.pop()
+        if stack is None and not known and len(run) > 1 and sum(t.local.nbytes for t in run) <= STACK_BYTES:
+            ends = accumulate([len(table.local) for table in run], initial=0)
+            stack = StackedTable(Stack(tuple([table.name for table in run]), tuple(ends)[:-1]), run)
+            self._stack_of |= dict.fromkeys(run, stack)
+        if known or (stack is not None and stack.members != tuple(run)):
+            self._apart.update(run, *(each.members for each in (stack, *known) if each is not None))
+            return None
+        return stack
+
+    def catch_up(self, read: Mapping[str, Tensor]) -> None:
+        """Has rows take the steps they have skipped, before a forward reads them.
+
+        Args:
+            read: ids (K,) by table.
+        """
+        for stack in dict.fromkeys(self._stack_of.values()):
+            if stack.has_resting_rows:
+                stack.catch_up(stack.shifted([read.get(table.name) for table in stack.members]))
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
