@@ -250,8 +250,8 @@ class Flow:
 
     # -- the next batch, as nodes of an overlapped program call for it -------------------------------------------------
 
-    def submit_ids(self) -> None:
-        """Submits the exchange of the next batch's ids."""
+    def submit_ids(self, *_: object) -> None:
+        """Submits the exchange of the next batch's ids, which every rank has announced."""
         ahead, self._coming = self._coming, None
         assert ahead is not None
         self._ahead = ahead
@@ -261,7 +261,7 @@ class Flow:
             cost.gather_ids(tuple(map(sum, ahead.everyone)), max(ahead.program.num_rows)).sent_bytes,
         )
 
-    def await_ids(self) -> None:
+    def await_ids(self, *_: object) -> None:
         """Has the next batch's routing, by which its rows and this one's are cut, where this backward cuts them."""
         self.awaits_ids = False
         ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None

@@ -190,9 +190,9 @@ def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
         return partial(getattr(flow.exchanges[launch.what], op.removeprefix("embrace::")), launch)
     match op:
         case "embrace::submit_ids":
-            return lambda *_: flow.submit_ids()
+            return partial(flow.submit_ids)
         case "embrace::await_ids":
-            return lambda *_: flow.await_ids()
+            return partial(flow.await_ids)
         case "embrace::submit_chunk":
             return partial(flow.buckets.submit_chunk, launch)
         case "embrace::await_chunk":

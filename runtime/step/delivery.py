@@ -1,18 +1,26 @@
-"""Delivers what a backward found to where optimizers find it: dense gradients, rows, and launches in flight."""
+"""Delivers what a backward found to where optimizers find it: dense gradients, rows, and launches in flight.
+
+Gradients have the layouts that autograd makes; an optimizer's class may take others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.pending_parameters import is_kept
 from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
+
+_TAKE_ROWS = (SGD, Adagrad, SparseAdam)
+"""Classes of torch that take gradients of layout COO."""
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
@@ -139,3 +147,15 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         run_accumulated(parameter)
     if not synchronised:
         state.unreduced.add(name)
+
+
+def in_other_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields the parameters whose gradients an optimizer's class does not take as they are, and what it takes."""
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse and kind not in _TAKE_ROWS:
+                yield parameter, gradient.to_dense()
+            elif gradient is not None and gradient.layout == torch.strided and kind is SparseAdam:
+                yield parameter, gradient.to_sparse(1)

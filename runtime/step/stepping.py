@@ -28,7 +28,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.layouts import in_other_layouts
+from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.holders import Holders

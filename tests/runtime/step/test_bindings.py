@@ -102,8 +102,8 @@ def test_a_node_calls_its_tables_exchange_with_its_own_launch(
 def test_the_next_batchs_ids_are_the_flows(overlapped: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
     assert overlapped.flow is not None
     told: list[str] = []
-    monkeypatch.setattr(overlapped.flow, "submit_ids", lambda: told.append("submitted"))
-    monkeypatch.setattr(overlapped.flow, "await_ids", lambda: told.append("awaited"))
+    monkeypatch.setattr(overlapped.flow, "submit_ids", lambda *_: told.append("submitted"))
+    monkeypatch.setattr(overlapped.flow, "await_ids", lambda *_: told.append("awaited"))
 
     overlapped.call("forward", node(embrace.submit_ids.default, IDS), [ROWS], "ids")
     overlapped.call("backward", node(embrace.await_ids.default, IDS), [ROWS], "ids")
