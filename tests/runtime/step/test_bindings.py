@@ -149,7 +149,10 @@ def test_rows_that_rest_take_their_steps_before_they_are_looked_up() -> None:
     each.state.tables["t"] = cast(Any, Resting())
     shard = torch.arange(6.0).view(3, 2)
 
-    found = each.call("forward", node(embrace.lookup.default), shard, ROWS)
+    lookup = node(embrace.lookup.default)
+    lookup.args = (*lookup.args, lookup.graph.placeholder("ids"))
+
+    found = each.call("forward", lookup, shard, ROWS)
 
     assert order == [[1, 2]]
     assert torch.equal(found, shard[1:])
