@@ -49,7 +49,7 @@ EMULATED := $(DEVICE)/bin/python -m tests.support.emulated_cuda
 .PHONY: device-brief
 device-brief: $(DEVICE)/.ready ## run a part of the tests of a GPU on 2 emulated ones, with jitter; 5 GB, minutes
 	$(EMULATED) --devices 2 --jitter-us 400 --seed 1 -m pytest -m '' tests/gpu \
-	    -k 'memory or streams or copies or no_host_wait or found or deeds or (nccl and 2d)'
+	    -k 'memory or streams or copies or no_host_wait or found or deeds or brief or (nccl and 2d)'
 
 .PHONY: device
 device: $(DEVICE)/.ready ## run the tests of a GPU on 1, 2 and 4 emulated ones, with jitter and slow streams; 5 GB, an hour

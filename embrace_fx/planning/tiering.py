@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tiers.initial import FirstValues
-from embrace_fx.runtime.tiers.pace import row_ms
+from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import (
@@ -135,18 +135,16 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
 
 def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
-    directory, device = setting.options.tables_in, _device(setting)
-    streams, read, write, byte_ms = streams_of(device), 0.0, 0.0, 0.0
-    if streams is not None:
-        rate, _ = PinnedCopies(streams).measure(device)
-        byte_ms = 1 / rate
+    directory, streams = setting.options.tables_in, streams_of(_device(setting))
     try:
-        if directory is not None:
-            read, write = row_ms(directory, records)
+        own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
     except TierError:  # making the file will raise
-        pass
-    everyone = setting.communicator.gather((read, write, byte_ms), tuple[float, float, float])
-    return (StorageTier("file" if directory else "host memory", *(max(each) for each in zip(*everyone, strict=True))),)
+        own = (0.0, 0.0)
+    if streams is not None:  # copies between the device and the host run beside that: the slower sets the pace
+        copied_ms = records.nbytes / PinnedCopies(streams).measure(_device(setting))[0]
+        own = max(own[0], copied_ms), max(own[1], copied_ms)
+    read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
+    return (StorageTier("host memory" if directory is None else "file", max(read), max(write)),)
 
 
 def _device(setting: Setting) -> torch.device:

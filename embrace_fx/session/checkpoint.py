@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -79,7 +79,7 @@ def load(setting: Setting, folder: Path) -> None:
     communicator, state = setting.communicator, setting.state
     beyond, told = _beyond(state), ""
     try:
-        rest = torch.load(folder / REST, weights_only=True)
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check(rest, state, setting.stepping.holders.optimizers)
         for name, table in beyond.items():
             if name in rest["tables"]:
@@ -95,10 +95,18 @@ def load(setting: Setting, folder: Path) -> None:
             group.update(options)
         for number, parameter in enumerate(_parameters(optimizer)):
             if number in saved["state"]:
-                own = own_state_of(parameter, saved["state"][number], state, communicator)
+                there = {
+                    k: v.to(parameter.device) if _is_of_elements(v) else v for k, v in saved["state"][number].items()
+                }
+                own = own_state_of(parameter, there, state, communicator)
                 optimizer.state[parameter] = own
             elif not any(parameter is table.parameter for table in beyond.values()):
                 optimizer.state.pop(parameter, None)
+
+
+def _is_of_elements(value: Any) -> bool:
+    """Tells whether state lies where its parameter does; counters stay with the host."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:

@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from embrace_fx.runtime.flow.split_ahead import unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import op_name
 
@@ -49,10 +50,14 @@ class _Counted:
 
 
 class SoloRows:
-    """The unique rows of one process's batches, and how many they are."""
+    """The unique rows of one process's batches, and how many they are.
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    Args:
+        tables: of the model, told which ids are among which.
+    """
+
+    def __init__(self, streams: Streams, tables: Mapping[str, RowTable]) -> None:
+        self._streams, self._tables = streams, tables
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -102,8 +107,10 @@ class SoloRows:
                 }
             )
         first = int(padding_idx >= 0)
-        rows = flat.view(ids.numel(), columns)[first:count]
-        return [ids[first:count], rows if scale == 1.0 else rows * scale]
+        read, rows = ids[first:count], flat.view(ids.numel(), columns)[first:count]
+        if (found := self._tables.get(table)) is not None:
+            found.note(read, ids)
+        return [read, rows if scale == 1.0 else rows * scale]
 
 
 def fits(graph: TrainingGraph) -> bool:

@@ -66,7 +66,7 @@ class Bindings:
         self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
-        self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
+        self._alone = solo.SoloRows(on, state.tables) if on is not None and solo.fits(graph) else None
         self.lookups: dict[str, str] = {}
         self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {

@@ -30,8 +30,8 @@ from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 """Of all slots, so many parts, of at least and at most so many rows: as many are read at once, for they are in memory
 twice, and written at once."""
-_WAITING = 2
-"""Parts that wait to be written."""
+_WAITING, _LEAVING = 2, 8
+"""Parts that wait to be written; of a device's slots, which part of them: it may be that they have not left yet."""
 
 
 class Rest(Protocol):
@@ -83,7 +83,7 @@ class FileThread:
             self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", start)
         self._writes: deque[tuple[Future[None], Tensor]] = deque()
         self.part = min(max(count // _PARTS, _FEWEST), _MOST)
-        self._most_waiting = self.part * _WAITING
+        self._most_waiting = self.part * _WAITING if streams is None else max(self.part, count // _LEAVING)
 
     @property
     def waiting(self) -> int:

@@ -40,7 +40,7 @@ _SOON = _FREE // 2
 """A slot's mark, less the number of its next known step: the farthest is evicted first, after slots without one."""
 _KNOWN = _SOON // 2
 """Marks above this: slots whose next step is known."""
-_AHEAD, _BESIDE = 4, 8
+_AHEAD, _BESIDE = 4, 12
 """Of all slots, so many parts: as many rows as one of them has are read ahead at once; into a device, where rows that
 come are beside their slots until they are put there."""
 _SHARE = 64
@@ -59,8 +59,8 @@ SLOT_BYTES = 3 * 8 + 4 + 1
 
 ON_THEIR_WAY = 1.25
 """Times the memory of slots: that of slots and of rows on their way. These are no more than a quarter: of 32 parts two
-wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`); of a device as many leave
-as four of them, and one of eight come."""
+wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`); of a device one of eight
+leaves, one of 32 is packed, one of twelve comes."""
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
