@@ -8,7 +8,7 @@ slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,6 +86,18 @@ class Draws:
         absent, rows = self._spectrum
         steps = _least(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
         return -float((rows * absent.expm1() * (steps * absent).exp()).sum())
+
+
+@dataclass(frozen=True)
+class _Together(Draws):
+    """The ids of several tables."""
+
+    tables: tuple[Draws, ...] = ()
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        absent, rows = zip(*(each._spectrum for each in self.tables), strict=True)
+        return torch.cat(absent), torch.cat(rows)
 
 
 @dataclass(frozen=True)
@@ -170,6 +182,17 @@ class RowMemory:
             return found.read_ms + found.write_ms <= step_ms
 
         return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_least(is_hidden, self.num_rows))))
+
+
+def together(memories: Sequence[RowMemory]) -> RowMemory:
+    """Tables of equal records that have one working set."""
+    first, *others = memories
+    if not others:
+        return first
+    rows, slots, at_once = (sum(of) for of in zip(*[(m.num_rows, m.slots, m.at_once) for m in memories], strict=True))
+    drawn = sum(each.draws.ids for each in memories)
+    draws = _Together(rows, first.draws.exponent, drawn, tuple(each.draws for each in memories if each.draws.ids))
+    return replace(first, num_rows=rows, slots=slots, at_once=at_once, draws=draws)
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:

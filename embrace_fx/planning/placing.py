@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.planning.tiering import begins_lazily, place_tiered, tiers
+from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
+from embrace_fx.runtime.tiers.tiered_stack import rest_together
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
@@ -29,14 +30,19 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
         beyond = tiers(setting, plan, setting.communicator.rank)
         lazily = [setting.state.parameter(name) for name in beyond if begins_lazily(setting, name) is not None]
         made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator, lazily)
+        sets = open_working_sets(setting, plan, beyond)
+        tiered: list[TieredTable] = []
         for name in plan.sharded:
-            if name in beyond:
-                columns, slots = beyond[name].columns, plan.memory[name].slots
-                table = place_tiered(setting, name, shapes[name], made.get(name), columns, slots)
-                setting.state.tables[name] = table
-                setting.state.hints = RowsAhead(setting.state.tables, setting.communicator)
+            if name in sets:
+                tiered.append(place_tiered(setting, name, shapes[name], made.get(name), *sets[name]))
+                setting.state.tables[name] = tiered[-1]
             else:
                 _shard(setting, name, plan, shapes[name], made.get(name))
+        for stack in plan.stacks:
+            if members := [table for table in tiered if table.name in stack.tables]:
+                rest_together(members)
+        if tiered:
+            setting.state.hints = RowsAhead(setting.state.tables, setting.communicator)
     if setting.communicator.world_size > 1:
         buffers = setting.options.shares_buffers
         apart = setting.state.ignored.union(plan.sharded)

@@ -13,6 +13,7 @@ from math import ceil
 from statistics import mean, median
 
 from embrace_fx import cost
+from embrace_fx.cost.storage import together
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
@@ -42,13 +43,16 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.memory.resident import bytes_in_use
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable, StacksAtOnce
+from embrace_fx.runtime.tiers.tiered_stack import TieredStack
+from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import Plan, Stack
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import submitted
 
@@ -112,7 +116,11 @@ class Scheduling:
         self._exchanged = _exchanged(plan)
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
-        self.memory = {name: read_ahead(of, ahead, plan.world_size) for name, of in plan.memory.items()}
+        self.memory = {
+            name: read_ahead(together([plan.memory[table] for table in tables]), ahead, plan.world_size)
+            for name, tables in self._exchanged.items()
+            if tables[0] in plan.memory
+        }
         self._cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
@@ -140,7 +148,7 @@ class Scheduling:
         pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # drops the residuals of other buckets
         state.at_once = StacksAtOnce(joins=self._setting.options.schedule == "none")
-        stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
+        stacks = {stack.name: _stacked(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
         self._flow = Flow(
@@ -308,6 +316,11 @@ def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
         stack = stacked.get(table)
         found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
     return found
+
+
+def _stacked(stack: Stack, tables: Sequence[RowTable]) -> StackedTable:
+    beyond = [table for table in tables if isinstance(table, TieredTable)]
+    return TieredStack(stack, beyond) if beyond else StackedTable(stack, tables)
 
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:

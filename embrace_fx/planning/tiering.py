@@ -23,7 +23,8 @@ from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.budget import ROW_BYTES, least_bytes, slot_bytes
+from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
@@ -34,16 +35,10 @@ from embrace_fx.runtime.tiers.tiered_table import (
     not_replayable,
     state_columns,
 )
-from embrace_fx.runtime.tiers.working_set import (
-    ROW_BYTES,
-    ROWS_AT_ONCE,
-    WorkingSet,
-    least_bytes,
-    slot_bytes,
-)
+from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import STILL, semantics
-from embrace_fx.vocabulary.plan import Decision, Grid, Plan
+from embrace_fx.vocabulary.plan import Decision, Grid, Plan, Stack
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ def fit_plan(
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """Takes tables beyond memory out of the plan's stacks, and adds the prediction for their rows. Collective.
+    """Gives tables beyond memory stacks of their own, and adds the prediction for their rows. Collective.
 
     Args:
         sparsity: on rank 0.
@@ -104,8 +99,8 @@ def fit_plan(
         return plan
     for name in asked:
         _check(setting, name, plan)
-    stacks = (without_tables(plan, stack, list(asked)) for stack in plan.stacks)
     found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
+    stacks = [each for stack in plan.stacks for each in _of_one_kind(setting, plan, stack, found)]
     if setting.options.tables_in is None:
         _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
@@ -120,7 +115,18 @@ def fit_plan(
                 f"{memory.at_once:,}, all ranks together. Raise it, or make batches smaller."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
+    stacks = setting.communicator.gather(stacks, list[Stack])[0]
     return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
+
+
+def _of_one_kind(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
+    """The stacks that are left of one: of tables in memory, and of those beyond the host's with the same columns."""
+    on_host = _device(setting).type == "cpu"
+    kinds = {name: (name * (not on_host), *beyond[name].columns.items()) for name in stack.tables if name in beyond}
+    return [
+        without_tables(plan, stack, [name for name in stack.tables if kinds.get(name) != kind])
+        for kind in dict.fromkeys(map(kinds.get, stack.tables))
+    ]
 
 
 def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
@@ -259,35 +265,70 @@ def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag
     return None
 
 
+def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
+    """Makes the working sets of tables beyond memory, one for a stack; returns each table's, and its first row there.
+    Collective: fails on all ranks or on none."""
+    stacked = [stack for stack in plan.stacks if stack.tables[0] in beyond]
+    among = {name for stack in stacked for name in stack.tables}
+    alone = [Stack((name,), (0,)) for name in beyond if name not in among]
+    found: dict[str, tuple[WorkingSet, int]] = {}
+    told, directory = "", setting.options.tables_in
+    for stack in (*stacked, *alone):
+        first_rows = dict(zip(stack.tables, stack.first_rows, strict=True))
+        initial = FirstOfTables({first: _initial(setting, name, plan[name]) for name, first in first_rows.items()})
+        columns, rows = beyond[stack.tables[0]].columns, sum(plan[name].shape[0] for name in first_rows)
+        slots = sum(plan.memory[name].slots for name in first_rows)
+        name, device = stack.name if stack in stacked else stack.tables[0], _device_of(setting, stack.tables[0])
+        try:
+            memory = WorkingSet(
+                name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device
+            )
+            found |= {table: (memory, first) for table, first in first_rows.items()}
+        except TierError as error:
+            told = told or str(error)
+    _agree(setting, told)
+    return found
+
+
+def _device_of(setting: Setting, name: str) -> torch.device:
+    device = setting.state.parameter(name).device
+    return device if device.type != "meta" else _device(setting)
+
+
+def _initial(setting: Setting, name: str, decision: Decision) -> FirstValues:
+    """Returns the first values of a table's rows on this rank. Collective."""
+    communicator, module = setting.communicator, begins_lazily(setting, name)
+    seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
+    own = _columns_of(decision.shape, communicator.world_size, communicator.rank)
+    dtype, padding = setting.state.parameter(name).dtype, getattr(module, "padding_idx", None)
+    return FirstValues(own, decision.shape[1], dtype, seed, padding)
+
+
 def place_tiered(
-    setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, columns: Mapping[str, Column], slots: int
+    setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> TieredTable:
     """Moves a table into its file, or leaves its rows to be computed, and puts a working set in its place. Collective.
 
     Args:
         shape: of the whole table.
         mesh: the ranks of its parts, if its parameter is this rank's part already.
-        columns: name -> column of a row on this rank.
-        slots: number of rows in memory.
+        memory: its working set.
+        first: its first row in that.
     """
     parameter, communicator = setting.state.parameter(name), setting.communicator
     ((optimizer, _),) = setting.stepping.holders.of(parameter)
-    device = parameter.device if parameter.device.type != "meta" else _device(setting)
-    state, own = optimizer.state.get(parameter) or {}, _columns_of(shape, communicator.world_size, communicator.rank)
-    module, first = begins_lazily(setting, name), {}
-    if module is None:
+    device, columns = _device_of(setting, name), memory.records.columns
+    state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
+    if begins_lazily(setting, name) is None:
         place = shard_parameter(name, parameter, shape, communicator, None, mesh)
         parts = {key: place.part_of(value, communicator.group) for key, value in state.items() if key in columns}
-        first = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
+        values = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)
         place = Place(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
-    like = torch.empty_strided(
-        (shape[0], len(own)), (0, 0), dtype=parameter.dtype, device=device
-    )  # one element's memory
-    seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
-    initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
-    memory = _made(setting, name, slots, columns, initial, first, shape[0], device)
+    _store(setting, memory, first, shape[0], values)
+    width = len(_columns_of(shape, communicator.world_size, communicator.rank))
+    like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)  # one element's memory
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, Part):
         become_part(parameter, like, place)
@@ -300,32 +341,25 @@ def place_tiered(
         optimizer,
         gradients=setting.state.gradients_reader(),
         memory=memory,
+        first=first,
         shown=columns.keys() & state.keys(),
     )
 
 
-def _made(
-    setting: Setting,
-    name: str,
-    slots: int,
-    columns: Mapping[str, Column],
-    initial: FirstValues,
-    first: Mapping[str, Tensor],
-    rows: int,
-    device: torch.device,
-) -> WorkingSet:
-    """Makes the working set of a part, with its first values at rest. Collective: fails on all ranks or on none."""
-    memory, told = None, ""
+def _store(setting: Setting, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
+    """Puts a table's first values at rest. Collective: fails on all ranks or on none."""
+    told = ""
     try:
-        directory = setting.options.tables_in
-        memory = WorkingSet(name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device)
-        for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if first else ():
-            values = {key: value[int(some[0]) :][: some.numel()].cpu() for key, value in first.items()}
-            memory.store(some, values)
+        for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():
+            cut = {key: value[int(some[0]) :][: some.numel()].cpu() for key, value in values.items()}
+            memory.store(some + first, cut)
     except TierError as error:
         told = str(error)
+    _agree(setting, told)
+
+
+def _agree(setting: Setting, told: str) -> None:
+    """Raises on every rank what one of them has to tell."""
     for rank, each in enumerate(setting.communicator.gather(told, str)):
         if each:
             raise ValueError(each if setting.communicator.world_size == 1 else f"on rank {rank}: {each}")
-    assert memory is not None
-    return memory

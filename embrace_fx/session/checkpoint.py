@@ -22,6 +22,7 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_state_of
 from embrace_fx.runtime.tables.part_state import shown_state
 from embrace_fx.runtime.tables.state_dicts import whole_state
+from embrace_fx.runtime.tiers.histories import NO_HISTORIES
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS
 from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
@@ -119,14 +120,14 @@ def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, comm
 
 def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
     """Loads a table, and its optimizer's state, that a checkpoint has as tensors."""
-    own, memory = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank)), table.memory
-    memory.forget()
-    of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in memory.records.columns}
+    own = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank))
+    table.forget()
+    of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}
     for some in torch.arange(table.shape[0], device="cpu").split(ROWS_AT_ONCE) if not values.is_meta else ():
         cut = {key: value[some[0] : some[-1] + 1] for key, value in of_rows.items()}
-        memory.store(some, {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()})
+        table.store(some, {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()})
     counters = {key: value for key, value in state.items() if key not in of_rows}
-    table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": [], "counters": counters})
+    table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": NO_HISTORIES, "counters": counters})
 
 
 def _take_state(rest: dict[str, Any], table: TieredTable, setting: Setting) -> dict[str, Any]:

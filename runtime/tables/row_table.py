@@ -133,8 +133,11 @@ class RowTable:
         """The grid on which it lies; None: by columns."""
         return self.place.grid
 
-    failure = ""
-    """What has gone wrong with its rows on this rank, for good; all ranks are told at the head of the next step."""
+    @property
+    def failure(self) -> str:
+        """What has gone wrong with its rows on this rank, for good; all ranks are told at the head of the next step."""
+        return ""
+
     no_dense = ""
     """Why its gradient cannot be had as a tensor of all elements; "": it can."""
 

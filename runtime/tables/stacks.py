@@ -173,7 +173,7 @@ class StackedTable:
 
     def as_they_are(self, ids: Tensor) -> Tensor:
         """As `RowTable.as_they_are`."""
-        return self.local.index_select(0, ids)
+        return self.local.index_select(0, self.places(ids))
 
     def settle(self) -> None:
         """Has all rows take the steps they have skipped."""

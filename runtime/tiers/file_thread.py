@@ -22,7 +22,7 @@ from torch import Tensor
 from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.records import TAKEN, Records
 from embrace_fx.runtime.tiers.slots import Leaving, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
@@ -116,8 +116,8 @@ class FileThread:
 
         return self._reader.submit(read).result()
 
-    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstValues) -> Future[Come]:
-        """Begins to read rows (K,) into slots (K,).
+    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables) -> Future[Come]:
+        """Begins to bring rows (K,) into slots (K,).
 
         Args:
             numbers: (K,) the numbers of their records; -1: the row has its first values.
@@ -173,7 +173,7 @@ class FileThread:
         rows: Tensor,
         numbers: Tensor,
         slots: Tensor,
-        initial: FirstValues,
+        initial: FirstOfTables,
         watch: Watch,
         behind: Sequence[Future[None]],
     ) -> Come:

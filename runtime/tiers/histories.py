@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, put_rows, same_options, step_tensor
 from embrace_fx.runtime.tables.resting import ROWS_AT_ONCE, PartAndState, RestingRows
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, skipping
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, SkippedSteps, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -60,27 +60,43 @@ class _FirstStep:
 
 
 class Histories(RestingRows):
-    """The resting rows of a table beyond memory, by slots."""
+    """The resting rows of a table beyond memory, by slots.
 
-    def __init__(self, memory: WorkingSet) -> None:
+    Args:
+        rows: of the table, in the working set.
+
+    Attributes:
+        together: of the stack that it is in.
+    """
+
+    def __init__(self, memory: WorkingSet, rows: range) -> None:
         super().__init__()
-        self._memory = memory
-        memory.arrived = self._arrived
-        self._closed: list[tuple[int, _Skipped]] = []  # (number of steps before it, closed history)
-        self._before = 0  # number of steps in closed histories
+        self._memory, self._rows = memory, rows
+        memory.arrived = self.arrived
+        self._closed: list[tuple[int, _Skipped]] = []  # with the number of steps before each
+        self._before = 0  # steps until the open one
+        self.together: TogetherHistories | None = None
+
+    @property
+    def _open(self) -> SkippedSteps | None:
+        return self._skipped or (None if self.together is None else self.together._skipped)
+
+    @property
+    def rest(self) -> bool:
+        return (found := self._open) is not None and found.count > 0
 
     @property
     def _steps(self) -> int:
-        return self._before + (0 if self._skipped is None else self._skipped.count)
+        return self._before + (0 if (found := self._open) is None else found.count)
 
     def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
         local = table.local
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
         form, _ = found
-        if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
+        known = self._skipped
+        if known is None or not (isinstance(known, form) and known.fits(options)):
             self.close()
-        if self._skipped is None:
             self._skipped = form(local.device)
 
     def note(self, options: Mapping[str, Any], table: Any) -> None:
@@ -114,39 +130,43 @@ class Histories(RestingRows):
 
     def close(self) -> None:
         """Closes the history: rows in slots take the rest of it now, all others before anything else."""
+        if self.together is not None:
+            self.together.close()
         skipped, self._skipped, self._supposed = self._skipped, None, None
         if skipped is not None and skipped.count:
             skipped.end()
             self._add(skipped)
 
-    def saved(self) -> list[dict[str, Any]]:
-        """Returns the closed histories, for a checkpoint; no history may be open."""
-        return [{"form": type(each).__name__, **_plain(vars(each))} for _, each in self._closed]
+    def saved(self) -> dict[str, Any]:
+        """The closed histories, for a checkpoint. None is open."""
+        closed = [{"form": type(of).__name__, "before": n, "fields": _plain(vars(of))} for n, of in self._closed]
+        return {"steps": self._before, "closed": closed}
 
-    def load(self, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-        """Replaces the histories by those from `saved`."""
-        self._skipped, self._supposed, self._closed, self._before = None, None, [], 0
-        for each in saved:
+    def load(self, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Takes over histories as `saved` gave them, in the place of these."""
+        self.close()
+        self._closed, self._before = [], saved["steps"]
+        for each in saved["closed"]:
             form = _FORMS[each["form"]]
             made = object.__new__(form)
             device = self._memory.columns[WEIGHTS].device
-            vars(made).update({key: _on(device, value) for key, value in each.items() if key != "form"})
+            vars(made).update({key: _on(device, value) for key, value in each["fields"].items()})
             if form is Decaying and made._moments is not None:
                 moments, made._moments = made._moments, object.__new__(Moments)
                 vars(made._moments).update(moments)
                 made._moments = made._moments if device.type == "cpu" else None
             if form is _FirstStep:
                 made._optimizer = optimizer
-            self._add(made)
+            self._closed.append((each["before"], made))
 
     def _add(self, skipped: _Skipped) -> None:
         before = self._before
         self._closed.append((before, skipped))
         self._before += skipped.count
-        for slots in self._memory.in_use().split(ROWS_AT_ONCE):
-            self._arrived(slots, before)
+        for slots in self._memory.in_use(self._rows).split(ROWS_AT_ONCE):
+            self.arrived(slots, before)
 
-    def _arrived(self, slots: Tensor, taken: int) -> None:
+    def arrived(self, slots: Tensor, taken: int) -> None:
         """Lets rows in slots (K,) take what a table in memory has settled; each has taken so many steps, or more."""
         due = [each for each in self._closed if each[0] + each[1].count > taken]
         if due and slots.numel():
@@ -154,8 +174,8 @@ class Histories(RestingRows):
             self._take(self._memory.to_index(slots), due)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        if self._skipped is not None and self.rest:
-            self._take(ids, [(self._before, self._skipped)])
+        if (found := self._open) is not None and found.count:
+            self._take(ids, [(self._before, found)])
         return self.rest
 
     def _take(self, slots: Tensor, due: Sequence[tuple[int, _Skipped]]) -> None:
@@ -177,6 +197,59 @@ class Histories(RestingRows):
         taken.index_copy_(0, slots, steps.clamp(min=until))
 
 
+class TogetherHistories(Histories):
+    """The resting rows of a stack's tables: their open history counts on from one number for all of them.
+
+    Args:
+        tables: the first row of each in the working set, and its own histories.
+    """
+
+    def __init__(self, memory: WorkingSet, tables: Mapping[int, Histories]) -> None:
+        super().__init__(memory, range(memory.num_rows))
+        self._tables = tuple(tables.values())
+        self._bounds = torch.tensor([*tables][1:], dtype=torch.int64, device="cpu")
+        for each in self._tables:
+            each.together = self
+
+    @property
+    def rest(self) -> bool:
+        return any(each.rest for each in self._tables)
+
+    def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
+        if self._skipped is None:
+            for each in self._tables:
+                each.close()
+            self._before = max(each._before for each in self._tables)
+            for each in self._tables:
+                each._before = self._before
+        super().begin(optimizer, options, table)
+
+    def close(self) -> None:
+        skipped, self._skipped, self._supposed = self._skipped, None, None
+        if skipped is not None and skipped.count:
+            skipped.end()
+            self._before += skipped.count
+            for each in self._tables:
+                each._add(skipped)
+
+    def arrived(self, slots: Tensor, taken: int) -> None:
+        for each, own in self._by_tables(slots):
+            each.arrived(own, taken)
+
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        if self._skipped is not None:
+            return super().catch_up(local, state, ids)
+        for each, own in self._by_tables(ids) if self.rest else ():
+            each.catch_up(local, state, own)
+        return self.rest
+
+    def _by_tables(self, slots: Tensor) -> list[tuple[Histories, Tensor]]:
+        of = torch.bucketize(self._memory.row_of.index_select(0, slots), self._bounds, right=True)
+        return [(self._tables[k], slots[of == k]) for k in of.unique().tolist()]
+
+
+NO_HISTORIES: Mapping[str, Any] = {"steps": 0, "closed": []}
+"""As `Histories.saved` gives them before any step."""
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (Decaying, Linear, _FirstStep)}
 
 

@@ -6,6 +6,7 @@ integers, so that the bits are the same in any order and grouping of rows, and o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,35 @@ class FirstValues:
         """Computes the values (K, d) of rows (K,)."""
         found = normal_rows(rows, self.columns, self.width, self.seed, self.dtype)
         return found if self.padding is None else found.masked_fill_((rows == self.padding).unsqueeze(1), 0.0)
+
+
+class FirstOfTables:
+    """First values of tables whose rows are numbered one table after the other.
+
+    Args:
+        tables: by the first row of each.
+    """
+
+    def __init__(self, tables: Mapping[int, FirstValues]) -> None:
+        self.tables = dict(sorted(tables.items()))
+        self._bounds = torch.tensor([*self.tables][1:], dtype=torch.int64, device="cpu")
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The values (K, d) of rows (K,)."""
+        if len(self.tables) == 1:
+            return next(iter(self.tables.values()))(rows)
+        of, parts = torch.bucketize(rows, self._bounds, right=True), []
+        order = of.argsort(stable=True)
+        counts = torch.bincount(of, minlength=len(self.tables)).tolist()
+        for own, (first, values) in zip(rows.index_select(0, order).split(counts), self.tables.items(), strict=True):
+            if own.numel():
+                parts.append(values(own - first))
+        found = torch.cat(parts)
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    def having(self, first: int, values: FirstValues) -> FirstOfTables:
+        """The same with other values of the table that begins with row `first`."""
+        return FirstOfTables({**self.tables, first: values})
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:

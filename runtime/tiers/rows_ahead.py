@@ -22,6 +22,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ToCome
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class RowsAhead:
@@ -55,8 +56,8 @@ class RowsAhead:
         """
         self._number += 1
         beyond = self._beyond()
-        for table in beyond.values():
-            table.memory.begin_step(self._number)
+        for memory in {table.memory: None for table in beyond.values()}:
+            memory.begin_step(self._number)
         if self._group is None:
             self._step_alone(leaves, coming, ahead)
             return
@@ -95,9 +96,12 @@ class RowsAhead:
                 self._tell(batch.rows(), due)
 
     def _tell(self, rows: Mapping[str, Tensor], due: int) -> None:
+        of_sets: dict[WorkingSet, list[Tensor]] = {}
         for name, table in self._beyond().items():
             if (ids := rows.get(name)) is not None and ids.numel():
-                table.read_ahead(ids, due)
+                of_sets.setdefault(table.memory, []).append(table.numbers(ids))
+        for memory, numbers in of_sets.items():
+            memory.unless_failed(memory.read_ahead)(torch.cat(numbers), due)
 
 
 def _gather(jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:

@@ -27,7 +27,7 @@ def save_rows(table: TieredTable, path: Path) -> int:
     """Writes this rank's rows to a file; returns their number. No update may be pending."""
     count, records = 0, table.memory.records
     with path.open("wb") as file:
-        for rows, values in table.memory.moved():
+        for rows, values in table.moved():
             file.write(records.pack(rows, values).numpy().data)
             count += rows.numel()
         file.flush()
@@ -48,22 +48,22 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
     """
     shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
     needed = [k for k in shared if shared[k]] or [0]
-    count, memory = 0, table.memory
-    memory.forget()
+    count, columns = 0, table.memory.records.columns
+    table.forget()
     with ExitStack() as stack:
-        chunks = [_chunks(memory.records.columns, paths[k], len(cuts[k]), stack) for k in needed]
+        chunks = [_chunks(columns, paths[k], len(cuts[k]), stack) for k in needed]
         for chunk in zip(*chunks, strict=True):
             (rows, *others), parts = zip(*chunk, strict=True)
             if not all(torch.equal(each, rows) for each in others):
                 raise TierError(_BROKEN.format(paths[0].parent, "files of different rows"))
-            values = {key: parts[0][key] for key in memory.records.columns}
-            for key in [key for key, column in memory.records.columns.items() if column.size]:
+            values = {key: parts[0][key] for key in columns}
+            for key in [key for key, column in columns.items() if column.size]:
                 pieces = [
                     part[key][:, shared[k].start - cuts[k].start :][:, : len(shared[k])]
                     for k, part in zip(needed, parts, strict=True)
                 ]
                 values[key] = torch.cat(pieces, 1)
-            memory.store(rows, values)
+            table.store(rows, values)
             count += rows.numel()
     return count
 

@@ -9,9 +9,9 @@ Shape legend: V' x d this rank's part; S slots; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
+from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, UpdateRule
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
@@ -65,33 +65,97 @@ class HeldInFile(Held):
         return self.now()
 
 
-class TieredTable(RowTable):
-    """A table beyond memory. It takes the arguments of `RowTable`, and:
+class InSlots:
+    """Of a table or a stack beyond memory: rows are read and stepped in slots.
 
-    Args:
+    Attributes:
         memory: its working set.
-        shown: columns of state that the optimizer has made.
+        histories: of its rows.
     """
 
-    def __init__(self, *args: Any, memory: WorkingSet, shown: Collection[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.memory, self.shown = memory, self._with_made(shown)
-        self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
-        self._expected: Tensor | None = None
-        self._resting: Histories = Histories(memory)
-        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
+    memory: WorkingSet
+    histories: Histories
+
+    if TYPE_CHECKING:
+
+        @property
+        def state(self) -> Mapping[str, Any]: ...
 
     @property
     def local(self) -> Tensor:
         """The rows in memory, (S, d)."""
         return self.memory.columns[WEIGHTS]
 
+    def numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of rows (K,) in the working set."""
+        return ids
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        return self.memory.places(self.numbers(ids), to_write=to_write)
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self.memory.failure:  # this rank has told, or will before the next step: others wait for rows all the same
+            return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
+        self.memory.counts.asked += ids.numel()
+        try:
+            slots = self.places(ids, to_write=self.histories.rest)
+        except TierError as error:
+            self.memory.failure = str(error)
+            raise
+        self.histories.catch_up(self.local, self.state, slots)
+        return lookup_as(self.local, slots, dtype or self.local.dtype)
+
+    def catch_up(self, ids: Tensor) -> bool:
+        return self.histories.catch_up(self.local, self.state, self.places(ids, to_write=self.histories.rest))
+
+    def as_they_are(self, ids: Tensor) -> Tensor:
+        none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
+        found = self.memory.unless_failed(super().as_they_are)(ids)  # type: ignore[misc]  # of a table or a stack
+        return none if found is None else found
+
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
+        return self.memory.unless_failed(super().preview)(ids, rows) or (rows, None)  # type: ignore[misc]
+
+    def begin_step(self) -> UpdateRule:
+        rule: UpdateRule = super().begin_step()  # type: ignore[misc]
+        for name in ("apply", "finish"):
+            setattr(rule, name, self.memory.unless_failed(getattr(rule, name)))
+        return rule
+
+
+class TieredTable(InSlots, RowTable):
+    """A table beyond memory. What a `RowTable` takes, and:
+
+    Args:
+        memory: its working set.
+        first: its first row in that.
+        shown: columns of state that the optimizer has made.
+    """
+
+    def __init__(
+        self, *args: Any, memory: WorkingSet, first: int = 0, shown: Collection[str] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory, self.shown = memory, self._with_made(shown)
+        self.rows, self._stepped = range(first, first + self.shape[0]), 0
+        self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
+        self._expected: Tensor | None = None
+        self.histories = self._resting = Histories(memory, self.rows)
+        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        return ids + self.rows.start if self.rows.start else ids
+
+    @property
+    def failure(self) -> str:
+        return self.memory.failure
+
     @property
     def like(self) -> Tensor:
         return self.parameter.held.now()  # type: ignore[attr-defined, no-any-return]  # a part
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        return self.memory.places(ids, among=self._rows_on_host(ids), to_write=to_write)
+        return self.memory.places(self.numbers(ids), among=self._rows_on_host(ids), to_write=to_write)
 
     @property
     def needs_host(self) -> bool:  # type: ignore[override]
@@ -119,46 +183,13 @@ class TieredTable(RowTable):
         return rows
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self.failure:  # this rank reports it by the next step; other ranks still wait for rows
-            return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
-        self.memory.counts.asked += ids.numel()
-        if self._expected is not None:
+        if self._expected is not None and not self.failure:
             self._on_host[ids], self._expected = self._expected, None
-        try:
-            slots = self.places(ids, to_write=self._resting.rest)
-        except TierError as error:
-            self.failure = str(error)
-            raise
-        self._resting.catch_up(self.local, self.state, slots)
-        return lookup_as(self.local, slots, dtype or self.local.dtype)
+        return super().look_up(ids, dtype)
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that step number `due` will look up."""
-        self._guarded(self.memory.read_ahead)(ids, due)
-
-    def as_they_are(self, ids: Tensor) -> Tensor:
-        none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
-        return none if (found := self._guarded(super().as_they_are)(ids)) is None else found
-
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        return self._guarded(super().preview)(ids, rows) or (rows, None)
-
-    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a call, which records a file's failure and then returns None: no caller could report the error."""
-
-        def guarded(*args: Any) -> Any:
-            if self.failure:
-                return None
-            try:
-                return call(*args)
-            except TierError as error:
-                self.failure = str(error)
-                return None
-
-        return guarded
-
-    def catch_up(self, ids: Tensor) -> bool:
-        return self._resting.catch_up(self.local, self.state, self.places(ids, to_write=self._resting.rest))
+        """Begins to read rows (K,) that the step of number `due` will ask for."""
+        self.memory.unless_failed(self.memory.read_ahead)(self.numbers(ids), due)
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -196,42 +227,64 @@ class TieredTable(RowTable):
     def saved(self) -> dict[str, Any]:
         """Returns all that a checkpoint holds besides rows; no update may be pending."""
         self.settle()
-        of_rows = {"shown": sorted(self.shown), "histories": self._resting.saved(), "seed": self.memory.initial.seed}
-        return {**of_rows, "counters": self.counters, "padding": self.memory.initial.padding}
+        first = self.memory.initial.tables[self.rows.start]
+        of_rows = {"shown": sorted(self.shown), "histories": self.histories.saved(), "seed": first.seed}
+        return {**of_rows, "counters": self.counters, "padding": first.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores the result of `saved`."""
-        self.failure = ""
-        self.memory.initial = replace(self.memory.initial, seed=saved["seed"], padding=saved["padding"])
-        self._resting.load(saved["histories"], self.holder)
+        """Takes over what `saved` gave."""
+        initial = self.memory.initial
+        first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
+        self.memory.initial = initial.having(self.rows.start, first)
+        self.histories.load(saved["histories"], self.holder)
         self.shown = self._with_made(saved["shown"])
         self.holder.state[self.parameter] = dict(saved["counters"])
 
     def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
         """Records that the rows in slots (K,) have taken the first step, and no other row has."""
-        self._resting.took_first(slots, self.holder, options, counters)
+        self.histories.took_first(slots, self.holder, options, counters)
+
+    def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """As of a `WorkingSet`."""
+        for rows, values in self.memory.moved(self.rows):
+            yield rows - self.rows.start, values
+
+    def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """As of a `WorkingSet`."""
+        self.memory.store(self.numbers(rows), values)
+
+    def forget(self) -> None:
+        """Makes all rows what they began as."""
+        self.memory.forget(self.rows)
+
+    def count_step(self) -> None:
+        """Counts a step of this table: those of a working set are those of the one that has taken most."""
+        self._stepped += 1
+        self.memory.counts.steps = max(self.memory.counts.steps, self._stepped)
 
     def begin_step(self) -> RowsAlone:
-        self.memory.counts.steps += 1
-        rule = super().begin_step()
-        for name in ("apply", "finish"):
-            setattr(rule, name, self._guarded(getattr(rule, name)))
-        return rule
+        self.count_step()
+        return super().begin_step()  # type: ignore[return-value]  # of one table
 
     @property
     def told(self) -> str:
-        return self.memory.told
+        return "" if self.rows.start else self.memory.told
 
     def step_dense(self) -> NoReturn:
         raise RuntimeError(self.no_dense)
 
     def held_bytes(self) -> tuple[int, int, int]:
-        held, weights = self.held, self.local.nbytes
-        gradient = 0 if held is None or held.is_late else held.values().nbytes
-        return weights, gradient, self.memory.nbytes - weights
+        held = self.held
+        weights, _, others = self.predicted_bytes(1)
+        return weights, 0 if held is None or held.is_late else held.values().nbytes, others
 
-    def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
-        return self.local.nbytes, 0, self.memory.nbytes - self.local.nbytes
+    def predicted_bytes(self, ranks: int) -> tuple[int, int, int]:
+        weights, others = self.local.nbytes, self.memory.nbytes - self.local.nbytes
+        return self._share(weights), 0, self._share(others)
+
+    def _share(self, nbytes: int) -> int:
+        """Its part of what a working set takes."""
+        return nbytes * len(self.rows) // self.memory.num_rows
 
 
 class FirstAlone(RowsAlone):

@@ -17,19 +17,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.tiers.budget import least_bytes
+from embrace_fx.runtime.tiers.counts import Counts
 from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.host_records import HostRecords
-from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
@@ -50,57 +51,25 @@ _BLOCK_BYTES, _BLOCKS = 1 << 18, 16
 _FEWEST = 8
 """Least records of a block."""
 ROWS_AT_ONCE = 1 << 16
-"""Number of rows handled at once where all rows are written or read."""
-ROW_BYTES = 4
-"""Bytes of memory for each row of the table: where it is."""
-SLOT_BYTES = 3 * 8 + 4 + 1
-"""Bytes of a slot besides its columns."""
-
-
-ON_THEIR_WAY = 1.25
-"""Times the memory of slots: that of slots and of rows on their way. These are no more than a quarter: of 32 parts two
-wait to be written, one is packed, two are read, two are moved in the file (`file_thread.py`); of a device one of eight
-leaves, one of 32 is packed, one of twelve comes."""
-
-
-def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Counts the bytes of memory of a slot, with its share of rows in flight."""
-    return (sum(column.nbytes for column in columns.values()) + SLOT_BYTES) * ON_THEIR_WAY
-
-
-def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Counts the most bytes of memory that a table with these slots takes."""
-    return rows * ROW_BYTES + ceil(slots * slot_bytes(columns))
-
-
-@dataclass
-class Counts:
-    """Counts of a working set: steps; rows looked up, brought in, waited for, read and written; most rows of a call."""
-
-    steps: int = 0
-    asked: int = 0
-    brought: int = 0
-    missed: int = 0
-    read: int = 0
-    written: int = 0
-    most: int = 0
+"""Of all, as they are written one after the other."""
 
 
 class WorkingSet:
     """The rows of a table's part that are in memory.
 
     Args:
-        table: its name.
+        table: its name, or that of a stack, whose rows are numbered one table after the other.
         rows: of the part.
         slots: of rows in memory.
         columns: what there is of a row; weights begin as `initial` says.
-        initial: ids (K,) -> their first values (K, d).
+        initial: what rows begin with, by the tables that they are of.
         directory: where the file is made; None: rows are at rest in the host's memory.
         recorder: as of `FileThread`.
         device: where slots are.
 
     Attributes:
         initial: as given; another one after a checkpoint has been loaded.
+        failure: what has gone wrong with its file; "": nothing.
         columns: name -> (S, ...), the slots' values.
         step: the number of the one that has begun.
         arrived: told of slots (K,) into which rows have come, and how many steps any of them has taken at least.
@@ -113,26 +82,23 @@ class WorkingSet:
         rows: int,
         slots: int,
         columns: Mapping[str, Column],
-        initial: FirstValues,
+        initial: FirstOfTables,
         directory: str | Path | None,
         recorder: Callable[[], Recorder] = Recorder,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._table, self.slots, self.initial = table, slots, initial
+        self._table, self.slots, self.initial, self.failure = table, slots, initial, ""
         self.records = Records(columns)
         device = torch.device(device)
         streams = streams_of(device)
         self.file: RecordFile | HostRecords
-        self._make_log: Callable[[], RecordLog | HostRecords]
+        self._log: RecordLog | HostRecords
         if directory is None:
-            resting = self.file = HostRecords(rows, self.records)
-            self._make_log = lambda: resting
+            self._log = self.file = HostRecords(rows, self.records)
         else:
             block = max(_FEWEST, min(_BLOCK_BYTES // self.records.nbytes, slots // _BLOCKS))
-            self._make_log = partial(RecordLog, rows, max(slots, ROWS_AT_ONCE), block)
-            size = self._make_log().size
-            self.file = RecordFile(directory, table, size, self.records, pinned=streams is not None)
-        self._log = self._make_log()
+            self._log = RecordLog(rows, max(slots, ROWS_AT_ONCE), block)
+            self.file = RecordFile(directory, table, self._log.size, self.records, pinned=streams is not None)
         self._slots = (
             Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
         )
@@ -204,13 +170,28 @@ class WorkingSet:
         while self._coming and self._thread.has_come(self._coming[0][0]):
             self._await_jobs(self._jobs - len(self._coming) + 1)
 
+    def unless_failed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that yields None once the file has failed: nobody would be told of an error in it."""
+
+        def guarded(*args: Any) -> Any:
+            if self.failure:
+                return None
+            try:
+                return call(*args)
+            except TierError as error:
+                self.failure = str(error)
+                return None
+
+        return guarded
+
     def wrote(self, slots: Tensor) -> None:
         """Notes that what is in slots differs from what is at rest of it."""
         self._dirty.index_fill_(0, slots, True)
 
-    def in_use(self) -> Tensor:
-        """Returns the slots (K,) of rows that have come."""
-        return ((self.row_of >= 0) & (self._job <= self._jobs - len(self._coming))).nonzero().view(-1)
+    def in_use(self, of: range) -> Tensor:
+        """The slots (K,) of rows of a table that have come."""
+        come = self._job <= self._jobs - len(self._coming)
+        return (come & (self.row_of >= of.start) & (self.row_of < of.stop)).nonzero().view(-1)
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Slots (K,) as the columns' ops take them."""
@@ -223,12 +204,12 @@ class WorkingSet:
         self._write(rows, partial(self.records.place, filled))
         self._thread.land()
 
-    def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yields rows (K,), ascending, that differ from their first values, with their columns (K, ...)."""
+    def moved(self, of: range) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields rows (K,) of a table, ascending, that differ from their first values, with their columns (K, ...)."""
         self._land()
         kept = self._dirty | (self._number >= 0)
-        for begin in range(0, self._where.numel(), ROWS_AT_ONCE):
-            where = self._where[begin : begin + ROWS_AT_ONCE].to(torch.int64)
+        for begin in range(of.start, of.stop, ROWS_AT_ONCE):
+            where = self._where[begin : min(begin + ROWS_AT_ONCE, of.stop)].to(torch.int64)
             stored = where < 0
             in_slots = (where > 0) & kept[(where - 1).clamp_(min=0)]
             found = (stored | in_slots).nonzero().view(-1)
@@ -245,15 +226,27 @@ class WorkingSet:
                     values[key].index_copy_(0, at, value)
             yield found + begin, values
 
-    def forget(self) -> None:
-        """Makes all rows what they began as."""
-        with suppress(TierError):  # of rows that are forgotten
-            self._land()
-        self.row_of.fill_(-1)
-        self._where.zero_()
-        self._used.fill_(_FREE)
-        self._log = self._make_log()
-        self._free = torch.arange(self.slots, device="cpu")
+    def forget(self, of: range) -> None:
+        """Makes rows of a table what they began as."""
+        while self._coming:
+            with suppress(TierError):  # of rows that are forgotten
+                self._land()
+        with suppress(TierError):
+            self._thread.land()
+        self.failure = ""
+        where = self._where[of.start : of.stop]
+        slots = where[where > 0].to(torch.int64).sub_(1)
+        numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
+        self._log.give_back(numbers[numbers >= 0])
+        where.zero_()
+        if self._on_device is not None:
+            self._on_device[of.start : of.stop].zero_()
+        self._vacate(slots)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all its tables."""
+        return self._where.numel()
 
     @property
     def nbytes(self) -> int:
@@ -334,6 +327,10 @@ class WorkingSet:
             self._where.index_fill_(0, rows[dirty], 0)
             self._write(rows[dirty], self._slots.leave(written))
             self.counts.written += written.numel()
+        self._vacate(slots)
+
+    def _vacate(self, slots: Tensor) -> None:
+        """Has nobody's rows in slots."""
         self.row_of.index_fill_(0, slots, -1)
         self._used.index_fill_(0, slots, _FREE)
         self._free = torch.cat([self._free, slots])

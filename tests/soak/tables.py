@@ -30,6 +30,7 @@ def loop_of(seed: int) -> tuple[int, Loop]:
         epoch=draw.choice([STEPS, 23, 7]),
         seed=seed,
         rows=ROWS,
+        alike=draw.random() < 0.4,
     )
 
 

@@ -22,7 +22,7 @@ import embrace_fx
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part, become_part
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
@@ -59,7 +59,8 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     state = optimizer.state.get(parameter) or {}
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
     columns |= state_columns(optimizer, optimizer.param_groups[0], table[:0], state)
-    memory = WorkingSet("t", len(table), slots, columns, FirstValues(range(table.shape[1]), 0, table.dtype), directory)
+    initial = FirstOfTables({0: FirstValues(range(table.shape[1]), 0, table.dtype)})
+    memory = WorkingSet("t", len(table), slots, columns, initial, directory)
     memory.store(torch.arange(len(table)), {WEIGHTS: table})
     shown = columns.keys() & state.keys()
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in shown}
@@ -234,9 +235,23 @@ class TwoTables(nn.Module):
         return loss
 
 
+class Pair(nn.Module):
+    """Two tables of one width that are looked up beside each other: rows travel together, and rest as one."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(rows, COLUMNS), nn.Embedding(rows // 2, COLUMNS)
+        self.linear, self.dropout = nn.Linear(2 * COLUMNS, 1), nn.Dropout(0.2)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        found = torch.cat([self.words(first), self.bags(second % self.bags.num_embeddings)], -1)
+        loss: Tensor = self.linear(self.dropout(torch.tanh(found))).square().sum() / 12
+        return loss
+
+
 @dataclass(frozen=True)
 class Loop:
-    """A loop over `TwoTables`.
+    """A loop over `TwoTables`, or over a `Pair`.
 
     Attributes:
         memory: as of `Run`, or by table.
@@ -254,6 +269,7 @@ class Loop:
     seed: int = 0
     rows: int = ROWS
     folder: str = ""
+    alike: bool = False
 
 
 DEEDS = ("update", "clip", "accumulate", "skip", "ask", "evaluate", "rate", "empty", "save", "load")
@@ -262,7 +278,7 @@ DEEDS = ("update", "clip", "accumulate", "skip", "ask", "evaluate", "rate", "emp
 def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
     """Losses, and what else a loop has seen; at the end of an evaluation that reads every row."""
     torch.manual_seed(loop.seed)
-    model = TwoTables(loop.rows)
+    model = Pair(loop.rows) if loop.alike else TwoTables(loop.rows)
     optimizer = OPTIMIZERS[loop.optimizer](model.parameters())
     asked: Any = {"table_memory": loop.memory, "tables_in": tempfile.gettempdir()} if loop.memory else {}
     asked |= {"optimizer": optimizer, "strategy": "alltoall", "row_updates": "replay", "schedule": loop.schedule}
@@ -279,6 +295,8 @@ def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
         of_epoch = zip(compiled.lookahead(batches[epoch], loop.ahead), loop.deeds[epoch], strict=True)
         for step, (batch, deed) in enumerate(of_epoch, first):
             _do(deed, step, batch, compiled, optimizer, seen, loop.folder)
+    stacked = loop.alike and world_size > 1 and loop.schedule != "none" and not isinstance(loop.memory, dict)
+    assert len(compiled.plan.stacks) == int(stacked)
     seen += _evaluated(compiled, [(ids[None], ids[None].flip(1)) for ids in torch.arange(loop.rows).split(10)])
     compiled.close()
     return seen

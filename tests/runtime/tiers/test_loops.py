@@ -29,6 +29,17 @@ def test_loop_does_what_it_does_in_memory(habit: str, memory: float | Mapping[st
     assert_same_loop(2, Loop(memory, (LOOPS[habit] * 24)[:24], epoch=17))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "nesterov", "row-wise adagrad"])
+@pytest.mark.parametrize("habit", LOOPS)
+def test_loop_over_a_stack_does_what_it_does_in_memory(habit: str, optimizer: str) -> None:
+    assert_same_loop(2, Loop(0.4, (LOOPS[habit] * 24)[:24], epoch=17, optimizer=optimizer, alike=True))
+
+
+def test_stack_trains_as_in_memory() -> None:
+    assert_same_loop(2, Loop(0.3, ("update", "clip", "update", "update", "rate", "update") * 2, alike=True))
+
+
 def test_table_named_where_none_is_is_an_error() -> None:
     with pytest.raises(Exception, match=r"found 'nothing\*', which no parameter matches"):
         run_ranks(1, run_loop, Loop({"nothing*": 0.4}, ("update",)))
