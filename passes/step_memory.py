@@ -63,7 +63,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Each read of a storage in a step, as numbers of nodes and storages; a node reads what its own result lies in.
+    """Every read of a storage in a step, by numbers of nodes and storages; a node also reads what its result lies in.
 
     Attributes:
         reader, value, storage: the node that reads, what it reads, and a storage that this lies in.
@@ -83,6 +83,7 @@ class StepMemory:
         backward: the position of the first node of the backward.
         storages: all memory that the step allocates.
         memory: node -> the storages that its value lies in.
+        reads: every read of a storage; `backward_peak` and `passes/memory/foresee.py` place them anew.
     """
 
     nodes: Sequence[fx.Node]
@@ -125,27 +126,27 @@ class StepMemory:
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
-        """Node -> its number: its place among all."""
+        """Node -> its number, its position in `nodes`."""
         return {node: k for k, node in enumerate(self.nodes)}
 
     @cached_property
     def inputs(self) -> list[list[int]]:
-        """For each node, by number, those that it reads."""
+        """Lists for each node the numbers of the nodes that it reads."""
         return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
 
     @cached_property
     def born(self) -> Numbers:
-        """For each storage, the node that makes it."""
+        """Lists for each storage the number of the node that makes it."""
         return np.array([s.born for s in self.storages], dtype=np.int64)
 
     @cached_property
     def nbytes(self) -> Numbers:
-        """For each storage, its bytes."""
+        """Lists the bytes of each storage."""
         return np.array([s.nbytes for s in self.storages], dtype=np.int64)
 
     @cached_property
     def outlives(self) -> Numbers:
-        """The storages that outlive the step."""
+        """Lists the numbers of the storages that outlive the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
