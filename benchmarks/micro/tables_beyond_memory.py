@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         begun_s = time.perf_counter()
     calls.remove()
     told: dict[str, Any] = {"ms": statistics.median(times[args.warm_up :]), "loss": float(losses[-1])}
+    told["mean ms"] = statistics.mean(times[args.warm_up :])
     told["ms of processor"] = (time.process_time() - cpu_s) * 1e3 / args.steps
     told |= {f"{name} a step": (n - counted[name]) / args.steps for name, n in counts(training).items()}
     took = per_step(threads, threads_now(), args.steps)
@@ -233,7 +234,7 @@ def main() -> None:
             told = on_ranks(args, system)[0]
             found[system].append(told)
             print(f"round {number}, {system}: {told}", flush=True)
-    for system, what in itertools.product(args.systems, ("ms", "ms of processor")):
+    for system, what in itertools.product(args.systems, ("ms", "mean ms", "ms of processor")):
         of_system, of_first = ([each[what] for each in found[name]] for name in (system, args.systems[0]))
         ratios = [round(own / base, 3) for own, base in zip(of_system, of_first, strict=True)]
         middle = statistics.median(ratios)
