@@ -176,7 +176,7 @@ COLLECTIVES: Mapping[str, Deed] = {
 def _average_of_models(model: Any) -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # noqa: PLC0415
 
-    PeriodicModelAverager(period=1, warmup_steps=0).average_parameters(model.parameters())
+    PeriodicModelAverager(period=2, warmup_steps=0).average_parameters(model.parameters())
 
 
 TABLES: Mapping[str, Deed] = {

@@ -42,6 +42,7 @@ def _both(rank: int, world_size: int, deeds: str, way: str, kind: str) -> tuple[
     return wrong, refused
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # collectives of torch that people call
 @pytest.mark.parametrize(("deeds", "way", "kind", "ranks"), long_but(QUICK, CASES))
 def test_loops_do_as_under_ddp_or_are_refused_and_go_on(deeds: str, way: str, kind: str, ranks: int) -> None:
     outcomes = run_ranks(ranks, _both, deeds, way, kind)
