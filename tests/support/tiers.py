@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -271,6 +272,11 @@ class Loop:
     folder: str = ""
     alike: bool = False
 
+    @property
+    def parts_a_stack(self) -> bool:
+        """Tells whether one table of a `Pair` is beyond memory and the other, which shares its stack there, is not."""
+        return self.alike and isinstance(self.memory, dict) and len(self.memory) == 1
+
 
 DEEDS = ("update", "clip", "accumulate", "skip", "ask", "evaluate", "rate", "empty", "save", "load")
 
@@ -295,7 +301,7 @@ def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
         of_epoch = zip(compiled.lookahead(batches[epoch], loop.ahead), loop.deeds[epoch], strict=True)
         for step, (batch, deed) in enumerate(of_epoch, first):
             _do(deed, step, batch, compiled, optimizer, seen, loop.folder)
-    stacked = loop.alike and world_size > 1 and loop.schedule != "none" and not isinstance(loop.memory, dict)
+    stacked = loop.alike and world_size > 1 and loop.schedule != "none" and not loop.parts_a_stack
     assert len(compiled.plan.stacks) == int(stacked)
     seen += _evaluated(compiled, [(ids[None], ids[None].flip(1)) for ids in torch.arange(loop.rows).split(10)])
     compiled.close()
@@ -336,7 +342,9 @@ def _evaluated(compiled: nn.Module, batches: Any) -> list[float]:
 
 
 def assert_same_loop(world_size: int, loop: Loop) -> None:
-    """Fails unless a loop over tables beyond memory sees what it sees with them in memory, to the bit."""
+    """Fails unless a loop over tables beyond memory sees what it sees with them in memory, in the same stacks to the bit."""
     with tempfile.TemporaryDirectory() as folder:
         expected = run_ranks(world_size, run_loop, replace(loop, memory=None, folder=f"{folder}/in memory"))
-        assert run_ranks(world_size, run_loop, replace(loop, folder=f"{folder}/beyond")) == expected, loop
+        found = run_ranks(world_size, run_loop, replace(loop, folder=f"{folder}/beyond"))
+        exact = world_size == 1 or not loop.parts_a_stack
+        assert found == (expected if exact else [pytest.approx(each, rel=1e-6, abs=1e-8) for each in expected]), loop
