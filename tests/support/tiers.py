@@ -342,7 +342,10 @@ def _evaluated(compiled: nn.Module, batches: Any) -> list[float]:
 
 
 def assert_same_loop(world_size: int, loop: Loop) -> None:
-    """Fails unless a loop over tables beyond memory sees what it sees with them in memory, in the same stacks to the bit."""
+    """Fails unless a loop over tables beyond memory sees what it sees with them in memory, to the bit.
+
+    Where a table beyond memory leaves its stack, roundings may differ.
+    """
     with tempfile.TemporaryDirectory() as folder:
         expected = run_ranks(world_size, run_loop, replace(loop, memory=None, folder=f"{folder}/in memory"))
         found = run_ranks(world_size, run_loop, replace(loop, folder=f"{folder}/beyond"))
