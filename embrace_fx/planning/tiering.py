@@ -120,9 +120,11 @@ def fit_plan(
 
 
 def _of_one_kind(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
-    """The stacks that are left of one: of tables in memory, and of those beyond the host's with the same columns."""
+    """Splits a stack: tables in memory stay together, those beyond the host's with the same columns, and no others."""
     on_host = _device(setting).type == "cpu"
-    kinds = {name: (name * (not on_host), *beyond[name].columns.items()) for name in stack.tables if name in beyond}
+    kinds: dict[str, object] = {
+        name: tuple(beyond[name].columns.items()) if on_host else name for name in stack.tables if name in beyond
+    }
     return [
         without_tables(plan, stack, [name for name in stack.tables if kinds.get(name) != kind])
         for kind in dict.fromkeys(map(kinds.get, stack.tables))

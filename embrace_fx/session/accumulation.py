@@ -72,8 +72,8 @@ class Accumulation:
     Args:
         look: called with a backward's gradients, by parameter, before they are exchanged.
 
-        Attributes:
-            parameters: name -> parameter, of those whose gradients are exchanged.
+    Attributes:
+        parameters: name -> parameter, of those whose gradients are exchanged.
     """
 
     def __init__(self, look: Callable[[Mapping[str, Tensor]], None]) -> None:

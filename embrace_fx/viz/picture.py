@@ -226,8 +226,8 @@ class Picture:
     Attributes:
         background: the facts beside them, or None.
 
-        Raises:
-            ValueError: there is neither, or one has no compute.
+    Raises:
+        ValueError: there is neither, or one has no compute.
     """
 
     schedule: Schedule | None

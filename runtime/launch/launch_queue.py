@@ -193,9 +193,11 @@ class LaunchQueue:
 
     def issue(self) -> None:
         """Launches all due launches, unless another thread is doing so: that one also finds those that came since."""
-        while not self.issuing and any(map(_WAITING, self.windows)):
-            with self.lock:
+        while not self.issuing:
+            with self.lock:  # windows change under it alone
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
+                    return
+                if not any(map(_WAITING, self.windows)):  # as in `waits`, without a call
                     return
                 if (ticket := self.next()) is None:
                     if time.perf_counter() + self.until_due_s() < self.wakes_s:

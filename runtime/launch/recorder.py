@@ -126,8 +126,8 @@ class Recorder:
         clock: takes the moments.
         bytes_in_use: called at each mark.
 
-        Attributes:
-            tally: counts each step, recorded or not.
+    Attributes:
+        tally: counts each step, recorded or not.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:

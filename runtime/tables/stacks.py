@@ -76,7 +76,7 @@ class StackedTable:
         return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """The reverse."""
+        """Puts rows of the tables, in their order, together as rows of the stack."""
         return self.shifted([ids for ids, _ in parts]), torch.cat([rows for _, rows in parts])
 
     def shifted(self, ids: Sequence[Tensor | None]) -> Tensor:
