@@ -187,7 +187,8 @@ class AheadOfDevice(Ahead):
                 self._splits[route.table] = SplitAhead(
                     current[route.table],
                     self._routed(packed, sizes, route),
-                    exchanges[route.table].splitter,
+                    exchanges[route.table].among,
+                    exchanges[route.table].table.shape[0],
                     exchanges[route.table].delayed_chunks,
                     route.padding_idx,
                 )
@@ -227,7 +228,7 @@ class AheadOfDevice(Ahead):
             if split is None:
                 continue
             self._streams.keep(*split.tensors())
-            following = Routing.of(self.values[route.ids], self.values[route.counts])
+            following = split.current.of_batch(self.values[route.ids], self.values[route.counts])
             found[route.table] = split.split(following, rest)
             rest = rest[split.length :]
         self.splits = found

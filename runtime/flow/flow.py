@@ -15,7 +15,6 @@ from embrace_fx import cost
 from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.head import announce, read
-from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
@@ -124,7 +123,8 @@ class Flow:
         if following is not None and program.routes and all(size >= 0 for row in everyone.coming for size in row):
             following.everyone = everyone.coming
             following.current = {
-                each.table: Routing.of(values[each.ids], values[each.counts]) for each in program.routes
+                each.table: self.exchanges[each.table].routing(values[each.ids], values[each.counts])
+                for each in program.routes
             }
             self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)

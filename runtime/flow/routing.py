@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -41,6 +42,8 @@ class Routing:
     Attributes:
         ids: (R,) in rank order.
         counts: how many of them are whose.
+        grid: of the ranks that the table lies on.
+        rank: this one.
         whole: all of the batch's, where these are some; None: these are all.
         positions: (R,) of some among all of them, ascending.
         sums: how their gradients are summed up; None: found when they arrive.
@@ -48,13 +51,15 @@ class Routing:
 
     ids: Tensor
     counts: tuple[int, ...]
+    grid: Grid
+    rank: int
     whole: Routing | None = None
     positions: Tensor | None = None
     sums: Sums | None = None
 
-    @staticmethod
-    def of(ids: Tensor, counts: Tensor) -> Routing:
-        return Routing(ids, tuple(counts.tolist()))
+    def of_batch(self, ids: Tensor, counts: Tensor) -> Routing:
+        """Returns all rows of another batch of the same table."""
+        return Routing(ids, tuple(counts.tolist()), self.grid, self.rank)
 
     def where(self, mask: Tensor) -> Routing:
         """Returns the rows that a mask (R,) bool selects."""
@@ -65,50 +70,41 @@ class Routing:
 
     def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
         """Returns the rows at positions (K,), ascending, of which so many are whose."""
-        return Routing(self.ids.index_select(0, positions), counts, self, positions, sums)
+        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums)
 
-    def own(self, rank: int) -> slice:
-        start = sum(self.counts[:rank])
-        return slice(start, start + self.counts[rank])
+    def own(self) -> slice:
+        """Returns the places of this rank's rows."""
+        start = sum(self.counts[: self.rank])
+        return slice(start, start + self.counts[self.rank])
 
-    def own_positions(self, rank: int) -> Tensor | None:
-        """(k,) positions of the rank's rows among those of its batch; None: these are all."""
-        if self.whole is None or self.positions is None:
-            return None
-        first: int = self.whole.own(rank).start
-        return self.positions[self.own(rank)] - first
+    # -- on the grid ---------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _on_grid(self) -> tuple[Tensor, Sequence[Sequence[int]], Tensor | None]:
+        own: Tensor | None = None
+        if self.whole is not None and self.positions is not None:
+            own = self.positions[self.own()] - self.whole.own().start
+        rows, columns = self.grid.rows, self.grid.columns
+        if rows == 1:
+            return self.ids, [(size,) for size in self.counts], own
+        ids, by_row, order = route_grid(self.ids, torch.tensor(self.counts, device="cpu"), self.rank, rows, columns)
+        return ids, by_row.tolist(), order if own is None else own.index_select(0, order)
 
-@dataclass(frozen=True)
-class GridPart:
-    """Rows of a batch, all or some, on a grid.
+    @property
+    def held_ids(self) -> Tensor:
+        """Rows (M,) of the own part of the table that any rank reads, in rank order of the readers."""
+        return self._on_grid[0]
 
-    Attributes:
-        ids: (M,) rows of the own part of the table that any rank reads, in rank order of the readers.
-        counts: how many rows a rank reads of each row of the grid, by rank.
-        own: likewise, of this rank.
-        positions: (U,) of this rank's rows among those of its batch, grouped by the grid's rows; None: all of them, on
-            a grid of one row.
-        columns: of the grid.
-        sums: as of the routing.
-    """
+    @property
+    def counts_by_row(self) -> Sequence[Sequence[int]]:
+        """Counts the rows that a rank reads of each row of the grid, by rank."""
+        return self._on_grid[1]
 
-    ids: Tensor
-    counts: Sequence[Sequence[int]]
-    own: Sequence[int]
-    positions: Tensor | None
-    columns: int
-    sums: Sums | None
-
-    @staticmethod
-    def of(routing: Routing, grid: Grid, rank: int) -> GridPart:
-        ids, sizes, positions = routing.ids, routing.counts, routing.own_positions(rank)
-        if grid.rows == 1:
-            return GridPart(ids, [(size,) for size in sizes], (sizes[rank],), positions, grid.columns, routing.sums)
-        own_ids, by_row, order = route_grid(ids, torch.tensor(sizes, device="cpu"), rank, grid.rows, grid.columns)
-        positions = order if positions is None else positions.index_select(0, order)
-        counts = by_row.tolist()
-        return GridPart(own_ids, counts, counts[rank], positions, grid.columns, routing.sums)
+    @property
+    def own_positions(self) -> Tensor | None:
+        """Places (U,) of this rank's rows among those of its batch, grouped by the grid's rows; None: all of them, on a
+        grid of one row."""
+        return self._on_grid[2]
 
     def join(self, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Returns the rows that have arrived, in their places among those of the batch.
@@ -117,22 +113,24 @@ class GridPart:
             out: (U', D) those of parts before; None: there are none.
             shape: U', D.
         """
-        if self.positions is None:
-            return join_columns(flat, shape[1], self.columns)
+        positions, columns = self.own_positions, self.grid.columns
+        if positions is None:
+            return join_columns(flat, shape[1], columns)
         out = flat.new_empty(shape) if out is None else out
-        if len(self.own) == 1:
-            join_columns_into(out, self.positions, flat, self.columns)
+        if self.grid.rows == 1:
+            join_columns_into(out, positions, flat, columns)
         else:
-            join_grid_into(out, self.positions, flat, self.own, self.columns)
+            join_grid_into(out, positions, flat, self.counts_by_row[self.rank], columns)
         return out
 
     def split(self, rows: Tensor) -> Tensor:
         """Returns the part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
-        if self.positions is None:
-            return split_columns(rows, self.columns)
-        if len(self.own) == 1:
-            return split_selected_columns(rows, self.positions, self.columns)
-        return split_selected_grid(rows, self.positions, self.own, self.columns)
+        positions, columns = self.own_positions, self.grid.columns
+        if positions is None:
+            return split_columns(rows, columns)
+        if self.grid.rows == 1:
+            return split_selected_columns(rows, positions, columns)
+        return split_selected_grid(rows, positions, self.counts_by_row[self.rank], columns)
 
     def summed(
         self, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
@@ -140,7 +138,7 @@ class GridPart:
         """The gradients (M, d) of all ranks that have arrived, flat, as one for each row: ids (K,), rows (K, d)."""
         flat = flat.to(dtype)
         if self.sums is None:
-            ids, rows = coalesce(self.ids, flat, columns, padding_idx, scale)
+            ids, rows = coalesce(self.held_ids, flat, columns, padding_idx, scale)
             return ids, rows
         unique, places = self.sums
         rows = flat.view(places.numel(), columns)
@@ -162,59 +160,57 @@ class Split:
     prior: Routing
     delayed: Callable[[], list[Routing]]
 
-
-MOST_MARKED = 1 << 22
-"""Rows of a table on the CPU, each of which has a mark of its own: marks of more rows are memory, and not in cache."""
-
-
-class RowSplitter:
-    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table, and one for none; of
-    a large one on the CPU none.
-
-    Attributes:
-        no_row: stands for no row among ids.
-    """
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.no_row = num_rows
-        self._is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
-        self._marks = torch.zeros((num_rows + 1 if self._is_marked else 0,), dtype=torch.bool, device=device)
-        self._stamps = 0  # on CUDA: marks that differ from this number are not erased
-
-    def among(self, ids: Tensor, others: Tensor) -> Tensor:
-        """Marks those of `ids` (R,) that are among `others`: bool (R,)."""
-        if ids.is_cuda and gpu.available():
-            return self._stamped(ids, others)
-        if not self._is_marked:
-            ordered = torch.cat([others.sort().values, others.new_full((1,), self.no_row)])
-            return ordered[torch.searchsorted(ordered[:-1], ids)] == ids
-        self._marks.index_fill_(0, others, True)
-        found = self._marks.index_select(0, ids)
-        self._marks.index_fill_(0, others, False)
-        return found
-
-    def _stamped(self, ids: Tensor, others: Tensor) -> Tensor:
-        marks = self._marks.view(torch.uint8)
-        if self._stamps == gpu.STAMPS:
-            marks.zero_()
-            self._stamps = 0
-        self._stamps += 1
-        return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks, self._stamps)
-
-    def split(self, current: Routing, following: Routing, chunks: int) -> Split:
+    @staticmethod
+    def of(current: Routing, following: Routing, among: Among, chunks: int) -> Split:
         """Cuts two batches, reading the sizes of their parts.
 
         Args:
+            among: of the table's rows.
             chunks: in how many pieces delayed gradients travel.
         """
-        late = self.among(following.ids, current.ids)
-        prior = self.among(current.ids, following.ids)
+        late = among(following.ids, current.ids)
+        prior = among(current.ids, following.ids)
         return Split(
             following.where(~late),
             following.where(late),
             current.where(prior),
             lambda: [current.where(mask) for mask in chunks_of(current.ids, ~prior, chunks)],
         )
+
+
+MOST_MARKED = 1 << 22
+"""Rows of a table on the CPU, each of which has a mark of its own: marks of more rows are memory, and not in cache."""
+
+Among = Callable[[Tensor, Tensor], Tensor]
+"""Marks those of ids (R,) that are among others: bool (R,)."""
+
+
+def membership(num_rows: int, device: torch.device) -> Among:
+    """Makes an `Among` of one table's rows, and `num_rows`, which stands for none.
+
+    It keeps one mark per row and one for none; of a large table on the CPU it sorts the others instead.
+    """
+    is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
+    marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
+    stamp = 0  # on CUDA: marks that differ from this number are not erased
+
+    def among(ids: Tensor, others: Tensor) -> Tensor:
+        nonlocal stamp
+        if ids.is_cuda and gpu.available():
+            if stamp == gpu.STAMPS:
+                marks.zero_()
+                stamp = 0
+            stamp += 1
+            return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks.view(torch.uint8), stamp)
+        if not is_marked:
+            ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
+            return ordered[torch.searchsorted(ordered[:-1], ids)] == ids
+        marks.index_fill_(0, others, True)
+        found = marks.index_select(0, ids)
+        marks.index_fill_(0, others, False)
+        return found
+
+    return among
 
 
 def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.arriving import Arriving
-from embrace_fx.runtime.flow.routing import GridPart, Routing, RowSplitter, Split
+from embrace_fx.runtime.flow.routing import Routing, Split, membership
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -58,12 +58,16 @@ class RowExchange:
         self.delayed_chunks = delayed_chunks
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
-        self.splitter = RowSplitter(table.shape[0], local.device)
+        self.among = membership(table.shape[0], local.device)
         self._gradient: RowGradient | None = None  # of the last backward, until it has been applied
         self.arriving = Arriving(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self._delayed: list[Routing] | None = None  # the pieces of its delayed rows, once they have been found
+
+    def routing(self, ids: Tensor, counts: Tensor) -> Routing:
+        """Returns all rows of a batch: ids of every rank, in rank order, and how many are whose."""
+        return Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class RowExchange:
             return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
-            arriving.begin(Routing.of(ids, counts))
+            arriving.begin(self.routing(ids, counts))
         assert arriving.late is not None
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows(launch, arriving.late, dtype))
@@ -107,8 +111,8 @@ class RowExchange:
         assert self._routing is not None
         shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
-        for ticket, part in self.arriving.rows:
-            joined = part.join(self._launcher.wait(ticket), joined, shape)
+        for ticket, routing in self.arriving.rows:
+            joined = routing.join(self._launcher.wait(ticket), joined, shape)
         self.arriving.arrived()
         assert joined is not None
         self._recorder.mark(compute_id("rows", table))
@@ -116,9 +120,13 @@ class RowExchange:
         return joined.view(-1)
 
     def _send_rows(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> Sent:
-        part = GridPart.of(routing, self._grid, self._communicator.rank)
-        self.table.note(part.ids, (routing.whole or routing).ids)
-        return self._launch_rows(launch, self._look_up(launch, part.ids, dtype), part.counts), part
+        ids = self._note(routing)
+        return self._launch_rows(launch, self._look_up(launch, ids, dtype), routing.counts_by_row), routing
+
+    def _note(self, routing: Routing) -> Tensor:
+        """Returns the rows of the own part that any rank reads, and has the table note among which they are."""
+        self.table.note(routing.held_ids, (routing.whole or routing).ids)
+        return routing.held_ids
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
@@ -181,7 +189,8 @@ class RowExchange:
         """
         self.apply_delayed()
         assert self._routing is not None
-        split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
+        following = self._routing.of_batch(ids, counts)
+        split = split or Split.of(self._routing, following, self.among, self.delayed_chunks)
         self._split, self._delayed = split, None
         self.arriving.begin(split.late)
 
@@ -216,7 +225,7 @@ class RowExchange:
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
-            routing, self._split = Routing.of(ids, counts), None
+            routing, self._split = self.routing(ids, counts), None
             self.arriving.stale = True  # they were chosen for not being among that one's rows
         gradient = RowGradient(self.table, self._launcher, (self._dtype, self._columns, padding_idx, scale))
         self._send_gradient(gradient, launch, rows, routing if self._split is None else self._split.prior)
@@ -224,9 +233,9 @@ class RowExchange:
         return gradient
 
     def _send_gradient(self, gradient: RowGradient, launch: OperationId, rows: Tensor, routing: Routing) -> None:
-        part = GridPart.of(routing, self._grid, self._communicator.rank)
-        self.table.note(part.ids, (routing.whole or routing).ids)
-        gradient.parts[launch] = self._launch_gradients(launch, part.split(rows), part.counts, rows.shape[1]), part
+        self._note(routing)
+        ticket = self._launch_gradients(launch, routing.split(rows), routing.counts_by_row, rows.shape[1])
+        gradient.parts[launch] = ticket, routing
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from embrace_fx.runtime.flow.routing import GridPart
+from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.tables.held_gradient import GONE, Late, Rows, merged
@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import UpdateRule
 from embrace_fx.vocabulary.operation_id import OperationId
 
-Sent = tuple[Ticket, GridPart]
+Sent = tuple[Ticket, Routing]
 """Some of a batch's rows on their way, or of their gradients; and which."""
 
 How = tuple[torch.dtype, int, int, float]
@@ -137,9 +137,9 @@ class RowGradient:
 def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
     """Returns the rows of parts, once they are here."""
     found = []
-    for ticket, part in parts:
-        ids, rows = part.summed(launcher.wait(ticket), *how)
-        table.note(ids, part.ids)
+    for ticket, routing in parts:
+        ids, rows = routing.summed(launcher.wait(ticket), *how)
+        table.note(ids, routing.held_ids)
         found.append((ids, rows))
     return found
 

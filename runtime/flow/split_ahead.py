@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Split, by_rank
+from embrace_fx.runtime.flow.routing import Among, Routing, Split, by_rank
 from embrace_fx.runtime.launch.streams import first_true
 
 _BELOW_ALL = torch.iinfo(torch.int64).min
@@ -116,21 +116,20 @@ class SplitAhead:
     Args:
         current: the batch whose rows have been asked for.
         following: the next one.
-        splitter: the table's; used on this stream alone.
+        among: of the table's rows; used on this stream alone.
+        num_rows: of the table.
         chunks: in how many pieces delayed gradients travel.
         padding_idx: the row without gradient, or -1.
     """
 
     def __init__(
-        self, current: Routing, following: Routed, splitter: RowSplitter, chunks: int, padding_idx: int
+        self, current: Routing, following: Routed, among: Among, num_rows: int, chunks: int, padding_idx: int
     ) -> None:
         self.current = current
         self._following = following
         ranks = following.counts.numel()
-        no_row = splitter.no_row
-        late = splitter.among(following.ids, current.ids) & following.is_row
-        read_next = torch.where(following.is_row, following.ids, no_row)
-        prior = splitter.among(current.ids, read_next)
+        late = among(following.ids, current.ids) & following.is_row
+        prior = among(current.ids, torch.where(following.is_row, following.ids, num_rows))
         owner, _ = by_rank(current.counts, current.ids)
         self._late = _select(late, following.owner, ranks)
         self._early = _select(following.is_row & ~late, following.owner, ranks)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter
+from embrace_fx.runtime.flow.routing import Routing, membership
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.lower.rnn_loop import Walk
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.backward_flags import launch_flags
+from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.gpu.needs import gpus, set_sync_debug_mode, trains_on_gpu
 from tests.support.models import MODELS
@@ -42,8 +43,8 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
         unique, count, _ = unique_ids([ids], 9, 0)
         packed = torch.cat([count.view(1), unique]).view(1, -1)
         table = routed(packed, [[unique.numel()]], [(0, 0)])
-        current = Routing(torch.arange(5, device=device), (5,))
-        split = SplitAhead(current, table, RowSplitter(9, device), 3, 0)
+        current = Routing(torch.arange(5, device=device), (5,), Grid(1, 1), 0)
+        split = SplitAhead(current, table, membership(9, device), 9, 3, 0)
         copy, done = streams.to_host(torch.cat([table.counts, split.sizes()])), streams.record("sizes copied")
 
     assert streams.read(done, copy)[0] == 7

@@ -22,7 +22,7 @@ from embrace_fx.runtime import kernels
 from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
-from embrace_fx.runtime.flow.routing import RowSplitter
+from embrace_fx.runtime.flow.routing import membership
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.kernel_values import DTYPES, WIDTHS, Put, assert_near, assert_same, plain, random, random_ids
@@ -95,14 +95,14 @@ def columns_codec(put: Put) -> None:
 
 
 def split_prior_delayed(put: Put) -> None:
-    """One splitter for more calls than there are stamps: the marks of earlier calls are not taken for one of this."""
-    splitter = RowSplitter(3000, put(torch.zeros(1)).device)
+    """One table for more calls than there are stamps: the marks of earlier calls are not taken for one of this."""
+    among = membership(3000, put(torch.zeros(1)).device)
     for call in range(gpu.STAMPS + 1):  # the first and the last one have the same stamp
         ids = torch.cat([random_ids(call % 9, 60, seed=call), torch.arange(100, 110)])
         others = torch.arange(100, 160) if call == 0 else random_ids(call % 7, 60, seed=call + 1000)
-        assert_same(splitter.among(put(ids), put(others)), torch.isin(ids, others))
+        assert_same(among(put(ids), put(others)), torch.isin(ids, others))
     many, others = torch.arange(3000), torch.arange(2999, 0, -2)
-    assert_same(splitter.among(put(many), put(others)), torch.isin(many, others))
+    assert_same(among(put(many), put(others)), torch.isin(many, others))
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------

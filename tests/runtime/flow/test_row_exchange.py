@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer
 
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
+from embrace_fx.runtime.flow.routing import Routing, chunks_of, membership
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
@@ -36,6 +36,7 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
@@ -48,20 +49,20 @@ EXAMPLES = 12
 ids_of_ranks = st.lists(st.lists(st.integers(0, V - 1), unique=True, max_size=V), min_size=1, max_size=4)
 
 
-def routing_of(by_rank: list[list[int]]) -> Routing:
+def routing_of(by_rank: list[list[int]], rank: int = 0) -> Routing:
     flat = torch.tensor([i for ids in by_rank for i in ids], dtype=torch.int64)
-    return Routing.of(flat, torch.tensor([len(ids) for ids in by_rank]))
+    return Routing(flat, tuple(map(len, by_rank)), Grid(1, len(by_rank)), rank)
 
 
 @given(ids_of_ranks, ids_of_ranks)
 def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], following: list[list[int]]) -> None:
     routing, other = routing_of(current), routing_of(following)
-    marked = RowSplitter(V, torch.device("cpu"))
+    marked = membership(V, torch.device("cpu"))
     with mock.patch("embrace_fx.runtime.flow.routing.MOST_MARKED", 0):
-        unmarked = RowSplitter(V, torch.device("cpu"))
+        unmarked = membership(V, torch.device("cpu"))
 
-    for splitter in (unmarked, marked, marked):  # it leaves no marks behind
-        mask = splitter.among(routing.ids, other.ids)
+    for among in (unmarked, marked, marked):  # it leaves no marks behind
+        mask = among(routing.ids, other.ids)
         prior, delayed = routing.where(mask), routing.where(~mask)
 
     read_next = {i for ids in following for i in ids}
@@ -70,12 +71,12 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
     assert prior.positions.tolist() == mask.nonzero().view(-1).tolist()
     assert prior.ids.tolist() == routing.ids[mask].tolist()
     for rank, ids in enumerate(current):
-        own = prior.own_positions(rank)
+        own = routing_of(current, rank).where(mask).own_positions
         assert own is not None
         assert [ids[k] for k in own.tolist()] == [i for i in ids if i in read_next]
     assert prior.counts == tuple(sum(i in read_next for i in ids) for ids in current)
     assert tuple(map(sum, zip(prior.counts, delayed.counts, strict=True))) == routing.counts
-    pieces = [routing.ids[routing.own(rank)].tolist() for rank in range(len(current))]
+    pieces = [routing.ids[routing_of(current, rank).own()].tolist() for rank in range(len(current))]
     assert pieces == current
 
 
@@ -115,7 +116,8 @@ class Batch:
     factors: Tensor
 
     def own(self, rank: int) -> slice:
-        return Routing.of(self.ids, self.counts).own(rank)
+        counts = tuple(self.counts.tolist())
+        return Routing(self.ids, counts, Grid(1, len(counts)), rank).own()
 
     @staticmethod
     def draw(random: random.Random, world_size: int, columns: int, padding_idx: int) -> Batch:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.flow.routing import GridPart, Routing, RowSplitter
+from embrace_fx.runtime.flow.routing import Routing, Split, membership
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import first_true
 from embrace_fx.vocabulary.plan import Grid
@@ -60,7 +60,8 @@ def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:
     longest = max(map(len, by_rank))
     rows = [[len(u), *u, *[0] * (longest - len(u))] for u in unique]
     flat = torch.tensor([i for u in unique for i in u], dtype=torch.int64)
-    return torch.tensor(rows, dtype=torch.int32), capacities, Routing(flat, tuple(map(len, unique)))
+    routing = Routing(flat, tuple(map(len, unique)), Grid(1, len(unique)), 0)
+    return torch.tensor(rows, dtype=torch.int32), capacities, routing
 
 
 @given(st.integers(1, 3), st.data(), st.integers(1, 4), paddings)
@@ -69,10 +70,10 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     one, other = (data.draw(st.lists(ids, min_size=ranks, max_size=ranks)) for _ in range(2))
     current = packed(one)[2]
     gathered, capacities, following = packed(other)
-    splitter = RowSplitter(V, CPU)
-    expected = splitter.split(current, following, chunks)
+    among = membership(V, CPU)
+    expected = Split.of(current, following, among, chunks)
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), splitter, chunks, padding_idx)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), among, V, chunks, padding_idx)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
     found = ahead.split(following, ahead.sizes().tolist())
@@ -88,6 +89,6 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part, _ in parts[2:]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        summed = GridPart.of(part, Grid(1, ranks), 0).summed(rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
+        summed = part.summed(rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
         for mine, reference in zip(summed, kernels.coalesce(part.ids, rows.view(-1), 3, padding_idx, 0.5), strict=True):
             assert torch.equal(mine, reference)
