@@ -18,6 +18,9 @@ all their systems share. embrace_fx is in the first alone: what the ranks of all
 FORCED_STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """embrace_fx's own."""
 
+AS_WRITTEN = 13
+"""Steps after which embrace_fx captures a model whose first steps it has run as it is written, at most."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -29,6 +32,7 @@ class System:
         alone: the system that computes the same without communication; empty for those themselves.
         options: of the peer.
         warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
+            Under "2d" it may take twelve steps before those as the model is written, and capture it after them.
         slow_warm_up_steps: the same in slow motion, where fewer are profiled.
         rows: how many times the rows of the model's tables; batches read the same ones.
         measures_links: while it opens, and goes by what it finds.
@@ -53,6 +57,8 @@ def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **o
     """`ours`: a stand-in for another system, which orders nothing."""
     settles_late = bool(alone) and not ours
     warm_up = (13, 6) if settles_late else (3, 3)
+    if settles_late and options.get("schedule") == "2d" and "strategy" not in options:
+        warm_up = AS_WRITTEN + warm_up[0], AS_WRITTEN + warm_up[1]
     return System("embrace.EmbraceFx", "project", alone, options, *warm_up, rows=rows, measures_links=True)
 
 
