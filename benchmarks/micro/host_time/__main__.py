@@ -35,8 +35,9 @@ from benchmarks.micro.host_time.counters import Calls, count_ops, per_step, thre
 from benchmarks.micro.host_time.systems import NAMES, steps_of, systems_of
 from benchmarks.records import write_record
 
-WARM_UP, MEASURED, COUNTED = 16, 30, 4
-"""Steps: before anything is measured (launches are ordered anew at the twelfth), measured, and counted."""
+WARM_UP, MEASURED, COUNTED = 30, 30, 4
+"""Steps: before anything is measured, measured, and counted. Models of many parameters are captured after twelve steps,
+and launches are ordered anew twelve steps after a capture."""
 PEER = Path(__file__).parents[3] / "build" / "peers" / "torchrec"
 TIMEOUT_S = 900.0
 
