@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
-from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.ranks.announcement import activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
@@ -112,7 +112,9 @@ class GraphCalls:
             return self._runs(self._variant(kind, call), kind, call)
         return variant, program
 
-    def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+    def _following(
+        self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec
+    ) -> NextBatch | None:
         """Returns the next batch, if it is known and has a program."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
@@ -127,7 +129,7 @@ class GraphCalls:
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
-    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> NextBatch | None:
         """Returns this rank's farthest known batch, with the rows that it reads, where a program for it exists."""
         coming = self._lookahead.following(leaves, farthest=True)
         found = self._to_come(kind, coming, spec)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from embrace_fx import cost
-from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
-from embrace_fx.runtime.flow.head import announce, read
+from embrace_fx.runtime.flow.device_batch import look_ahead
+from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
@@ -66,24 +66,22 @@ class Flow:
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement
-        self._ahead: Ahead | None = None
-        self._coming: Ahead | None = None  # the next batch, from a forward's announcement to its submission
+        self._ahead: NextBatch | None = None
+        self._coming: NextBatch | None = None  # the next batch, from a forward's announcement to its submission
         self._has_cut = False  # the last backward has cut the rows of the batch that comes next
         self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
         self.awaits_ids = False
 
-    def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
-        """The next batch, as far as it can be known before its turn."""
-        if self.streams is None:
-            return Ahead(program, leaves, program.unique(leaves))
-        return AheadOfDevice.of(program, leaves, self.streams)
+    def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
+        """Finds the rows of the next batch."""
+        return look_ahead(program, leaves, self.streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(
-        self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, absent: Absent
+        self, program: IdsProgram, leaves: Sequence[Any], following: NextBatch | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
         """Yields the values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
 
@@ -97,9 +95,10 @@ class Flow:
         expected = self._expected()
         is_batch = expected is not None and expected.is_batch(leaves)
         found = expected is not None and is_batch and expected.program is program
-        values, bad = (
-            (expected.values, None) if expected is not None and found else read(self.announcements, program, leaves)
-        )
+        if expected is not None and found:
+            values, bad = expected.values, None
+        else:
+            values, bad = read_batch(self.announcements, program, leaves)
         rows = program.rows_of_batch(values)
         coming = following.sizes() if following is not None and self.looks_ahead else None
         everyone = announce(self.announcements, self.launcher, rows, coming, bad, found=found)
@@ -121,11 +120,9 @@ class Flow:
         self.launcher.enter_forward()
         self._coming = None
         if following is not None and program.routes and all(size >= 0 for row in everyone.coming for size in row):
-            following.everyone = everyone.coming
-            following.current = {
-                each.table: self.exchanges[each.table].routing(values[each.ids], values[each.counts])
-                for each in program.routes
-            }
+            following.announced = everyone.coming
+            of_ranks = program.rows_of_ranks(values)
+            following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
             self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)
         if variant.arrives == "other":  # whose rows wait for gradients that the order has behind them
@@ -134,7 +131,7 @@ class Flow:
         self._begin_compute()
         return values, variant
 
-    def _expected(self) -> Ahead | None:
+    def _expected(self) -> NextBatch | None:
         """Returns the batch that was looked ahead to, where what has left for it may still be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.streams is not None:
@@ -172,12 +169,9 @@ class Flow:
         self.launcher.enter_forward()
         self._begin_compute()
 
-    def _route(self, ahead: Ahead) -> Ahead | None:
+    def _route(self, ahead: NextBatch) -> NextBatch | None:
         """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
-        if not ahead.routed:
-            ahead.arrive(self.launcher.wait)
-            ahead.routed = True
-        return ahead if ahead.usable else None
+        return ahead if ahead.route(self.launcher.wait) else None
 
     def end_forward(self) -> None:
         self.recorder.end_forward()
@@ -194,8 +188,8 @@ class Flow:
         coming = ahead is not None
         if ahead is not None and self.streams is not None:  # whether it may be used, the host is told with its ids
             ahead = self._ahead = self._route(ahead)
-        read = {route.table: values[route.ids] for route in program.routes}
-        known = {route.table for route in ahead.program.routes} if ahead is not None else set()
+        read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
+        known = ahead.program.routes if ahead is not None else ()
         cut = bool(known) and all(
             name in known and exchange.can_split(read.get(name)) for name, exchange in self.exchanges.items()
         )
@@ -220,12 +214,11 @@ class Flow:
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         self.buckets.apply()
-        read = {route.table for route in program.routes}
         nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
             exchange.forget_cut()
             exchange.apply_prior()
-            if name not in read or not nodes_apply:
+            if name not in program.routes or not nodes_apply:
                 exchange.apply_delayed()
         self.recorder.mark(EARLY)
 
@@ -258,7 +251,7 @@ class Flow:
         ahead.ticket = self.launcher.submit(
             IDS,
             lambda: ahead.exchange(self.communicator, self.exchanges),
-            cost.gather_ids(tuple(map(sum, ahead.everyone)), max(ahead.program.num_rows)).sent_bytes,
+            cost.gather_ids(tuple(map(sum, ahead.announced)), max(ahead.program.num_rows)).sent_bytes,
         )
 
     def await_ids(self, *_: object) -> None:
@@ -266,9 +259,8 @@ class Flow:
         self.awaits_ids = False
         ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None
         if ahead is not None and self._has_cut:
-            for route in ahead.program.routes:
-                ids, counts = ahead.values[route.ids], ahead.values[route.counts]
-                self.exchanges[route.table].cut(ids, counts, ahead.splits.get(route.table))
+            for table, found in ahead.program.rows_of_ranks(ahead.values).items():
+                self.exchanges[table].cut(*found, ahead.splits.get(table))
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.flow.split_ahead import unique_ids
+from embrace_fx.runtime.flow.device_batch import unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.tables.row_table import RowTable

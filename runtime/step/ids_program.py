@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.flow import split_ahead
-from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
+from embrace_fx.runtime.flow.device_batch import unique_ids
+from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
@@ -32,25 +32,22 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
     }
     tables = tuple(table for gather in gathers for table in gather.meta["tables"])
     parts = _parts_of_ids(graph.phases["ids"], tables)
+    routes = {
+        node.args[3]: (node.args[1].meta["role"].name, node.args[2].meta["role"].name)
+        for node in graph.phases["forward"].graph.nodes
+        if op_name(node) == "embrace::submit_rows"
+    }
     return IdsProgram(
-        lambda leaves: unique_phase.saved(leaves, {}),
-        _unique_ahead(graph, state, sent),
-        lambda values: [values[name] for name in sent],
-        _routing(graph, state),
-        tables,
-        tuple(size for gather in gathers for size in gather.args[1]),
-        tuple(
-            TableRoute(
-                node.args[3],
-                node.args[1].meta["role"].name,
-                node.args[2].meta["role"].name,
-                paddings.get(node.args[3], -1),
-                parts[node.args[1].meta["role"].name],
-            )
-            for node in graph.phases["forward"].graph.nodes
-            if op_name(node) == "embrace::submit_rows"
-        ),
-        tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
+        unique=lambda leaves: unique_phase.saved(leaves, {}),
+        unique_on_device=_unique_on_device(graph, state, sent),
+        rows_of_batch=lambda values: [values[name] for name in sent],
+        routing=_routing(graph, state),
+        tables=tables,
+        num_rows=tuple(size for gather in gathers for size in gather.args[1]),
+        routes=routes,
+        parts={table: parts[ids] for table, (ids, _) in routes.items()},
+        paddings=paddings,
+        reads=tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
     )
 
 
@@ -70,10 +67,10 @@ def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tu
     return {role.name: found[n.name] for n, role in saved if n.name in found}
 
 
-def _unique_ahead(
+def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Makes `IdsProgram.unique_ahead`.
+    """Makes `IdsProgram.unique_on_device`.
 
     Args:
         sent: names of the unique rows, by table.
@@ -85,21 +82,21 @@ def _unique_ahead(
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
-        def unique_ids_ahead(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            rows, counts[name], where = split_ahead.unique_ids(ids, num_rows, padding_idx)
+        def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+            rows, counts[name], where = unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
-        return unique_ids_ahead
+        return unique_ids_on_device
 
     unique = runnable(graph.phases["unique"], state, {}, unique_of)
 
-    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+    def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
         values = unique.saved(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
         return values, found
 
-    return unique_ahead
+    return unique_on_device
 
 
 def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice
+from embrace_fx.runtime.flow.device_batch import DeviceBatch, look_ahead
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies
@@ -228,7 +229,7 @@ class Program:
         names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
 
-    def ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> Ahead | None:
+    def ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> NextBatch | None:
         """Returns a batch to come, with the rows it reads; None where that cannot be known before its turn.
 
         Args:
@@ -240,18 +241,19 @@ class Program:
             return None
         with torch.no_grad(), autocast_is_in_the_graph():
             assert self.flow is not None
-            return self.flow.look_at(self.ids_program, leaves)
+            return self.flow.look_ahead(self.ids_program, leaves)
 
-    def rows_read(self, leaves: Sequence[Any]) -> Ahead | None:
+    def rows_read(self, leaves: Sequence[Any]) -> NextBatch | None:
         """A batch to come with the rows that it reads, on the host; None where that cannot be known before its turn."""
         if self.ids_program is None or not self._ids_are_pure:
             return None
         parameter = self.state.any_parameter()
         streams = None if parameter is None else streams_of(parameter.device)
         with torch.no_grad(), autocast_is_in_the_graph():
-            if streams is not None:
-                return AheadOfDevice.of(self.ids_program, leaves, streams).copied()
-            return Ahead(self.ids_program, leaves, self.ids_program.unique(leaves))
+            found = look_ahead(self.ids_program, leaves, streams)
+            if isinstance(found, DeviceBatch):
+                found.copy_rows()
+            return found
 
     @property
     def result_count(self) -> int:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.ahead import Ahead
-from embrace_fx.runtime.flow.head import ANNOUNCEMENT
+from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Dropped
@@ -36,7 +35,7 @@ from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BAC
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
-def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:
+def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
     """Runs the model on a flattened batch; returns its flattened results.
 
     Args:
@@ -83,7 +82,7 @@ class Opened:
 class Step:
     """One call of the model: what its backward needs."""
 
-    def __init__(self, program: Program, leaves: Sequence[Any], following: Ahead | None) -> None:
+    def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
         self._leaves = leaves
         self._following = following

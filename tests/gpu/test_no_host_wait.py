@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from embrace_fx.runtime.flow.device_batch import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.flow.routing import Routing, membership
-from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.lower.rnn_loop import Walk
 from embrace_fx.runtime.ranks.communicator import Communicator

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -78,16 +78,17 @@ def ids_program() -> IdsProgram:
     def routing(values: Values, unpacked: list[Tensor]) -> None:
         values["ids"], values["counts"] = values["unique"], torch.tensor([values["unique"].numel()])
 
-    route = TableRoute("t", "ids", "counts", -1, (("t", 0),))
     return IdsProgram(
-        unique,
-        lambda leaves: (unique(leaves), []),
-        lambda values: [values["unique"]],
-        routing,
-        ("t",),
-        (ROWS,),
-        (route,),
-        (0,),
+        unique=unique,
+        unique_on_device=lambda leaves: (unique(leaves), []),
+        rows_of_batch=lambda values: [values["unique"]],
+        routing=routing,
+        tables=("t",),
+        num_rows=(ROWS,),
+        routes={"t": ("ids", "counts")},
+        parts={"t": (("t", 0),)},
+        paddings={},
+        reads=(0,),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -33,11 +33,11 @@ class Steps:
     def _warn(self) -> None:
         self.warned += 1
 
-    def look_at(self, *ids: int) -> Ahead:
-        return self.flow.look_at(self.program, [torch.tensor(ids)])
+    def look_ahead(self, *ids: int) -> NextBatch:
+        return self.flow.look_ahead(self.program, [torch.tensor(ids)])
 
     def forward(
-        self, batch: Ahead, following: Ahead | None = None, absent: Sequence[OperationId] = ()
+        self, batch: NextBatch, following: NextBatch | None = None, absent: Sequence[OperationId] = ()
     ) -> ForwardVariant:
         self.table.told.clear()
         self.values, variant = self.flow.begin_forward(self.program, batch._read, following, lambda _: absent)
@@ -66,7 +66,7 @@ def steps() -> Iterator[Steps]:
 
 def test_steps_of_an_epoch_under_lookahead(steps: Steps) -> None:
     """The first has found nothing, the last leaves nothing; between them steps are steady."""
-    first, second, third = steps.look_at(1, 2), steps.look_at(2, 3), steps.look_at(4)
+    first, second, third = steps.look_ahead(1, 2), steps.look_ahead(2, 3), steps.look_ahead(4)
 
     assert steps.forward(first, second) == ForwardVariant("whole", coming=True)
     assert steps.backward() == BackwardVariant(left=False, coming=True, cut=True)
@@ -79,8 +79,8 @@ def test_steps_of_an_epoch_under_lookahead(steps: Steps) -> None:
 
 
 def test_a_batch_that_is_looked_ahead_to_is_not_computed_again(steps: Steps) -> None:
-    following = steps.look_at(2, 3)
-    steps.forward(steps.look_at(1), following)
+    following = steps.look_ahead(2, 3)
+    steps.forward(steps.look_ahead(1), following)
     steps.backward()
 
     steps.forward(following)
@@ -89,18 +89,18 @@ def test_a_batch_that_is_looked_ahead_to_is_not_computed_again(steps: Steps) -> 
 
 
 def test_another_batch_is_told_of_and_what_was_sent_for_the_other_one_is_forgotten(steps: Steps) -> None:
-    steps.forward(steps.look_at(1), steps.look_at(2))
+    steps.forward(steps.look_ahead(1), steps.look_ahead(2))
     steps.backward()
 
-    assert steps.forward(steps.look_at(3)) == ForwardVariant("other", coming=False)
+    assert steps.forward(steps.look_ahead(3)) == ForwardVariant("other", coming=False)
     assert steps.warned == 1
     assert "forget_rows" in steps.table.told
     assert steps.values["ids"].tolist() == [3]
 
 
 def test_a_batch_that_was_written_meanwhile_is_another_one(steps: Steps) -> None:
-    following = steps.look_at(2)
-    steps.forward(steps.look_at(1), following)
+    following = steps.look_ahead(2)
+    steps.forward(steps.look_ahead(1), following)
     steps.backward()
     following._read[0].fill_(5)
 
@@ -110,8 +110,8 @@ def test_a_batch_that_was_written_meanwhile_is_another_one(steps: Steps) -> None
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_parameters_that_were_handed_out_are_looked_at_before_early_rows_are_used(steps: Steps, holds: bool) -> None:
-    following = steps.look_at(2)
-    steps.forward(steps.look_at(1), following)
+    following = steps.look_ahead(2)
+    steps.forward(steps.look_ahead(1), following)
     steps.backward()
     steps.flow.parameters_may_change()
     steps.table.holds = holds
@@ -122,7 +122,7 @@ def test_parameters_that_were_handed_out_are_looked_at_before_early_rows_are_use
 
 
 def test_where_gradients_are_to_be_summed_nothing_is_cut(steps: Steps) -> None:
-    steps.forward(steps.look_at(1), steps.look_at(2))
+    steps.forward(steps.look_ahead(1), steps.look_ahead(2))
     steps.table.splits = False
 
     assert steps.backward() == BackwardVariant(left=False, coming=True, cut=False)
@@ -131,18 +131,18 @@ def test_where_gradients_are_to_be_summed_nothing_is_cut(steps: Steps) -> None:
 
 def test_what_no_node_applies_is_applied_at_the_head_of_a_backward(steps: Steps) -> None:
     """Delayed gradients are the nodes' where the backward before has left some."""
-    first, second = steps.look_at(1), steps.look_at(2)
+    first, second = steps.look_ahead(1), steps.look_ahead(2)
     steps.forward(first, second)
     steps.backward()
     assert "apply_delayed" in steps.table.told
 
-    steps.forward(second, steps.look_at(3))
+    steps.forward(second, steps.look_ahead(3))
     steps.backward()
     assert "apply_delayed" not in steps.table.told
 
 
 def test_what_a_phase_leaves_out_is_not_waited_for(steps: Steps) -> None:
-    steps.forward(steps.look_at(1), absent=steps.launcher.absent([IDS], forward=True))
+    steps.forward(steps.look_ahead(1), absent=steps.launcher.absent([IDS], forward=True))
 
     assert steps.launcher.expects(IDS)
     assert not steps.launcher.expects(LATE)
@@ -159,10 +159,10 @@ def test_what_is_left_out_is_of_the_phase_itself() -> None:
 
 
 def test_an_id_outside_the_table_is_refused_at_its_turn_and_not_before(steps: Steps) -> None:
-    bad = steps.look_at(2, ROWS)
+    bad = steps.look_ahead(2, ROWS)
     assert bad.sizes() == [-1]
 
-    assert steps.forward(steps.look_at(1), bad).coming is False  # so it is not prepared
+    assert steps.forward(steps.look_ahead(1), bad).coming is False  # so it is not prepared
     steps.backward()
     with pytest.raises(PeerFailure, match=f"expected ids from 0 to {ROWS - 1}"):
         steps.forward(bad)

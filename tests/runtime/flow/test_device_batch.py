@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
+from embrace_fx.runtime.flow.device_batch import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.flow.routing import Routing, Split, membership
-from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import first_true
 from embrace_fx.vocabulary.plan import Grid
 
