@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embrace_fx.passes.take_part import idle_graph
+from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks

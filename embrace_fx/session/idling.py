@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from embrace_fx.passes.take_part import idle_graph
+from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.planning.fitting import Misfit, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
@@ -89,8 +89,8 @@ class Idling:
                 none = table.local.new_empty((0,), dtype=torch.int64)
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
-    def take_part(self) -> None:
-        """Joins one call of the others, without a batch. Collective."""
+    def shadow_call(self) -> None:
+        """Runs the collectives of one call of the others, without a batch: `Join` calls that shadowing. Collective."""
         activity = self.meet(JOINED)
         while True:
             try:
@@ -151,7 +151,7 @@ class Joined(JoinHook):
         idling.divides_by_all = divides_by_all
 
     def main_hook(self) -> None:
-        self._idling.take_part()
+        self._idling.shadow_call()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._idling.end(last=is_last_joiner)

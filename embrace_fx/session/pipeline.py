@@ -10,6 +10,7 @@ from torch import fx
 
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.join_exchanges import JoinExchanges
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import RecomputeRegions
@@ -26,7 +27,6 @@ from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
-from embrace_fx.passes.take_part import TakePart
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
@@ -65,7 +65,7 @@ def training_passes(
     rank: int,
     *,
     reduce: bool = True,
-    take_part: TakePart | None = None,
+    join: JoinExchanges | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
     """Lists the passes of the pipeline, in order.
@@ -73,13 +73,13 @@ def training_passes(
     Args:
         present: tables the graph reads; an evaluation may read fewer than training does.
         reduce: False for a backward under `no_sync`, and for a forward alone.
-        take_part: the pass that adds the exchanges that the batch does not need; None: the graph is a forward alone.
+        join: the pass that joins the exchanges that the batch does not need; None: the graph is a forward alone.
         memory: the pass that keeps the step within a budget; None: there is no budget.
     """
-    sharded = tuple(name for name in plan.sharded if name in present or take_part is not None)
+    sharded = tuple(name for name in plan.sharded if name in present or join is not None)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
-        *((take_part,) if take_part is not None else ()),  # parameters that this batch does not use are exchanged too
+        *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),

@@ -13,11 +13,11 @@ from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.join_exchanges import ExchangedParameter, JoinExchanges
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.step_memory import StepMemory, step_memory
-from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
@@ -171,8 +171,8 @@ class ProgramBuilder:
         rates = self._plan.links.compute, self._offloading.rate
         memory = None if budget is None else Memory(budget, *rates, self._tell_least)
         rank = self._communicator.rank
-        part = TakePart(self._exchanged(), self._plan.renormed) if train else None
-        passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
+        join = JoinExchanges(self._exchanged(), self._plan.renormed) if train else None
+        passes = training_passes(self._plan, present, rank, reduce=reduce, join=join, memory=memory)
         return run_passes(analysed, passes)
 
     def _tell_least(self, asked: int, least: int) -> None:

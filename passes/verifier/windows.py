@@ -64,7 +64,7 @@ _HANDED_OVER = {
 """Op of an overlapped graph -> the exchange of the joint graph that it stands for."""
 
 
-def launches_told(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def launches_identified(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Every submission and every await has the id of its launch, and prints it."""
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
@@ -213,7 +213,7 @@ def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
 
 INVARIANTS = (
     handed_over_once,
-    launches_told,
+    launches_identified,
     under_way_agrees,
     rows_current,
     rows_joined,

@@ -256,7 +256,7 @@ class BucketUpdates:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def take(self, optimizer: Optimizer, tables: Set[int]) -> list[tuple[nn.Parameter, Tensor]]:
+    def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> list[tuple[nn.Parameter, Tensor]]:
         """Hides late gradients from an optimizer that is about to step, if every gradient it would read is late.
 
         Args:
@@ -266,7 +266,7 @@ class BucketUpdates:
         optimizer has to step them by itself, at once; their gradients are ordinary ones then.
         """
         place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
-        taken, may_step = [], True
+        hidden, may_step = [], True
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = None if id(parameter) in tables else parameter.grad
@@ -277,23 +277,23 @@ class BucketUpdates:
                 bucket, n = place_of.get(id(parameter), (None, 0))
                 is_late = bucket is not None and id(parameter) not in bucket.stepped and bucket.stands_in(n)
                 may_step = may_step and is_late
-                taken.append((parameter, gradient))
+                hidden.append((parameter, gradient))
         if not may_step:
             self.release(optimizer)
             return []
-        for parameter, _ in taken:
+        for parameter, _ in hidden:
             parameter.grad = None
-        return taken
+        return hidden
 
-    def step(self, optimizer: Optimizer, taken: Set[int]) -> None:
-        """Has what was taken, parameters by their ids, step later, under the options of this moment: the optimizer has
-        stepped."""
+    def step(self, optimizer: Optimizer, hidden: Set[int]) -> None:
+        """Leaves the step of hidden gradients, of parameters by their ids, to the next forward, under the options of
+        this moment: the optimizer has stepped."""
         bucket_of = {id(parameter): k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
         groups: dict[int, list[dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
             for parameter in group["params"]:
-                if id(parameter) in taken:
+                if id(parameter) in hidden:
                     by_bucket.setdefault(bucket_of[id(parameter)], []).append(parameter)
             for k, parameters in by_bucket.items():
                 groups.setdefault(k, []).append({**kept, "params": parameters})

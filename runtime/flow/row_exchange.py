@@ -266,7 +266,7 @@ class RowExchange:
     def step(self) -> RowGradient:
         """Gives the gradient on its way the options of this moment, and returns it: the optimizer has stepped."""
         assert self._gradient is not None
-        self.stepped_at_once(moved_all=self._gradient.take().moves_all)
+        self.stepped_at_once(moved_all=self._gradient.begin_step().moves_all)
         return self._gradient
 
     def stepped_at_once(self, *, moved_all: bool, of_all: bool = True) -> None:

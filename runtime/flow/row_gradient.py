@@ -99,7 +99,7 @@ class RowGradient:
         """Tells whether a step can take it as it is, on its way, and leave the update to the next forward."""
         return all(map(self._stands_at, self._table.members)) and self._table.can_wait()
 
-    def take(self) -> UpdateRule:
+    def begin_step(self) -> UpdateRule:
         """Keeps the options of this moment for its update: the optimizer has stepped."""
         self.step = self._table.begin_step()
         return self.step

@@ -1,8 +1,11 @@
-"""Parameters that a loss reads besides the model's call: `loss = model(x) + penalty(model.module.scale)`.
+"""Reduces the gradient of a parameter that a loss reads outside of the model's call.
 
-Autograd brings their gradients to the parameters by itself. As under DDP they become their mean over ranks, where the
-same backward comes to a call of the model. Of a sharded table a rank has its own columns alone, of which nearly nothing
-is what it is of the table: there such a loss is refused.
+    loss = model(x) + penalty(model.module.scale)
+
+Autograd brings two gradients to `scale`. The program reduces the one that comes through the call. The one through
+`penalty` is this rank's own: here it becomes the mean over ranks, as under DDP.
+
+Of a sharded table a rank has some columns, and `penalty` would be of these alone: it is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from embrace_fx.runtime.tables.model_state import ModelState
 
 
 class OutsideUses:
-    """Watches the nodes by which autograd accumulates gradients, which a compiled model itself never reaches.
+    """Watches the nodes that accumulate gradients in autograd. The model's own backward never runs them: it puts
+    gradients into `.grad` by itself.
 
     Args:
         state: of the model.
@@ -29,7 +33,7 @@ class OutsideUses:
         self._state = state
         self._communicator = communicator
         self._unused: frozenset[str] = frozenset()
-        self._nodes: list[Any] = []  # a parameter does not keep its own alive
+        self._nodes: list[Any] = []  # a parameter does not keep its node alive
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
@@ -48,7 +52,7 @@ class OutsideUses:
             if name not in self._state.ignored and parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._handles.append(node.register_prehook(NodeHook(self._arrived, name)))
+                self._handles.append(node.register_prehook(NodeHook(self._reduce, name)))
                 self._nodes.append(node)
 
     def stop(self) -> None:
@@ -58,7 +62,8 @@ class OutsideUses:
         self._handles.clear()
         self._nodes.clear()
 
-    def _arrived(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """Returns the mean over ranks of a gradient that autograd is about to accumulate; None: it stays as it is."""
         state, (gradient,) = self._state, gradients
         if name in state.tables and state.tables[name].place.mesh is not None:
             raise RuntimeError(
@@ -86,7 +91,10 @@ class OutsideUses:
         )
 
     def _is_of_a_call(self) -> bool:
-        """Tells whether the backward under way comes, or came, to a call of the model: else it is this rank's own."""
+        """Tells whether the backward that runs has run, or will run, that of a call of the model.
+
+        All ranks run such a backward; any other may be this rank's alone.
+        """
         calls: Any = self._state.awaiting_backward
         to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))
         return to_come or torch._C._current_graph_task_id() == self._state.graph_task

@@ -1,8 +1,8 @@
 """Whichever optimizer steps a model's parameters, stepping its sharded tables and what is still on its way too.
 
 Contract
-    Optimizers stay what they are; torch's own hooks tell of their steps. Before one, gradients that torch's step can
-    take are left to it, and those that are applied by rows, or later, are taken away, so that the step skips them.
+    Optimizers stay what they are; torch calls hooks around their steps. Before one, gradients that torch's step can
+    take are left to it, and those that are applied by rows, or later, are hidden, so that the step skips them.
     After it they are applied, or left to the next forward with the options of this moment, and `.grad` is what it was.
     State dicts of an optimizer show DTensors for sharded tables; whole tensors and DTensors can be loaded.
 """
@@ -112,7 +112,7 @@ class Stepping:
 
     def listen(self) -> None:
         """Adopts every optimizer that is about to step a parameter of the model, from now on."""
-        handle = register_optimizer_step_pre_hook(_told(self, Stepping._notice))
+        handle = register_optimizer_step_pre_hook(_hook(self, Stepping._before_any_step))
         weakref.finalize(self, handle.remove)
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -124,29 +124,29 @@ class Stepping:
         for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
                 optimizer.state[parameter] = own_state_of(parameter, state, self._state, self._communicator)
-        optimizer.register_step_pre_hook(_told(self, Stepping._before))
-        optimizer.register_step_post_hook(_told(self, Stepping._after))
-        optimizer.register_state_dict_pre_hook(_told(self, Stepping._settle))
-        optimizer.register_state_dict_post_hook(_told(self, Stepping._show_state))
-        optimizer.register_load_state_dict_pre_hook(_told(self, Stepping._load_state))
+        optimizer.register_step_pre_hook(_hook(self, Stepping._before_step))
+        optimizer.register_step_post_hook(_hook(self, Stepping._after_step))
+        optimizer.register_state_dict_pre_hook(_hook(self, Stepping._settle))
+        optimizer.register_state_dict_post_hook(_hook(self, Stepping._show_state))
+        optimizer.register_load_state_dict_pre_hook(_hook(self, Stepping._load_state))
 
-    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer, anyone's, is about to step."""
+    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Adopts an optimizer that is about to step, if it holds a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-            return  # around another one, whose step is told too; or it steps by ops on parameters, as a loop does
+            return  # around another one, whose step calls this too; or it steps by ops on parameters, as a loop does
         if not self.holders.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return
             self.adopt(optimizer)
         # The user's hooks see gradients as they are on all ranks: before ours take them, and after they are back.
-        _move(optimizer._optimizer_step_pre_hooks, self, last=True)
-        _move(optimizer._optimizer_step_post_hooks, self, last=False)
+        _move_hook(optimizer._optimizer_step_pre_hooks, self, last=True)
+        _move_hook(optimizer._optimizer_step_post_hooks, self, last=False)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
             last.restore(raised=True)  # the one whose step begins, of which nothing is hidden
         self.recorder.mark(OWN_CODE)
@@ -158,7 +158,7 @@ class Stepping:
             found = (args[0], lambda: loss), {}
         elif closure is not None:
             found = (args[0], self._mean_loss(closure)), {}  # it may want the loss many times, as LBFGS does
-        self._take(optimizer)
+        self._sort_gradients(optimizer)
         if self.of_any_layout:
             for parameter, gradient in in_other_layouts(optimizer):
                 self._steps[id(optimizer)].hide(parameter, gradient)
@@ -181,14 +181,14 @@ class Stepping:
 
         return mean
 
-    def _take(self, optimizer: Optimizer) -> None:
+    def _sort_gradients(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step()
         tables = self._own_tables(optimizer)
         replicas = self._own_replicas(optimizer)
         may_wait = self._may_wait(optimizer)
-        step.late = self._late(tables) if may_wait else []
+        step.late = self._in_flight(tables) if may_wait else []
         for exchange in self._exchanges(tables):
             exchange.apply_delayed()  # of the last step
         are_late = {id(table) for exchange in step.late for table in exchange.table.members}
@@ -217,9 +217,9 @@ class Stepping:
             step.hide(table.parameter)
         if self._flow is not None:
             if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
-                taken = self._flow.buckets.take(optimizer, {id(table.parameter) for table in tables})
-                step.buckets = {id(parameter) for parameter, _ in taken}
-                step.hidden += [(parameter, gradient, None) for parameter, gradient in taken]
+                hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
+                step.buckets = {id(parameter) for parameter, _ in hidden}
+                step.hidden += [(parameter, gradient, None) for parameter, gradient in hidden]
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self._flow.buckets.release(optimizer)
 
@@ -267,7 +267,7 @@ class Stepping:
             return []
         return list(dict.fromkeys([self._flow.of_table[table.name] for table in tables]))
 
-    def _late(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+    def _in_flight(self, tables: Sequence[RowTable]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""
         names = {table.name for table in tables}
         return [
@@ -277,7 +277,7 @@ class Stepping:
         ]
 
     @torch.no_grad()
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         step = self._steps.pop(id(optimizer), None)
         if step is None:  # the step of the base class has ended it
             return
@@ -376,7 +376,7 @@ def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
     return ids, gradient.index_select(0, ids)
 
 
-def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
+def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
     """Returns a hook that does not keep its model alive."""
     itself = weakref.ref(stepping)
 
@@ -388,7 +388,7 @@ def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
     return hook
 
 
-def _move(hooks: Any, stepping: Stepping, *, last: bool) -> None:
+def _move_hook(hooks: Any, stepping: Stepping, *, last: bool) -> None:
     """Puts a model's hook at the end, or at the head, of those of its kind."""
     for key, hook in list(hooks.items()):
         owner = getattr(hook, "stepping", None)

@@ -62,8 +62,8 @@ class UsedParameters:
         """
         found = self._words.get(given)
         if found is None:
-            found = _remember(self._words, given, self._told(self._reached(given)))
-        return self._told(self._reached(given).union(unreduced)) if unreduced else found
+            found = _remember(self._words, given, self._encoded(self._reached(given)))
+        return self._encoded(self._reached(given).union(unreduced)) if unreduced else found
 
     def left(self, given: tuple[int, ...]) -> frozenset[str]:
         """Finds parameters that this rank has for itself, and that a backward from these results does not reach."""
@@ -82,7 +82,7 @@ class UsedParameters:
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
-    def _told(self, reached: Collection[str]) -> tuple[int, ...]:
+    def _encoded(self, reached: Collection[str]) -> tuple[int, ...]:
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
             if name in self._place:  # others are this rank's own

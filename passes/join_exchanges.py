@@ -47,7 +47,7 @@ class ExchangedParameter:
 
 
 @dataclass(frozen=True)
-class TakePart:
+class JoinExchanges:
     """Adds to a training graph the exchanges of the plan that it lacks.
 
     Attributes:

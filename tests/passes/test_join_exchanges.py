@@ -1,4 +1,4 @@
-"""`TakePart`: a graph that uses less than the plan exchanges launches all of it; results and gradients stay."""
+"""`JoinExchanges`: a graph that uses less than the plan exchanges launches all of it; results and gradients stay."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.join_exchanges import ExchangedParameter, JoinExchanges, idle_graph
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.take_part import ExchangedParameter, TakePart, idle_graph
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
 from tests.support.graphs import IDS, D, Tables, V, analysed, tables_model
 
 DTYPE, CPU = torch.float64, torch.device("cpu")
-PART = TakePart(
+PART = JoinExchanges(
     {
         "table.weight": ExchangedParameter((V, D), DTYPE, CPU, padding_idx=-1),
         "other.weight": ExchangedParameter((V, D), DTYPE, CPU, padding_idx=-1),
@@ -45,7 +45,7 @@ def unread(model: Tables, ids: Tensor) -> Tensor:
 
 def completed(graph: TrainingGraph) -> TrainingGraph:
     found = PART(graph)
-    verify(found, after="TakePart", captured=graph, previous=graph)
+    verify(found, after="JoinExchanges", captured=graph, previous=graph)
     return found
 
 
@@ -92,4 +92,4 @@ def test_a_graph_that_uses_everything_is_returned_as_it_is() -> None:
 
 def test_a_table_with_max_norm_is_to_be_read_by_every_batch() -> None:
     with pytest.raises(ValueError, match=r"expected every batch to read the tables with max_norm, .* other\.weight"):
-        TakePart(renormed=("other.weight",))(analysed(tables_model(one), IDS))
+        JoinExchanges(renormed=("other.weight",))(analysed(tables_model(one), IDS))
