@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
-    return CompiledModel(Session(model, (), group, options), single=True)
+    return CompiledModel(Session(model, (), None, options), single=True)
 
 
 class CompiledModel(nn.Module, Joinable):
@@ -341,7 +340,7 @@ class CompiledModel(nn.Module, Joinable):
         Raises:
             RuntimeError: a call waits for its backward, or the tables do not fit into memory; on every rank.
         """
-        with self._session.planned.whole():
+        with self._session.whole():
             yield self._session.model
 
     # -- seeing --------------------------------------------------------------------------------------------------------

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
+from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
 from embrace_fx.runtime.step.gradient_hooks import is_hooked
+from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.accumulation import Accumulation
 from embrace_fx.session.calls import Kinds, Variant
 from embrace_fx.session.first_steps import MEASURED_STEPS, run_as_written, weigh
-from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables, row_tables
+from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
 from embrace_fx.session.gradient_step import GradientStep
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.agreement import OtherRoute
+from embrace_fx.session.replica_check import compare_replicas_if_due
+from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -41,6 +44,7 @@ class EagerCalls:
     def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
+        self._replicated = False  # before the first plan, ranks have got rank 0's parameters to evaluate with
         self.reason = ASKED if setting.options.route == "eager" else ""
         self.on_trial = self.leaving = False
         self._setting = setting
@@ -92,8 +96,8 @@ class EagerCalls:
         """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
         if reason := self._planned.fit():
             self.take_over(reason)
-            variant = self.variant(train=True)
-            self._planned.plan_for(variant, self.rows(variant))
+            variant = self._variant(self._trained(), train=True)
+            self._planned.plan_for(variant, self._rows_of(variant))
 
     def call(
         self,
@@ -101,13 +105,11 @@ class EagerCalls:
         kwargs: dict[str, Any],
         train: bool,
         make_plan: Callable[[Variant, Sequence[Any]], None],
-        check_replicas: Callable[[], None],
     ) -> Any:
         """Runs the user's forward on a batch. Collective.
 
         Args:
             make_plan: makes the first plan.
-            check_replicas: makes the next announcement compare replicas, if it is time.
 
         Raises:
             PeerFailure: a rank has failed; on every rank.
@@ -115,7 +117,7 @@ class EagerCalls:
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
         variant = self._variant(trained, train=train)
-        rows = self.rows(variant)
+        rows = self._rows_of(variant)
         if planned.plan is None:
             make_plan(variant, rows)
         if train and announcements.asked_to_plan:
@@ -127,13 +129,33 @@ class EagerCalls:
             planned.make_again(variant, rows)
         planned.calls.count += train
         if train:
-            check_replicas()
+            compare_replicas_if_due(self._setting, planned)
         accumulates = train and not self._setting.state.synchronised
         results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
         if train:
             planned.observe()
             planned.calls.asks_to_plan |= self.on_trial and planned.calls.count > MEASURED_STEPS
         return results
+
+    def evaluate_unplanned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a forward without gradients before there is a plan, when no table is sharded. Collective.
+
+        Raises:
+            RuntimeError: the model is on the meta device, and has no values yet.
+        """
+        setting, model = self._setting, self._setting.model
+        agree_on_first_call(setting.communicator, EVALUATING, None)
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            raise RuntimeError(
+                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
+                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
+                "enabled."
+            )
+        if not self._replicated:
+            buffers = setting.options.shares_buffers
+            broadcast_state(model, setting.state.ignored, setting.communicator, buffers=buffers)
+        self._replicated = True
+        return model(*args, **kwargs)
 
     def evaluates(self) -> bool:
         """Tells whether forwards without gradients run eagerly although training calls are captured."""
@@ -151,18 +173,15 @@ class EagerCalls:
         trained = self._trained()
         return self._run(self._variant(trained, train=False), trained, args, kwargs, accumulates=False)
 
-    def variant(self, *, train: bool) -> Variant:
-        """Returns the variant that takes the place of a capture; makes it at the first call."""
-        return self._variant(self._trained(), train=train)
-
     def _variant(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Variant:
+        """Returns the variant that takes the place of a capture; makes it at the first call."""
         kind = self._kinds["eager", tuple(trained), train]
         if not kind.variants:
             graph = self._graph(trained) if train else idle_graph(*next(iter(trained.items())))
             kind.variants.append(Variant(captured_of(graph), graph, train))
         return kind.variants[0]
 
-    def rows(self, variant: Variant) -> list[Tensor]:
+    def _rows_of(self, variant: Variant) -> list[Tensor]:
         """Lists for each table the rows of a recent gradient; before the first one, all that it may have."""
         tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in variant.analysed.tables}
         return [
@@ -199,7 +218,7 @@ class EagerCalls:
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)
-        self._row_tables = row_tables(self._setting.model, self._tables)
+        self._row_tables = frozenset(lookup_tables(self._setting.model, trained, only_sparse=True))
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # sharded tables become whole
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
@@ -227,7 +246,7 @@ class EagerCalls:
         if self.reason:
             setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
         program = self._planned.build(variant, accumulates=accumulates)
-        step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else (), self._in_rows())
+        step = GradientStep(program, tuple(trained), self._rows_of(variant) if variant.train else (), self._in_rows())
         step.announce()
         try:
             results = setting.model(*args, **kwargs)

@@ -87,18 +87,11 @@ def captured_of(graph: TrainingGraph) -> Captured:
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), ReadValues.of((), {}))
 
 
-def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Finds the parameters that are weights of lookup layers."""
-    layers = (nn.Embedding, nn.EmbeddingBag)
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, layers)}
+def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
+    """Finds the parameters that are weights of lookup layers; `only_sparse`: of layers with `sparse=True`."""
+    layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    weights = {id(layer.weight) for layer in layers if layer.sparse or not only_sparse}
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
-
-
-def row_tables(model: nn.Module, tables: Collection[str]) -> frozenset[str]:
-    """Finds the tables whose layers make sparse gradients (`sparse=True`)."""
-    layers = (nn.Embedding, nn.EmbeddingBag)
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, layers) and module.sparse}
-    return frozenset(name for name in tables if id(model.get_parameter(name)) in weights)
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:

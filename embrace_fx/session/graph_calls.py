@@ -21,6 +21,7 @@ from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.session.replica_check import compare_replicas_if_due
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, give_up, runs_eagerly_for
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
@@ -46,14 +47,12 @@ class GraphCalls:
         self,
         call: Arguments,
         make_plan: Callable[[Variant, Sequence[Any]], None],
-        check_replicas: Callable[[], None],
         note_built: Callable[[], None],
     ) -> Any:
         """Runs the model on a batch. Collective.
 
         Args:
             make_plan: makes the first plan.
-            check_replicas: makes the next announcement compare replicas, if it is time.
             note_built: called when a program has been built.
 
         Raises:
@@ -77,10 +76,12 @@ class GraphCalls:
             planned.flow.leave()
         planned.calls.count += train
         if train:
-            check_replicas()
+            compare_replicas_if_due(self._setting, planned)
         inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
         if train and hints is not None and self._lookahead.active:
-            hints.step(inputs, self._rows_ahead(kind, leaves, call.spec), self._lookahead.batches)
+            farthest = self._lookahead.following(leaves, farthest=True)
+            rows_ahead = self._of_coming(kind, farthest, call.spec, Program.rows_read)
+            hints.step(inputs, rows_ahead, self._lookahead.batches)
         try:
             results = run_step(program, inputs, train=train, following=following)
         finally:
@@ -119,38 +120,26 @@ class GraphCalls:
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
-        found = self._to_come(kind, coming, spec)
-        if coming is None or found is None:
-            return None
-        variant, of_batch = found
-        try:
-            inputs = variant.captured.inputs(coming)
-            return of_batch.ahead(inputs, of_objects=len(inputs) - len(coming))
-        except Exception:  # what is wrong with it, its own call will tell all ranks
-            return None
+        size = len(leaves)
+        return self._of_coming(kind, coming, spec, lambda of, inputs: of.ahead(inputs, of_objects=len(inputs) - size))
 
-    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> NextBatch | None:
-        """Returns this rank's farthest known batch, with the rows that it reads, where a program for it exists."""
-        coming = self._lookahead.following(leaves, farthest=True)
-        found = self._to_come(kind, coming, spec)
-        if coming is None or found is None:
-            return None
-        variant, of_batch = found
-        try:
-            return of_batch.rows_read(variant.captured.inputs(coming))
-        except Exception:  # what is wrong with it, its own call will tell all ranks
-            return None
-
-    def _to_come(
-        self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec
-    ) -> tuple[Variant, Program] | None:
-        """Finds the variant and the program on which a future batch will run; None: not known yet."""
+    def _of_coming(
+        self,
+        kind: Kind,
+        coming: Sequence[Any] | None,
+        spec: pytree.TreeSpec,
+        read: Callable[[Program, Sequence[Any]], NextBatch | None],
+    ) -> NextBatch | None:
+        """Reads a future batch by the program on which it will run; None: one of the two is not known yet."""
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
         if variant is None or variant.program is None or variant.captured.switches:
             return None  # an earlier step may still change which graph is valid
-        return variant, variant.program
+        try:
+            return read(variant.program, variant.captured.inputs(coming))
+        except Exception:  # what is wrong with it, its own call will tell all ranks
+            return None
 
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
         setting, planned, eager = self._setting, self._planned, self._eager

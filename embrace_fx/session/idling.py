@@ -36,11 +36,14 @@ _NO_BATCH = (
 )
 
 
-class Idling:
-    """Joins the calls of other ranks, after this one has run out of batches.
+class Idling(JoinHook):
+    """Joins the calls of other ranks, after this one has run out of batches: the hook that torch's `Join` calls.
 
     Args:
         fit: changes the plan to fit all ranks' batches. Collective.
+
+    Attributes:
+        divides_by_all: gradients are divided by the number of all ranks, not of those that still have batches.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, fit: Callable[[], None]) -> None:
@@ -89,8 +92,8 @@ class Idling:
                 none = table.local.new_empty((0,), dtype=torch.int64)
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
-    def shadow_call(self) -> None:
-        """Runs the collectives of one call of the others, without a batch: `Join` calls that shadowing. Collective."""
+    def main_hook(self) -> None:
+        """Runs the collectives of one call of the others, without a batch, which torch calls shadowing. Collective."""
         activity = self.meet(JOINED)
         while True:
             try:
@@ -109,16 +112,12 @@ class Idling:
             elif activity != EVALUATING:
                 step.tell_nothing()
 
-    def end(self, *, last: bool) -> None:
-        """Ends `join` when all ranks have run out of batches. Collective.
-
-        Args:
-            last: whether this rank was among the last.
-        """
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Ends `join` when all ranks have run out of batches; the last of them have the newest state. Collective."""
         setting = self._setting
         self._planned.calls.authority, self._planned.calls.uneven = 0, False
         setting.state.gradient_scale = 1.0
-        ranks = [rank for rank, each in enumerate(setting.communicator.gather(last, bool)) if each]
+        ranks = [rank for rank, each in enumerate(setting.communicator.gather(is_last_joiner, bool)) if each]
         if self._planned.plan is None:
             return
         self._planned.parameters_may_change()
@@ -141,17 +140,3 @@ class Idling:
             like = planned.any_variant().captured
             self._variants[train] = Variant(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
         return planned.build(self._variants[train], accumulates=accumulates)
-
-
-class Joined(JoinHook):
-    """The hook that torch's `Join` calls on a rank that has run out of batches."""
-
-    def __init__(self, idling: Idling, *, divides_by_all: bool) -> None:
-        self._idling = idling
-        idling.divides_by_all = divides_by_all
-
-    def main_hook(self) -> None:
-        self._idling.shadow_call()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._idling.end(last=is_last_joiner)

@@ -67,6 +67,8 @@ class ModelWatch:
         Args:
             buffers: whether all buffers must be replaced too.
         """
+        if isinstance(self._state.any_parameter(), nn.Parameter):
+            return False
         own = {id(buffer) for buffer in self._buffers}
         return not any(isinstance(parameter, nn.Parameter) for parameter in self._model.parameters()) and not (
             buffers and any(id(buffer) in own for buffer in self._model.buffers())

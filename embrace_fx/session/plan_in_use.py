@@ -5,9 +5,8 @@ Programs, the flow between steps and the schedule are built under a plan, and en
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,28 +31,10 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.programs import ProgramBuilder
-from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-
-
-@dataclass(frozen=True)
-class InUse:
-    """A plan and all that is built under it, replaced as one value.
-
-    Attributes:
-        plan: None before the first training call.
-        builder: the builder of the programs under the plan; it owns the flow between steps.
-        findings: on rank 0, the findings that the plan was made from.
-        drift: on rank 0, the watch over the rows that batches read, if a strategy depends on them.
-    """
-
-    plan: Plan | None = None
-    builder: ProgramBuilder | None = None
-    findings: Findings | None = None
-    drift: Drift | None = None
 
 
 class PlanInUse:
@@ -66,6 +47,8 @@ class PlanInUse:
         on_placed: called when tables have been placed as a plan says.
 
     Attributes:
+        plan: the plan in use; None before the first training call.
+        builder: the builder of the programs under the plan, which owns the flow between steps; None like the plan.
         probes: whether links are probed for a plan.
     """
 
@@ -78,8 +61,11 @@ class PlanInUse:
         on_other_batch: Callable[[], None],
         on_placed: Callable[[], None],
     ) -> None:
+        self.plan: Plan | None = None
+        self.builder: ProgramBuilder | None = None
+        self._findings: Findings | None = None  # on rank 0, those that the plan was made from
+        self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
         self.calls, self.probes = calls, True
-        self._now = InUse()
         self._setting = setting
         self._kinds = kinds
         self._buffers = buffers
@@ -90,20 +76,9 @@ class PlanInUse:
         self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in use; None before the first training call."""
-        return self._now.plan
-
-    @property
-    def builder(self) -> ProgramBuilder | None:
-        """The builder of the programs under the plan; None before the first training call."""
-        return self._now.builder
-
-    @property
     def flow(self) -> Flow | None:
         """The communication between steps; None before the first training program, and on one rank."""
-        builder = self._now.builder
-        return None if builder is None else builder.flow
+        return None if self.builder is None else self.builder.flow
 
     def _in_use(self) -> Plan:
         assert self.plan is not None
@@ -172,14 +147,14 @@ class PlanInUse:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a new plan in use, without programs."""
-        builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
-        drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
-        self._now = InUse(plan, builder, findings, drift)
+        self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        self.plan, self._findings = plan, findings
+        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
         """Follows the rows that a training call has announced; asks for another plan if they have drifted."""
-        drift = self._now.drift
+        drift = self._drift
         if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
             self.calls.asks_to_plan = drift.wants_plan
@@ -193,22 +168,20 @@ class PlanInUse:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
         setting, old = self._setting, self._in_use()
-        if self.calls.uneven:
-            return
-        if not self.may_change(variant):
+        if self.calls.uneven or not self.may_change(variant):
             return
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-        drift = self._now.drift
+        drift = self._drift
         if findings is not None and drift is not None and drift.wants_plan:  # otherwise it has no means yet
             findings = findings.with_rows(drift.rows)
         new = plan_on_links(setting, findings, old, probes=self.probes)
         self.calls.asks_to_plan = False
         if not changes(old, new) and new.buckets == old.buckets:
-            self._now = replace(self._now, drift=_drift(old, findings))
+            self._drift = _drift(old, findings)
             return
         self._place_anew(variant.analysed, new, findings)
 
@@ -252,7 +225,7 @@ class PlanInUse:
 
     def change(self, new: Plan) -> None:
         """Puts a modified copy of the plan in use. Collective."""
-        self._place_anew(self.any_variant().analysed, new, self._now.findings)
+        self._place_anew(self.any_variant().analysed, new, self._findings)
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
         """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective.
@@ -267,23 +240,20 @@ class PlanInUse:
                 f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
                 "put together. Pass the optimizer to compile(), and step after every backward."
             )
-        findings = None if self._now.findings is None else self._now.findings.with_whole(names, reason)
+        findings = None if self._findings is None else self._findings.with_whole(names, reason)
         self._place_anew(variant.analysed, plan_on_links(self._setting, findings, self._in_use()), findings)
 
     def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
-        with self._setting.state.pending.closed():  # while parameters move, only the flow applies their updates
-            self._move(analysed, new, findings)
-
-    def _move(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         old, setting = self._in_use(), self._setting
-        self._end_flow()
-        setting.state.settle_tables()
-        with stage("placing parameters anew", setting.communicator.rank):
-            place_anew(setting, analysed, old, new)
-        told = story(self.calls.count, old, new)
-        self._adopt(replace(new, history=(*old.history, told)), findings)
-        self._on_placed()
+        with setting.state.pending.closed():  # while parameters move, only the flow applies their updates
+            self._end_flow()
+            setting.state.settle_tables()
+            with stage("placing parameters anew", setting.communicator.rank):
+                place_anew(setting, analysed, old, new)
+            told = story(self.calls.count, old, new)
+            self._adopt(replace(new, history=(*old.history, told)), findings)
+            self._on_placed()
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
@@ -341,10 +311,6 @@ class PlanInUse:
             if self._setting.communicator.rank == 0:
                 tell(_ASKED)
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Makes a context in which every table is whole on every rank. Collective."""
-        return whole_tables(self._setting, self)
-
     def leave_model(self) -> None:
         """Makes all tables whole, for another `compile`. Collective."""
         if self.plan is not None:
@@ -380,8 +346,8 @@ class PlanInUse:
         self._end_flow()
 
     def _end_flow(self) -> None:
-        if self._now.builder is not None:
-            self._now.builder.end_flow()
+        if self.builder is not None:
+            self.builder.end_flow()
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:

@@ -8,36 +8,27 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text
+from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.agreement import settings_of
 from embrace_fx.setup.setting import Setting
 
 
-def have_replicas_compared(setting: Setting, calls: Calls, synchronize: Callable[[], None]) -> None:
-    """Makes the next announcement compare replicas, if it is time.
-
-    Args:
-        synchronize: applies every update, because ranks may have applied different parts of the last step.
-    """
-    if is_due(setting):
-        synchronize()
-        calls.checksums = checksums_of_replicas(setting)
-
-
-def is_due(setting: Setting) -> bool:
-    """Tells whether replicas are compared in the next step."""
+def compare_replicas_if_due(setting: Setting, planned: PlanInUse) -> None:
+    """Makes the next announcement compare replicas, if it is time."""
     every, announcements = setting.options.check_replicas, setting.announcements
-    return every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1
+    if every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1:
+        planned.synchronize()  # ranks may have applied different parts of the last step
+        planned.calls.checksums = _checksums(setting)
 
 
-def checksums_of_replicas(setting: Setting) -> dict[str, int]:
+def _checksums(setting: Setting) -> dict[str, int]:
     """Maps the name of each value that should be equal on all ranks to its checksum; reads every replica once."""
     found: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}

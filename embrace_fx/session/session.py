@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
 from embrace_fx.planning.replanning import Calls
+from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
@@ -32,14 +33,13 @@ from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.graph_calls import GraphCalls
-from embrace_fx.session.idling import Idling, Joined
+from embrace_fx.session.idling import Idling
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.replica_check import have_replicas_compared
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
+from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up
 from embrace_fx.setup.first_state import send_first_state
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
@@ -76,7 +76,6 @@ class Session:
         self._watch = ModelWatch(model, self.state)
         self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
         self._captures = Captures(self._setting)
-        self._plainly = PlainCalls(self._setting, self._watch)
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
@@ -143,7 +142,7 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._plainly.is_stateless():
+        if self._watch.all_stand_ins(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
         self.lookahead.begin_call()
         with self.state.pending.closed():
@@ -178,13 +177,13 @@ class Session:
                     "expected a call for training after load_checkpoint(), found an evaluation: tables are placed, and "
                     "the checkpoint is read, in the first call with gradients enabled. Make that one first."
                 )
-            return self._plainly.evaluate(args, kwargs)
+            return self._eager.evaluate_unplanned(args, kwargs)
         if self._eager.reason:
-            return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
+            return self._eager.call(args, kwargs, train, self._make_plan)
         if not train and self._eager.evaluates():
             return self._eager.evaluate(args, kwargs)
         arguments = Arguments(args, kwargs, leaves, spec, train)
-        return self._graphs.call(arguments, self._make_plan, self._check_replicas, self.views.note_built)
+        return self._graphs.call(arguments, self._make_plan, self.views.note_built)
 
     def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the first plan and its program, loads a waiting checkpoint, and reports the plan. Collective."""
@@ -195,13 +194,10 @@ class Session:
         self.planned.build(variant)
         self.views.note_built()
         if self.communicator.rank == 0:
-            tell("%s", self.views.summary())
+            tell("%s", summary(self.views.plan))
 
     def _activity(self, train: bool) -> int:
         return activity_of(train=train, reduces=self.state.synchronised)
-
-    def _check_replicas(self) -> None:
-        have_replicas_compared(self._setting, self.planned.calls, self.planned.synchronize)
 
     def _look_at_model(self, train: bool) -> None:
         """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
@@ -229,13 +225,14 @@ class Session:
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
-    def join_hook(self, *, divides_by_all: bool) -> Joined:
+    def join_hook(self, *, divides_by_all: bool) -> Idling:
         if self.options.table_memory is not None:
             raise ValueError(
                 "expected a model without table_memory, in join(), found one with: once a rank has run out of batches, "
                 "tables are put together on all of them. Give ranks equally many batches, or leave table_memory out."
             )
-        return Joined(self.idling, divides_by_all=divides_by_all)
+        self.idling.divides_by_all = divides_by_all
+        return self.idling
 
     def meet_joined(self) -> None:
         """Exchanges activities with ranks without batches, at the head of a call under `join`. Collective."""
@@ -259,6 +256,10 @@ class Session:
             self._outside.stop()
         else:
             self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Makes a context in which every table is whole on every rank. Collective."""
+        return whole_tables(self._setting, self.planned)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes model and optimizers into a folder. Collective."""

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 
 from embrace_fx.planning.background import background_of
-from embrace_fx.planning.summary import advice, summary
+from embrace_fx.planning.summary import advice
 from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.session.comm_hooks import told_of
@@ -97,10 +97,6 @@ class Views:
             found |= {_METRICS[share]: parts.get(share, 0.0) * 1e3 for share in SHARES}
             found |= {"step_ms": sum(parts.values()) * 1e3, "sent_bytes": float(sent_bytes)}
         return found
-
-    def summary(self) -> str:
-        """Sums up the plan in a line."""
-        return summary(self.plan)
 
     @property
     def schedule(self) -> Schedule:

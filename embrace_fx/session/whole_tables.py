@@ -7,15 +7,12 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
-
-if TYPE_CHECKING:
-    from embrace_fx.session.plan_in_use import PlanInUse
 
 COPIES = 2
 """Copies of a table that a rank holds while its parts arrive: the whole table, and the received parts."""
@@ -36,8 +33,7 @@ def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
     if plan is None or not plan.sharded or setting.communicator.world_size == 1:
         yield
         return
-    refusals = setting.communicator.gather(_refusal(setting), str)
-    _check_memory(setting, plan.sharded, refusals)
+    _check(setting, plan.sharded)
     planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
     try:
         yield
@@ -54,14 +50,15 @@ def _refusal(setting: Setting) -> str:
     return ""
 
 
-def _check_memory(setting: Setting, names: Sequence[str], refusals: Sequence[str]) -> None:
-    """Raises where a rank refuses, or the memory of a host or device is too small."""
+def _check(setting: Setting, names: Sequence[str]) -> None:
+    """Raises where a rank refuses, or the memory of a host or device is too small. Collective."""
     needed = COPIES * sum(_missing_bytes(setting, name) for name in names)
     on_device = setting.state.parameter(names[0]).is_cuda
-    own = (needed, _free_bytes(on_device), f"{socket.gethostname()} {setting.communicator.rank if on_device else 0}")
-    everyone = setting.communicator.gather(own, tuple[int, int, str])
-    for rank, (refusal, (_, free, where)) in enumerate(zip(refusals, everyone, strict=True)):
-        wanted = sum(each for each, _, other in everyone if other == where)
+    where = f"{socket.gethostname()} {setting.communicator.rank if on_device else 0}"
+    own = _refusal(setting), needed, _free_bytes(on_device), where
+    everyone = setting.communicator.gather(own, tuple[str, int, int, str])
+    for rank, (refusal, _, free, where) in enumerate(everyone):
+        wanted = sum(each for _, each, _, other in everyone if other == where)
         if wanted > free:
             refusal = refusal or f"{free / 2**20:,.0f} MiB free where {wanted / 2**20:,.0f} MiB are needed"
         if refusal:

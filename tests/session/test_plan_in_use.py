@@ -14,7 +14,6 @@ from embrace_fx.planning.fitting import Misfit
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift
 from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.session.calls import Kind, Variant
-from embrace_fx.session.plan_in_use import InUse
 from embrace_fx.session.session import Session
 from embrace_fx.vocabulary.plan import Decision, Plan
 
@@ -77,7 +76,7 @@ def test_a_call_begins_anew_once_the_plan_has_been_changed(session: Session, mon
 def test_a_plan_is_not_changed_while_a_backward_is_to_come(session: Session) -> None:
     call = nn.Identity()  # anything that can be referred to weakly
     session.state.awaiting_backward.add(call)
-    session.planned._now = InUse(PLAN)
+    session.planned.plan = PLAN
 
     with pytest.raises(PeerFailure, match="an earlier call's backward is still to come"):
         session.planned.fit()
@@ -87,7 +86,7 @@ def test_a_plan_is_not_changed_while_a_backward_is_to_come(session: Session) -> 
 
 
 def may_change(session: Session, of: Variant) -> bool:
-    session.planned._now = InUse(PLAN)
+    session.planned.plan = PLAN
     return session.planned._may_change(of)
 
 
@@ -108,7 +107,7 @@ def test_while_a_sum_is_half_made_it_may_not(session: Session) -> None:
 
 def test_an_optimizer_that_needs_a_table_whole_is_refused_where_the_plan_cannot_be_changed(session: Session) -> None:
     cast(Any, session.planned)._kinds["kind"] = Kind(variants=[variant()])
-    session.planned._now = InUse(PLAN)
+    session.planned.plan = PLAN
     session.state.unreduced.add("layer.bias")
 
     with pytest.raises(RuntimeError, match=r"expected an element-wise optimizer.*table\.weight cannot be put together"):
@@ -128,7 +127,7 @@ def test_batches_are_sampled_and_the_wish_is_passed_on(session: Session) -> None
             seen.append(rows)
             self.wants_plan = len(seen) == 2
 
-    session.planned._now = InUse(drift=cast(Drift, Following()))
+    session.planned._drift = cast(Drift, Following())
     asked = []
     for count in range(1, 2 * SAMPLED_EVERY + 1):
         session.planned.calls.count = count
