@@ -137,10 +137,14 @@ class Flow:
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         exchanges = self.exchanges.values()
-        if not self._valid or not all(exchange.arriving.usable for exchange in exchanges):
+        if not self._valid or not all(exchange.in_flight.usable for exchange in exchanges):
             return None
         if ahead is not None and self._handed_out:
-            return ahead if all(exchange.arriving.hold(stepped=exchange.stepped) for exchange in exchanges) else None
+            return (
+                ahead
+                if all(exchange.in_flight.still_equal(stepped=exchange.stepped) for exchange in exchanges)
+                else None
+            )
         return ahead
 
     def _arrives(self) -> Arrival:
@@ -346,4 +350,4 @@ class Flow:
     def _forget_rows(self) -> None:
         self._has_cut = False
         for exchange in self.exchanges.values():
-            exchange.forget_rows()
+            exchange.in_flight.drop()

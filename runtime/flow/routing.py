@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -152,7 +152,7 @@ class Split:
     Attributes:
         early, late: of the next batch's rows, those that this batch does not read and those it does.
         prior: of this batch's rows, those the next one reads.
-        delayed: finds the others, in chunks.
+        delayed: finds the others, in chunks, once.
     """
 
     early: Routing
@@ -174,7 +174,7 @@ class Split:
             following.where(~late),
             following.where(late),
             current.where(prior),
-            lambda: [current.where(mask) for mask in chunks_of(current.ids, ~prior, chunks)],
+            cache(lambda: [current.where(mask) for mask in chunks_of(current.ids, ~prior, chunks)]),
         )
 
 

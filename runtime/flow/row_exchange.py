@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.arriving import Arriving
 from embrace_fx.runtime.flow.routing import Routing, Split, membership
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
+from embrace_fx.runtime.flow.rows_in_flight import RowsInFlight
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
@@ -60,10 +60,9 @@ class RowExchange:
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
         self.among = membership(table.shape[0], local.device)
         self._gradient: RowGradient | None = None  # of the last backward, until it has been applied
-        self.arriving = Arriving(table)
+        self.in_flight = RowsInFlight(table)
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
-        self._delayed: list[Routing] | None = None  # the pieces of its delayed rows, once they have been found
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns all rows of a batch: ids of every rank, in rank order, and how many are whose."""
@@ -84,24 +83,26 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.in_forward else EARLY)
 
     def _submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
-        arriving = self.arriving
+        in_flight = self.in_flight
         if launch.part == "early":
             assert self._split is not None
-            arriving.rows.append(self._send_rows(launch, self._split.early, dtype))
+            in_flight.sent.append(self._send_rows(launch, self._split.early, dtype))
             return
-        if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
+        if (
+            in_flight.routing is None or in_flight.routing.ids is not ids
+        ):  # nothing has left early, or for another batch
             self.apply_delayed()
-            arriving.begin(self.routing(ids, counts))
-        assert arriving.late is not None
-        self._routing, self._split = arriving.routing, None
-        arriving.rows.append(self._send_rows(launch, arriving.late, dtype))
+            in_flight.begin(self.routing(ids, counts))
+        assert in_flight.late is not None
+        self._routing, self._split = in_flight.routing, None
+        in_flight.sent.append(self._send_rows(launch, in_flight.late, dtype))
 
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
         """Returns a part of this rank's rows as it arrived, flat; empty where early rows were not sent apart."""
         self._recorder.stand()
-        for ticket, _ in self.arriving.rows:
+        for ticket, _ in self.in_flight.sent:
             if ticket.id == launch:
                 return self._launcher.wait(ticket)
         return ids.new_empty((0,), dtype=dtype)
@@ -111,9 +112,9 @@ class RowExchange:
         assert self._routing is not None
         shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
-        for ticket, routing in self.arriving.rows:
+        for ticket, routing in self.in_flight.sent:
             joined = routing.join(self._launcher.wait(ticket), joined, shape)
-        self.arriving.arrived()
+        self.in_flight.end()
         assert joined is not None
         self._recorder.mark(compute_id("rows", table))
         self._recorder.begin_segment(compute_id("forward", table))
@@ -132,7 +133,7 @@ class RowExchange:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
         if launch.part != "early":
             return self.table.look_up(ids, dtype)
-        return self.arriving.look_up(ids).to(dtype)
+        return self.in_flight.preview(ids).to(dtype)
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """Launches the rows of a batch, of which nothing leaves early or late: columns (M, d)."""
@@ -191,8 +192,8 @@ class RowExchange:
         assert self._routing is not None
         following = self._routing.of_batch(ids, counts)
         split = split or Split.of(self._routing, following, self.among, self.delayed_chunks)
-        self._split, self._delayed = split, None
-        self.arriving.begin(split.late)
+        self._split = split
+        self.in_flight.begin(split.late)
 
     def forget_cut(self) -> None:
         """Treats all gradients of a backward that starts as prior ones, unless `cut` follows."""
@@ -218,15 +219,14 @@ class RowExchange:
             gradient = self._gradient
             assert gradient is not None
             assert self._split is not None
-            self._delayed = self._delayed or self._split.delayed()
-            self._send_gradient(gradient, launch, rows, self._delayed[launch.number])
+            self._send_gradient(gradient, launch, rows, self._split.delayed()[launch.number])
             return gradient
         self.apply_delayed()
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
             routing, self._split = self.routing(ids, counts), None
-            self.arriving.stale = True  # they were chosen for not being among that one's rows
+            self.in_flight.stale = True  # they were chosen for not being among that one's rows
         gradient = RowGradient(self.table, self._launcher, (self._dtype, self._columns, padding_idx, scale))
         self._send_gradient(gradient, launch, rows, routing if self._split is None else self._split.prior)
         self._gradient = gradient
@@ -247,7 +247,7 @@ class RowExchange:
     @property
     def is_under_way(self) -> bool:
         """Tells whether an update is still to be applied, or rows have left ahead."""
-        return bool(self.arriving.rows) or self.stepped
+        return bool(self.in_flight.sent) or self.stepped
 
     @property
     def waiting(self) -> bool:
@@ -266,12 +266,8 @@ class RowExchange:
     def step(self) -> RowGradient:
         """Gives the gradient on its way the options of this moment, and returns it: the optimizer has stepped."""
         assert self._gradient is not None
-        self.stepped_at_once(moved_all=self._gradient.begin_step().moves_all)
+        self.in_flight.note_step(moved_all=self._gradient.begin_step().moves_all)
         return self._gradient
-
-    def stepped_at_once(self, *, moved_all: bool, of_all: bool = True) -> None:
-        """Notes a step that has been taken, as `Arriving.stepped`."""
-        self.arriving.stepped(moved_all=moved_all, of_all=of_all)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
         """Calls `update`; the shard orders nodes."""
@@ -318,7 +314,3 @@ class RowExchange:
         """Forgets a gradient that no step has taken."""
         if not self.stepped:
             self._gradient = None
-
-    def forget_rows(self) -> None:
-        """Forgets what was looked up early: parameters may have been written since."""
-        self.arriving.forget()

@@ -311,7 +311,7 @@ class Stepping:
         for exchange in self._exchanges(stepped):
             tables = exchange.table.members
             of_all = all(any(table is each for each in stepped) for table in tables)
-            exchange.stepped_at_once(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
+            exchange.in_flight.note_step(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
 
     def _step_row_wise(self, step: _Step) -> None:
         """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.

@@ -39,11 +39,11 @@ class Listening:
         self.stepped = self.waiting = False
         self.usable = self.holds = self.splits = True
         self.stale = False
-        self.arriving, self.table, self.name = self, self, "t"
+        self.in_flight, self.table, self.name = self, self, "t"
         self.members = (self,)
 
-    def hold(self, *, stepped: bool) -> bool:
-        self.told.append("hold")
+    def still_equal(self, *, stepped: bool) -> bool:
+        self.told.append("still_equal")
         return self.holds
 
     def can_split(self, ids: Tensor | None) -> bool:

@@ -217,9 +217,9 @@ class Training:
     def forward(self, batch: Batch) -> Tensor:
         """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
         exchange = self.exchange
-        if not exchange.arriving.usable:
+        if not exchange.in_flight.usable:
             exchange.forget_rows()
-        self.early += bool(exchange.arriving.rows)
+        self.early += bool(exchange.in_flight.sent)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
             shard = exchange.update_rows(PRIOR, self.table.local)
