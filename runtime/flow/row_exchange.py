@@ -88,9 +88,7 @@ class RowExchange:
             assert self._split is not None
             in_flight.sent.append(self._send_rows(launch, self._split.early, dtype))
             return
-        if (
-            in_flight.routing is None or in_flight.routing.ids is not ids
-        ):  # nothing has left early, or for another batch
+        if in_flight.routing is None or in_flight.routing.ids is not ids:  # no row was early, or for another batch
             self.apply_delayed()
             in_flight.begin(self.routing(ids, counts))
         assert in_flight.late is not None

@@ -218,7 +218,7 @@ class Training:
         """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
         exchange = self.exchange
         if not exchange.in_flight.usable:
-            exchange.forget_rows()
+            exchange.in_flight.drop()
         self.early += bool(exchange.in_flight.sent)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
@@ -276,7 +276,7 @@ class Training:
                 self.table.step_dense()
             else:
                 self.table.update_rows(*self.table.open_gradient().rows())
-            self.exchange.stepped_at_once(moved_all=self.moves)
+            self.exchange.in_flight.note_step(moved_all=self.moves)
         if not self.moves:
             self.group["number"] = -1
         self.reference.step(self.number)
@@ -333,7 +333,7 @@ def train(training: Training, steps: int = 7) -> None:
             training.zero_grad()
         if event == "other batch":  # than the one looked ahead to
             following = another()
-            training.exchange.forget_rows()
+            training.exchange.in_flight.drop()
         batch = following
     training.finish()
 
