@@ -140,11 +140,8 @@ class Flow:
         if not self._valid or not all(exchange.in_flight.usable for exchange in exchanges):
             return None
         if ahead is not None and self._handed_out:
-            return (
-                ahead
-                if all(exchange.in_flight.still_equal(stepped=exchange.stepped) for exchange in exchanges)
-                else None
-            )
+            equal = all(exchange.in_flight.still_equal(stepped=exchange.stepped) for exchange in exchanges)
+            return ahead if equal else None
         return ahead
 
     def _arrives(self) -> Arrival:

@@ -10,7 +10,7 @@ Shape legend: V' x d this rank's part of the table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class SupposedStep:
 
 
 class RestingRows:
-    """The resting rows of one table: which have skipped steps, and how many."""
+    """The resting rows of one table, or of a stack: which have skipped steps, and how many."""
 
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None
@@ -106,17 +106,17 @@ class RestingRows:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.settle(table.local, table.state)
 
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """Lets rows take the steps they have skipped, and returns whether any row may have been written."""
-        return self.catch_up_of(slice(None), local, state, ids)
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
+        """Lets rows take the steps they have skipped, and returns whether any row may have been written.
 
-    def catch_up_of(self, rows: slice, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """As `catch_up`, where `local` and `state` are of some rows, and `ids` are counted from the first of them."""
+        Args:
+            local, state: of all rows, or of a table of a stack, whose first row is `first`; `ids` are rows of these.
+        """
         if not self.rest:
             return False
         assert self._skipped is not None
         assert self._taken is not None
-        self._skipped.take(local, state, ids, self._taken[rows])
+        self._skipped.take(local, state, ids, self._taken[first : first + len(local)])
         return True
 
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
@@ -127,29 +127,3 @@ class RestingRows:
         if self._taken is not None:
             self._taken.zero_()
         self._skipped = self._supposed = None
-
-
-class RestingPart:
-    """The resting rows of one table of a stack, whose tables have one history.
-
-    Args:
-        whole: of the stack.
-        rows: the table's, of the stack's.
-        settle: has all rows of the stack take what they have skipped, and ends the history.
-    """
-
-    def __init__(self, whole: RestingRows, rows: slice, settle: Callable[[], None]) -> None:
-        self.whole, self._rows, self._settle = whole, rows, settle
-
-    @property
-    def rest(self) -> bool:
-        """Whether any row of the stack may have skipped a step."""
-        return self.whole.rest
-
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """As of `RestingRows`."""
-        return self.whole.catch_up_of(self._rows, local, state, ids)
-
-    def settle(self, *_: object) -> None:
-        """Has all rows of all tables take what they have skipped."""
-        self._settle()

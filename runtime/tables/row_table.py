@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
-from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.update_rule import (
     Options,
@@ -77,7 +77,9 @@ class RowTable:
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
-        self._resting: RestingRows | RestingPart = RestingRows()
+        self._resting = RestingRows()
+        self._stack: PartAndState | None = None  # whose history that is; None: its own
+        self._first = 0  # of its rows in the history
         self._layout = Layout.of_table(place)
 
     @property
@@ -266,21 +268,24 @@ class RowTable:
         """Begins a step under the options of this moment."""
         rule = self.rule
         if rule is Replay:
-            if isinstance(self._resting, RestingPart):
-                self.rest_as(RestingRows())
-            assert isinstance(self._resting, RestingRows)
+            if self._stack is not None:
+                self.rest_by(RestingRows())
             return Replay(self, self._resting)
         self.settle()
         return rule(self)
 
-    def rest_as(self, resting: RestingRows | RestingPart) -> None:
-        """Has rows rest by another history from here on."""
-        self.settle()
-        self._resting = resting
+    def rest_by(self, history: RestingRows, stack: PartAndState | None = None, first: int = 0) -> None:
+        """Has rows rest by another history from here on.
 
-    def rests_with(self, whole: RestingRows) -> bool:
-        """Whether its rows rest by the history of a stack."""
-        return isinstance(self._resting, RestingPart) and self._resting.whole is whole
+        Args:
+            stack: whose it is, with this table's rows from `first` on; None: it is the table's own.
+        """
+        self.settle()
+        self._resting, self._stack, self._first = history, stack, first
+
+    def rests_by(self, history: RestingRows) -> bool:
+        """Whether its rows rest by this history."""
+        return self._resting is history
 
     @property
     def has_resting_rows(self) -> bool:
@@ -289,12 +294,13 @@ class RowTable:
 
     def catch_up(self, ids: Tensor) -> bool:
         """Lets rows take skipped steps before they are read; returns whether any may have been written."""
-        return self._resting.rest and self._resting.catch_up(self.local, self.state, ids)
+        return self._resting.rest and self._resting.catch_up(self.local, self.state, ids, self._first)
 
     def settle(self) -> None:
         """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
         if self._resting.rest:
-            self._resting.settle(self.local, self.state)
+            table = self if self._stack is None else self._stack
+            self._resting.settle(table.local, table.state)
 
     @property
     def lacks_state(self) -> bool:
@@ -344,7 +350,7 @@ class RowTable:
         if self.optimizer is None or type(self.optimizer) not in ELEMENT_WISE or not self.rule.moves_all:
             return rows, None
         step = suppose(self, ids, rows)
-        if isinstance(self._resting, RestingRows):
+        if self._stack is None:
             self._resting.suppose(step)
         return step.rows, step.options
 

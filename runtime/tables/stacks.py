@@ -23,7 +23,7 @@ from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part_state import state_of
-from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
+from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
@@ -127,13 +127,8 @@ class StackedTable:
             return known
         self.settle()
         found = self._resting = RestingRows()
-
-        def settle() -> None:
-            if found.rest:
-                found.settle(self.local, self.state)
-
-        for member, (first, last) in zip(self.members, pairwise(self._bounds), strict=True):
-            member.rest_as(RestingPart(found, slice(first, last), settle))
+        for member, first in zip(self.members, self._bounds, strict=False):
+            member.rest_by(found, self, first)
         return found
 
     @property
@@ -141,7 +136,7 @@ class StackedTable:
         """The common history; None: a table has one of its own."""
         if (known := self._resting) is not None:
             for member in self.members:
-                if not member.rests_with(known):
+                if not member.rests_by(known):
                     return None
         return known
 

@@ -173,7 +173,7 @@ class Histories(RestingRows):
             self._memory.wrote(slots)
             self._take(self._memory.to_index(slots), due)
 
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
         if (found := self._open) is not None and found.count:
             self._take(ids, [(self._before, found)])
         return self.rest
@@ -236,7 +236,7 @@ class TogetherHistories(Histories):
         for each, own in self._by_tables(slots):
             each.arrived(own, taken)
 
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
         if self._skipped is not None:
             return super().catch_up(local, state, ids)
         for each, own in self._by_tables(ids) if self.rest else ():
