@@ -14,7 +14,6 @@ from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
 from embrace_fx.runtime.probe.pace import pace
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.setting import Setting
 
 
@@ -46,7 +45,7 @@ class Offloading:
         if options.memory_budget is None or (options.offload_to is None and on is None):
             return cls()
         copies: FileCopies | PinnedCopies | None = None
-        own: Measured | str
+        own, failure = (0.0, 0.0), None
         try:
             if on is None:
                 assert options.offload_to is not None
@@ -60,18 +59,17 @@ class Offloading:
                 copies = PinnedCopies(on)
             (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
             own = rate / times, start_ms * times
-        except (ValueError, RuntimeError, OSError) as error:  # any failure is reported to the other ranks
-            own = failure_text(error)
+        except (ValueError, RuntimeError, OSError) as error:
+            failure = error
+        setting.communicator.check_none_failed(failure)
         return cls(copies, _agreed(setting.communicator, own, on_host=on is None))
 
 
-def _agreed(communicator: Communicator, own: Measured | str, *, on_host: bool) -> CopyRate:
+def _agreed(communicator: Communicator, own: Measured, *, on_host: bool) -> CopyRate:
     """Agrees on the slowest rank's rate. Collective."""
     threads = torch.get_num_threads()
-    everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured | str, str, int])
-    if failures := {rank: told for rank, (told, _, _) in enumerate(everyone) if isinstance(told, str)}:
-        raise PeerFailure(failures)
-    rates, starts = zip(*(told for told, _, _ in everyone if not isinstance(told, str)), strict=True)
+    everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured, str, int])
+    rates, starts = zip(*(told for told, _, _ in everyone), strict=True)
     computing = sum(each for _, host, each in everyone if host == socket.gethostname())
     shares = on_host and computing >= len(os.sched_getaffinity(0))
     return CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)

@@ -200,19 +200,12 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a param group in a form that ranks compare."""
-    return {key: _plain(value) for key, value in group.items() if key != "params"}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    options = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
 
 
 def refuse_stand_ins(model: nn.Module) -> None:
-    """Raises where plain tensors replace parameters during a call, as in `functional_call`.
-
-    Raises:
-        ValueError: names one of them.
-    """
+    """Raises `ValueError` where plain tensors replace parameters during a call, as in `functional_call`."""
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, nn.Parameter):
             raise ValueError(
@@ -223,11 +216,7 @@ def refuse_stand_ins(model: nn.Module) -> None:
 
 
 def refuse_node_hooks(model: nn.Module) -> None:
-    """Raises where a hook waits for autograd to accumulate a gradient, as an optimizer in the backward does.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
+    """Raises `ValueError` where a hook waits for autograd to accumulate a gradient, as an optimizer in the backward."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and has_node_hooks(parameter):
             raise ValueError(
@@ -238,11 +227,7 @@ def refuse_node_hooks(model: nn.Module) -> None:
 
 
 def refuse_counts_of_ignored(model: nn.Module) -> None:
-    """Raises where a parameter to ignore scales its gradient by frequency, which is counted over all ranks here.
-
-    Raises:
-        ValueError: naming the table.
-    """
+    """Raises `ValueError` where a parameter to ignore scales its gradient by frequency, counted over all ranks here."""
     ignored = names_to_ignore(model)
     for name, module in model.named_modules():
         weight = f"{name}.weight" if name else "weight"

@@ -65,20 +65,6 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         )
 
 
-def _check_still_alone(now: dist.ProcessGroup | None) -> None:
-    """Raises where torch.distributed has several ranks now, but not at the model's first call.
-
-    Raises:
-        RuntimeError: torch.distributed has been initialised after the first call.
-    """
-    if now is not None and dist.get_world_size(now) > 1:
-        raise RuntimeError(
-            "expected torch.distributed to be initialised before the first call, in the model's call, found that it "
-            "was initialised later: this model trains in a single process. Initialise it first, or compile the model "
-            "again."
-        )
-
-
 def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
     """Raises where a model cannot be called.
 
@@ -90,16 +76,16 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
         RuntimeError: the call is in a context of RPC's autograd, or torch.distributed was initialised after the first.
     """
     _refuse_distributed_autograd()
-    if begun and group is None:
-        _check_still_alone(default_group())
+    if begun and group is None and (now := default_group()) is not None and dist.get_world_size(now) > 1:
+        raise RuntimeError(
+            "expected torch.distributed to be initialised before the first call, in the model's call, found that it "
+            "was initialised later: this model trains in a single process. Initialise it first, or compile the model "
+            "again."
+        )
 
 
 def _refuse_distributed_autograd() -> None:
-    """Raises in a context of RPC's autograd, which would look for gradients there and find none.
-
-    Raises:
-        RuntimeError: the caller is in such a context.
-    """
+    """Raises `RuntimeError` in a context of RPC's autograd, which would look for gradients there and find none."""
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is None or not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
         return

@@ -149,15 +149,11 @@ class Options:
                 f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
                 "compare replicas at every thousandth call."
             )
-        if not isinstance(self.dump_to, str | Path | None):
-            raise ValueError(
-                f"expected dump_to to be None or the path of a folder, in {where}, found {self.dump_to!r}. Pass a path."
-            )
-        if not isinstance(self.offload_to, str | Path | None):
-            raise ValueError(
-                f"expected offload_to to be None or the path of a directory, in {where}, found {self.offload_to!r}. "
-                "Pass a path."
-            )
+        for name, found in (("dump_to", self.dump_to), ("offload_to", self.offload_to)):
+            if not isinstance(found, str | Path | None):
+                raise ValueError(
+                    f"expected {name} to be None or the path of a folder, in {where}, found {found!r}. Pass a path."
+                )
         if self.offload_to is not None and budget is None:
             raise ValueError(
                 f"expected memory_budget with offload_to, in {where}, found none: nothing is offloaded without a "

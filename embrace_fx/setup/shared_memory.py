@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raises where a trainable parameter shares memory with another parameter, or with a buffer.
-
-    Raises:
-        ValueError: naming both, and how to tie them.
-    """
+    """Raises `ValueError` where a trainable parameter shares memory with another parameter, or with a buffer."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":

@@ -23,12 +23,7 @@ from torch import Tensor
 from embrace_fx.runtime.kernels import bad_ids
 from embrace_fx.runtime.ranks.checksums import diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import (
-    ANNOUNCEMENT,
-    DivergedReplicas,
-    PeerFailure,
-    PlanDoesNotFit,
-)
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DivergedReplicas, PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
@@ -155,6 +150,7 @@ class Announcements:
         made: number of announcements so far, the same on every rank.
         asked_to_plan: in the last announcement, some rank asked for another plan.
         buffers_differ: in the last one, ranks would share different buffers, or a rank has changed its own.
+        trouble: returns why this rank cannot take the next step, found by another thread; None: it can.
         rows_read: table -> rows that each rank reads, where announced.
     """
 
@@ -240,24 +236,17 @@ class Announcements:
         group = self.communicator.group
         if self._lone_calls is not None or group is None:
             return
-        itself = weakref.ref(self)
-
-        def answer(failure: str) -> None:
-            if (announcements := itself()) is not None:
-                announcements.answer(failure)
+        itself, lone_calls = weakref.ref(self), LoneCalls(self.communicator.rank, group)
 
         def look(store: Any, name: str) -> None:
-            announcements = itself()
-            if announcements is None:
-                return
-            if announcements._lone_calls is None:
-                rank = announcements.communicator.rank
-                announcements._lone_calls = LoneCalls(store, f"{name}/waiting", rank, group, answer)
-            announcements._lone_calls.look(announcements.made, announcements._waiting_since_s)
+            own = itself()
+            if own is not None and (failure := lone_calls.look(store, name, own.made, own._waiting_since_s)):
+                own._answer(failure)
 
+        self._lone_calls = lone_calls
         self.communicator.look_each_time(look)
 
-    def answer(self, failure: str) -> None:
+    def _answer(self, failure: str) -> None:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
         self.made += 1
         self.communicator.progress.begin_step()
@@ -312,14 +301,7 @@ class Announcements:
 
 
 def check_activities(activities: Sequence[int]) -> None:
-    """Raises where ranks call the model for different things.
-
-    Args:
-        activities: of every rank.
-
-    Raises:
-        PeerFailure: saying what each rank does.
-    """
+    """Raises `PeerFailure` where ranks call the model for different things; `activities`: of every rank."""
     if len(set(activities)) > 1:
         raise PeerFailure(
             {r: f"expected all ranks to do the same, found this one {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
@@ -327,11 +309,7 @@ def check_activities(activities: Sequence[int]) -> None:
 
 
 def check_programs(programs: Sequence[int]) -> None:
-    """Raises where ranks are about to launch other collectives than rank 0.
-
-    Raises:
-        PeerFailure: saying what each of them should do.
-    """
+    """Raises `PeerFailure` where ranks are about to launch other collectives than rank 0."""
     others = [rank for rank, program in enumerate(programs) if program != programs[0]]
     if others:
         raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
@@ -345,11 +323,7 @@ OTHER_PROGRAM = (
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """Raises where ranks have taken different numbers of optimizer steps.
-
-    Raises:
-        PeerFailure: saying how many each rank has taken.
-    """
+    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps."""
     if len(set(steps)) > 1:
         raise PeerFailure(
             {

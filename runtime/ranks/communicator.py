@@ -241,8 +241,13 @@ class Communicator(Groups):
         of_owners, of_readers = self._pieces(counts, embedding_dim)
         if group in LANE_GROUPS and self.rounding.rounds(flat, "rows"):  # as `round_rows` has rounded them already
             return self._all_to_all_rounded(self.rounding.encode, flat, of_readers, of_owners, group)
-        received = flat.new_empty((_elements(of_readers),))
-        return self._all_to_all_narrowly(received, flat, _sizes(of_readers), _sizes(of_owners), group)
+        narrow, send_sizes = self._narrow(flat), _sizes(of_owners)
+        received = narrow.new_empty((_elements(of_readers),))
+        launched = self.all_to_all(received, narrow, _sizes(of_readers), send_sizes, group)
+        if narrow is flat:
+            return launched
+        sent_bytes = (narrow.numel() - send_sizes[self.rank]) * narrow.element_size()
+        return widened(launched, flat.new_empty(received.shape), sent_bytes)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
@@ -269,18 +274,6 @@ class Communicator(Groups):
         """Returns a gradient in the dtype in which it travels: itself, or a narrower copy."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
-
-    def _all_to_all_narrowly(
-        self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
-    ) -> InFlight:
-        """Launches an AlltoAll of gradients in the dtype in which they travel."""
-        narrow = self._narrow(sent)
-        if narrow is sent:
-            return self.all_to_all(received, sent, receive_sizes, send_sizes, group)
-        arriving = received.new_empty(received.shape, dtype=narrow.dtype)
-        launched = self.all_to_all(arriving, narrow, receive_sizes, send_sizes, group)
-        sent_bytes = (sum(send_sizes) - send_sizes[self.rank]) * narrow.element_size()
-        return widened(launched, received, sent_bytes)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """Launches a collective; one of device tensors over gloo, which needs them on the host, has ended on return."""

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from embrace_fx.runtime.ranks.dump import write_dump
 from embrace_fx.vocabulary import plain_data
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
@@ -41,6 +40,9 @@ _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
 _LISTEN_S = 0.5
 _POLL_S = 0.1
+
+_DUMPED = 100
+"""Launches in a dump, the last ones."""
 
 
 class PeerFailure(RuntimeError):
@@ -207,9 +209,7 @@ class RollCall:
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:
-            self._missing = [
-                0
-            ]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
+            self._missing = [0]  # the store is gone: without a launcher that holds it, it lived in rank 0's process
         self._decided.set()
 
     def _call(self) -> list[int]:
@@ -217,9 +217,7 @@ class RollCall:
         progress = self._progress
         own = Standing(progress.launched, progress.launches, place_of_main_thread())
         if self._dump_to is not None:
-            steps = {"step": progress.step, "optimizer_steps": progress.optimizer_steps}
-            told = {"world_size": self.world_size, **steps, "launches": own.launches, "main_thread": own.place}
-            write_dump(self._dump_to, self.rank, told, own.launched)
+            self._dump(self._dump_to, own)
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -235,19 +233,35 @@ class RollCall:
             self._await(lambda: self._store.check(living), _FAREWELL_S)
         return missing
 
+    def _dump(self, folder: Path, own: Standing) -> None:
+        """Writes `rank-N.json`: what this rank was doing when a collective broke."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        content = {
+            "rank": self.rank,
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "world_size": self.world_size,
+            "step": self._progress.step,
+            "optimizer_steps": self._progress.optimizer_steps,
+            "launches": own.launches,
+            "main_thread": own.place,
+            "last_launches": [{"name": name, "step": step} for name, step in list(own.launched.items())[-_DUMPED:]],
+            "threads": {
+                names.get(ident, str(ident)): [
+                    f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)
+                ]
+                for ident, frame in sys._current_frames().items()
+            },
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{self.rank}.json").write_text(json.dumps(content, indent=1))
+        except OSError as error:
+            print(f"embrace_fx: rank {self.rank} could not write its dump into {folder}: {error}", file=sys.stderr)
+
     def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not condition():
             time.sleep(_POLL_S)
-
-    def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """A context that turns the error of a broken collective into one that names the ranks that no longer answer, or
-        are stuck.
-
-        Args:
-            what: what is waited for inside, by its name in `LaunchLog`.
-        """
-        return _Watching(self, what)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
         """Raises the error of a broken collective, with the names of ranks."""
@@ -279,8 +293,14 @@ class RollCall:
         return f"every rank lives: {places}" if places else "a rank stopped taking part"
 
 
-class _Watching(contextlib.AbstractContextManager[None]):
-    def __init__(self, roll_call: RollCall, what: object) -> None:
+class Watching(contextlib.AbstractContextManager[None]):
+    """A context in which the error of a broken collective names the ranks that no longer answer, or are stuck.
+
+    Args:
+        what: the launch that is waited for inside, by its name in `LaunchLog`.
+    """
+
+    def __init__(self, roll_call: RollCall, what: object = "") -> None:
         self._roll_call, self._what = roll_call, what
 
     def __enter__(self) -> None:

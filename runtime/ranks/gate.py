@@ -7,7 +7,6 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Gate:
     def all_are_here(self) -> bool:
         """Tells whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
         told = self._told()
-        return {each.kind for each in told} == {BACKWARD} and len(_calls(told)) < 2
+        return {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
 
     def wait(self) -> None:
         """Waits until the gate's exchange has ended."""
@@ -57,20 +56,13 @@ class Gate:
         """
         if not self.all_are_here():
             told = self._told()
-            raise PeerFailure(self._announcements.reports(told, None) or _of_other_calls(told))
+            others = {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(told) if each.program}
+            raise PeerFailure(self._announcements.reports(told, None) or others)
 
     def _told(self) -> list[Announcement]:
         if self._read is None:
             self._read = [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
         return self._read
-
-
-def _calls(told: Sequence[Announcement]) -> set[int]:
-    return {each.program for each in told if each.program}
-
-
-def _of_other_calls(told: Sequence[Announcement]) -> dict[int, str]:
-    return {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(told) if each.program}
 
 
 def _spoken(call: int) -> str:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
-from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
+from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, Watching, failure_text
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
 from embrace_fx.runtime.ranks.messages import Waiter
@@ -93,7 +93,7 @@ class Groups:
             name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
             joining = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
             try:
-                with met(store, group), joining.watching():
+                with met(store, group), Watching(joining):
                     attempt = self._meet(group)
             finally:
                 joining.close()
@@ -345,7 +345,7 @@ class Groups:
         Args:
             what: what is waited for inside, by its name in `progress`.
         """
-        return self._roll_call.watching(what) if self._roll_call is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._roll_call is None else Watching(self._roll_call, what)
 
 
 def _of_peer(kind: Any, content: bytes, rank: int) -> Any:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -41,52 +40,52 @@ _ELSEWHERE = (
 
 
 class LoneCalls:
-    """The thread behind a rank that looks, a few times a second, for calls that other ranks do not come to.
+    """Looks, from a thread behind a rank, for calls of the model that other ranks do not come to.
 
     Args:
-        store: of that thread alone.
-        key: where a rank says that it waits.
-        group: of the ranks that train together.
-        answer: makes the announcement that others wait for, as one of a failure.
+        rank: this rank.
+        group: the ranks that train together.
     """
 
-    def __init__(
-        self, store: Any, key: str, rank: int, group: dist.ProcessGroup, answer: Callable[[str], None]
-    ) -> None:
-        self._store = store
-        self._key = key
+    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
         self._rank = rank
         self._group = group
-        self._answer = answer
         self._told = 0
         self._stood: tuple[int, int] | None = None  # the announcement asked for, and where the main thread stood
 
-    def look(self, made: int, waiting_since_s: float | None) -> None:
-        """Notes in the store a long wait of this rank; where this rank does not wait, answers that of another.
+    def look(self, store: Any, name: str, made: int, waiting_since_s: float | None) -> str | None:
+        """Writes a long wait of this rank into the store; where this rank does not wait, reads that of another.
 
         Args:
+            store: a store that only this thread uses.
+            name: a name that nothing else has in the store, the same on all ranks.
             made: announcements that this rank has begun.
             waiting_since_s: by `time.monotonic`, of the one that it waits in; None: it waits in none.
+
+        Returns:
+            The failure to announce to a rank that waits for this one in vain; None: there is none.
         """
+        key = f"{name}/waiting"
         if waiting_since_s is not None:
             if time.monotonic() - waiting_since_s > PATIENCE_S and self._told != made:
-                self._store.set(self._key, f"{self._rank} {made}")
+                store.set(key, f"{self._rank} {made}")
                 self._told = made
-            return
+            return None
         stood, self._stood = self._stood, None
-        if not self._store.check([self._key]):
-            return
-        rank, number = map(int, self._store.get(self._key).decode().split())
+        if not store.check([key]):
+            return None
+        rank, number = map(int, store.get(key).decode().split())
         if number != made + 1 or rank == self._rank:
-            return
+            return None
         frame = _stands_in(dist.get_global_rank(self._group, rank))
         if frame is None:
-            return
+            return None
         self._stood = number, id(frame)
-        if stood == self._stood:  # at two looks: it is not just leaving
-            name = frame.f_code.co_name
-            what = "the gathering of a whole table" if name == _WHOLE else f"torch.distributed.{name}()"
-            self._answer(_ELSEWHERE.format(what, place_of_main_thread()))
+        if stood != self._stood:  # at one look only: it may be just leaving
+            return None
+        called = frame.f_code.co_name
+        what = "the gathering of a whole table" if called == _WHOLE else f"torch.distributed.{called}()"
+        return _ELSEWHERE.format(what, place_of_main_thread())
 
 
 def _stands_in(rank: int) -> FrameType | None:

@@ -13,11 +13,13 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
+
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 _LOOKS_S = (0.5, 1.0, 2.0)
 """How long a rank waits for the others before each look at where they wait."""
@@ -108,7 +110,7 @@ class _Meeting:
     def _begin(self) -> None:
         self._arrival = self._store.add(self._arrivals(self._group, self._rank), 1)
         waiting = _Waiting(self._group, self._described, tuple(self._ranks), self._arrival, self._token)
-        self._store.set(self._place(self._rank), json.dumps(asdict(waiting)))
+        self._store.set(self._place(self._rank), json.dumps(to_plain(waiting)))
         if self._store.add(self._of_all("arrived"), 1) == len(self._ranks):
             self._store.set(self._of_all("complete"), "1")
 
@@ -145,11 +147,10 @@ class _Meeting:
     def _waiting(self, rank: int) -> _Waiting | None:
         if rank == self._rank or not self._store.check([self._place(rank)]):
             return None
-        told = self._store.get(self._place(rank)).decode()
-        if not told:
+        if not (told := self._store.get(self._place(rank)).decode()):
             return None
-        found = json.loads(told)
-        return _Waiting(found["group"], found["described"], tuple(found["ranks"]), found["arrival"], found["token"])
+        found: _Waiting = from_plain(_Waiting, json.loads(told))
+        return found
 
     def told(self) -> str:
         """Reads what another rank has found of this one's group; "" where none has, or the store is gone."""

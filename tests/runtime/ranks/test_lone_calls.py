@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import embrace_fx
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.ranks import run_ranks
 
@@ -94,3 +97,14 @@ def test_an_evaluation_on_one_rank_is_refused_while_the_others_wait_in_a_barrier
         "rank 1: expected every rank to call the model, found this one in torch.distributed.barrier()"
     )
     assert "test_lone_calls.py" in told
+
+
+def test_many_announcements_are_watched_by_one_look() -> None:
+    looks: list[object] = []
+    ranks: Any = SimpleNamespace(rank=0, group=object(), look_each_time=looks.append)
+    announcements = Announcements(ranks)
+
+    for _ in range(3):  # of fast steps, before the thread has looked once
+        announcements._look_out()
+
+    assert len(looks) == 1
