@@ -88,6 +88,10 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
 
 def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
     """Copies a stack without the tables in `whole`."""
-    tables = tuple(name for name in stack.tables if name not in whole)
+    return stack_of(plan, [name for name in stack.tables if name not in whole])
+
+
+def stack_of(plan: Plan, tables: Sequence[str]) -> Stack:
+    """Makes a stack of tables in this order."""
     ends = list(accumulate(plan[name].shape[0] for name in tables))
-    return Stack(tables, (0, *ends[:-1]))
+    return Stack(tuple(tables), (0, *ends[:-1]))

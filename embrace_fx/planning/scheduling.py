@@ -43,16 +43,14 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.memory.resident import bytes_in_use
-from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import StackedTable, StacksAtOnce
-from embrace_fx.runtime.tiers.tiered_stack import TieredStack
-from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tables.stacks import StacksAtOnce
+from embrace_fx.runtime.tiers.tiered_stack import stacked
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
-from embrace_fx.vocabulary.plan import Plan, Stack
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import submitted
 
@@ -117,9 +115,9 @@ class Scheduling:
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
         self.memory = {
-            name: read_ahead(together([plan.memory[table] for table in tables]), ahead, plan.world_size)
+            name: read_ahead(together(beyond), ahead, plan.world_size)
             for name, tables in self._exchanged.items()
-            if tables[0] in plan.memory
+            if (beyond := [plan.memory[table] for table in tables if table in plan.memory])
         }
         self._cuts = cuts
         self.schedule = self._order(None)
@@ -148,7 +146,7 @@ class Scheduling:
         pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # drops the residuals of other buckets
         state.at_once = StacksAtOnce(joins=self._setting.options.schedule == "none")
-        stacks = {stack.name: _stacked(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
+        stacks = {stack.name: stacked([state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
         self._flow = Flow(
@@ -316,11 +314,6 @@ def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
         stack = stacked.get(table)
         found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
     return found
-
-
-def _stacked(stack: Stack, tables: Sequence[RowTable]) -> StackedTable:
-    beyond = [table for table in tables if isinstance(table, TieredTable)]
-    return TieredStack(stack, beyond) if beyond else StackedTable(stack, tables)
 
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:

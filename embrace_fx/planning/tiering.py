@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.planning.fitting import without_tables
+from embrace_fx.planning.fitting import stack_of
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
@@ -100,7 +100,7 @@ def fit_plan(
     for name in asked:
         _check(setting, name, plan)
     found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
-    stacks = [each for stack in plan.stacks for each in _of_one_kind(setting, plan, stack, found)]
+    stacks = [each for stack in plan.stacks for each in _by_working_set(setting, plan, stack, found)]
     if setting.options.tables_in is None:
         _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
@@ -119,16 +119,17 @@ def fit_plan(
     return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
 
 
-def _of_one_kind(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
-    """Splits a stack: tables in memory stay together, those beyond the host's with the same columns, and no others."""
+def _by_working_set(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
+    """Splits a stack: tables beyond the host's memory stay together that have the same columns, behind the first of
+    them those in memory; beyond a device's, each is by itself."""
     on_host = _device(setting).type == "cpu"
-    kinds: dict[str, object] = {
-        name: tuple(beyond[name].columns.items()) if on_host else name for name in stack.tables if name in beyond
-    }
-    return [
-        without_tables(plan, stack, [name for name in stack.tables if kinds.get(name) != kind])
-        for kind in dict.fromkeys(map(kinds.get, stack.tables))
-    ]
+    sets: dict[object, list[str]] = {}
+    for name in stack.tables:
+        if name in beyond:
+            sets.setdefault(tuple(beyond[name].columns.items()) if on_host else name, []).append(name)
+    in_memory = [name for name in stack.tables if name not in beyond]
+    first, *others = sets.values() if on_host and sets else ([], *sets.values())
+    return [stack_of(plan, tables) for tables in ([*first, *in_memory], *others) if tables]
 
 
 def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
@@ -268,19 +269,19 @@ def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag
 
 
 def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables beyond memory, one for a stack; returns each table's, and its first row there.
-    Collective: fails on all ranks or on none."""
-    stacked = [stack for stack in plan.stacks if stack.tables[0] in beyond]
-    among = {name for stack in stacked for name in stack.tables}
-    alone = [Stack((name,), (0,)) for name in beyond if name not in among]
+    """Makes the working sets of tables beyond memory, one for those of a stack; returns each table's, and its first row
+    there. Collective: fails on all ranks or on none."""
+    stacked = {stack.tables[0]: stack for stack in plan.stacks if stack.tables[0] in beyond}  # others come behind
+    among = {name for stack in stacked.values() for name in stack.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = "", setting.options.tables_in
-    for stack in (*stacked, *alone):
-        first_rows = dict(zip(stack.tables, stack.first_rows, strict=True))
+    for first_table in [name for name in beyond if name not in among]:
+        stack = stacked.get(first_table, Stack((first_table,), (0,)))
+        first_rows = {t: first for t, first in zip(stack.tables, stack.first_rows, strict=True) if t in beyond}
         initial = FirstOfTables({first: _initial(setting, name, plan[name]) for name, first in first_rows.items()})
-        columns, rows = beyond[stack.tables[0]].columns, sum(plan[name].shape[0] for name in first_rows)
+        columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
         slots = sum(plan.memory[name].slots for name in first_rows)
-        name, device = stack.name if stack in stacked else stack.tables[0], _device_of(setting, stack.tables[0])
+        name, device = stack.name if first_table in stacked else first_table, _device_of(setting, first_table)
         try:
             memory = WorkingSet(
                 name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device

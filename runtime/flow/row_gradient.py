@@ -21,7 +21,7 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.tables.held_gradient import GONE, Late, Rows, merged
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
-from embrace_fx.runtime.tables.update_rule import UpdateRule
+from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Sent = tuple[Ticket, Routing]
@@ -104,11 +104,11 @@ class RowGradient:
         self.step = self._table.begin_step()
         return self.step
 
-    def with_rows(self) -> tuple[UpdateRule, Rows]:
-        """Waits for all of it, and leaves it to the step that has taken it, which is returned with it."""
+    def with_rows(self) -> list[tuple[RowsAlone, Rows]]:
+        """Waits for all of it, and leaves it to the steps that have taken it, which are returned with it."""
         assert self.step is not None
         rows, self.parts = self._rest(), {}
-        return self.step, merged(rows)
+        return self.step.alone(merged(rows))
 
     def apply(self, launch: OperationId) -> bool:
         """Applies a part; with the last delayed one, what the step does to all other rows. Tells whether that is so."""

@@ -16,10 +16,10 @@ from embrace_fx import cost
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import Rows
-from embrace_fx.runtime.tables.update_rule import RowWise, UpdateRule
+from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 
-Step = tuple[UpdateRule, Rows]
+Step = tuple[RowsAlone, Rows]
 """Of a table or a stack, and the gradient that it takes."""
 
 

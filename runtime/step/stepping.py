@@ -35,7 +35,7 @@ from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowWise, Sweep, UpdateRule
+from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
@@ -318,14 +318,14 @@ class Stepping:
 
         Who has looked differs by rank: rows are in one order all the same.
         """
-        found, at_once = list[Step](), list[UpdateRule]()
+        found, at_once = list[Step](), list[RowsAlone]()
         exchanges = () if self._flow is None else tuple(self._flow.exchanges.values())
         alone = [[t for t in exchange.table.members if t in step.rows] for exchange in exchanges] or [step.rows]
         for k, tables in enumerate(alone):
             found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
             at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
             if exchanges and exchanges[k] in step.late:
-                found.append(exchanges[k].step().with_rows())
+                found += exchanges[k].step().with_rows()
         add_up_squares(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])

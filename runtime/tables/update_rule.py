@@ -87,6 +87,10 @@ class RowsAlone:
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # what the state counts after the step, once rows have taken it
 
+    def alone(self, rows: Rows) -> list[tuple[RowsAlone, Rows]]:
+        """Splits rows into those that one rule steps: this one does all."""
+        return [(self, rows)]
+
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d).
 
@@ -207,17 +211,21 @@ class RowWise(RowsAlone):
 
 
 class OfMembers:
-    """The step of a stack whose tables step each by itself.
+    """The step of a stack whose tables, or parts of several tables, step each by itself.
 
     Args:
-        split: yields each table's own of rows of the stack.
-        rules: one for each table.
+        split: yields each one's own of rows of the stack.
+        rules: one for each.
     """
 
-    moves_all = True
-
-    def __init__(self, split: Callable[[Tensor, Tensor], Sequence[Rows]], rules: Sequence[RowsAlone]) -> None:
+    def __init__(self, split: Callable[[Tensor, Tensor], Sequence[Rows]], rules: Sequence[UpdateRule]) -> None:
         self._split, self._rules = split, rules
+        self.moves_all: bool = any(rule.moves_all for rule in rules)
+
+    def alone(self, rows: Rows) -> list[tuple[RowsAlone, Rows]]:
+        """As of `RowsAlone`."""
+        parts = zip(self._rules, self._split(*rows), strict=True)
+        return [found for rule, part in parts for found in rule.alone(part)]
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         for rule, part in zip(self._rules, self._split(ids, rows), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,14 @@ def test_loop_does_what_it_does_in_memory(habit: str, memory: float | Mapping[st
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "nesterov", "row-wise adagrad"])
 @pytest.mark.parametrize("habit", LOOPS)
-def test_loop_over_a_stack_does_what_it_does_in_memory(habit: str, optimizer: str) -> None:
-    assert_same_loop(2, Loop(0.4, (LOOPS[habit] * 24)[:24], epoch=17, optimizer=optimizer, alike=True))
+@pytest.mark.parametrize("memory", [0.4, {"words.*": 0.4}, {"words.*": 0.4, "bags.*": 0.4}], ids=["all", "one", "two"])
+def test_loop_over_a_stack_does_what_it_does_in_memory(habit: str, optimizer: str, memory: Any) -> None:
+    assert_same_loop(2, Loop(memory, (LOOPS[habit] * 24)[:24], epoch=17, optimizer=optimizer, alike=True))
 
 
-def test_stack_trains_as_in_memory() -> None:
-    assert_same_loop(2, Loop(0.3, ("update", "clip", "update", "update", "rate", "update") * 2, alike=True))
+@pytest.mark.parametrize("memory", [0.3, {"words.*": 0.3}], ids=["all", "one"])
+def test_stack_trains_as_in_memory(memory: Any) -> None:
+    assert_same_loop(2, Loop(memory, ("update", "clip", "update", "update", "rate", "update") * 2, alike=True))
 
 
 def test_table_named_where_none_is_is_an_error() -> None:
