@@ -86,12 +86,12 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     """Shards a table; `mesh`: the ranks of its parts, if its parameter is a part already."""
     parameter, communicator = setting.state.parameter(name), setting.communicator
     place = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
-    always, asked = setting.options.row_updates == "replay", setting.state.asked
+    always, reads = setting.options.row_updates == "replay", setting.state.reads
     table = RowTable(
         parameter,
         place,
         semantics(setting.options.row_updates),
-        may_rest=(lambda: always or not asked.often) if plan[name].rests else (lambda: False),
+        may_rest=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
         gradients=setting.state.gradients_reader(),
     )
     for optimizer in setting.stepping.holders.optimizers:

@@ -50,7 +50,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[st
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for name, table in tables.items():
-        aligned += [told for told in (table.told, beyond.get(name) and f"  {beyond[name]}") if told]
+        aligned += [line for line in (table.remark, beyond.get(name) and f"  {beyond[name]}") if line]
     return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
 
 

@@ -306,7 +306,7 @@ class PlanInUse:
     def _tables_may_change(self) -> None:
         self._apply()
         state = self._setting.state
-        if state.asked.often and state.tables and not self._told_asked:
+        if state.reads.in_every_step and state.tables and not self._told_asked:
             self._told_asked = True
             if self._setting.communicator.rank == 0:
                 tell(_ASKED)

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -24,7 +24,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
-from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.runtime.step.missing_launches import MissingLaunches
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
 from embrace_fx.vocabulary.graph import Saved, Shard, TrainingGraph
@@ -44,7 +44,7 @@ class Bindings:
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
-        owed_forward, owed_backward: what other ranks wait for in these phases.
+        of_forward, of_backward: the launches that other ranks wait for in these phases.
         lookups: table -> what is saved of the ids of its rows that the forward reads.
     """
 
@@ -66,9 +66,9 @@ class Bindings:
         self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
-        self._alone = solo.SoloRows(on, state.tables) if on is not None and solo.fits(graph) else None
+        self._alone = SingleProcessRows(on, state.tables) if on is not None and runs_uncounted(graph) else None
         self.lookups: dict[str, str] = {}
-        self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
+        self.of_forward, self.of_backward = (MissingLaunches(communicator, flow) for _ in range(2))
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
@@ -89,7 +89,7 @@ class Bindings:
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
         found = self._of_user(node) or self._lookup(node) or self._copied(node)
-        return found or self._owed(self.owed_forward, node, self._in_flow(node))
+        return found or self._noted(self.of_forward, node, self._in_flow(node))
 
     def _copied(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) not in COPY_OPS:
@@ -119,7 +119,7 @@ class Bindings:
             return _Packer(self._state, self._buckets[node.meta["bucket"]], scales=comm_hook is None)
         found = self._of_user(node) or self._copied(node)
         launch = self._in_flow(node) or self.unique(node) or self._hooked(comm_hook, node)
-        return found or self._owed(self.owed_backward, node, launch)
+        return found or self._noted(self.of_backward, node, launch)
 
     def _hooked(self, comm_hook: CommHook | None, node: fx.Node) -> Callable[..., Any] | None:
         """Makes the function by which the user's hook reduces a bucket; None: there is no bucket, or no hook."""
@@ -137,9 +137,11 @@ class Bindings:
 
         return _named(reduce_bucket, node.name)
 
-    def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def _noted(
+        self, launches: MissingLaunches, node: fx.Node, call: Callable[..., Any] | None
+    ) -> Callable[..., Any] | None:
         call = call or self.by_op.get(op_name(node))
-        return call and owed.add(node, call)
+        return call and launches.add(node, call)
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
         """Makes the function that launches or awaits a collective of the user's forward, on the group that it names."""

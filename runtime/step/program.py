@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
-from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.runtime.step.missing_launches import MissingLaunches
 from embrace_fx.runtime.step.own_results import memory_of
 from embrace_fx.runtime.step.phases import Runnable, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.pieces import InPieces
@@ -52,12 +52,12 @@ class LoweredPhase:
     """A forward or a backward, ready to run.
 
     Attributes:
-        owed: what other ranks wait for in it.
+        missing: makes the launches that other ranks wait for in it, should it fail.
         absent: launches that are this phase's, and that it leaves out: the launcher is not to wait for them.
     """
 
     run: Runnable | InPieces
-    owed: Owed
+    missing: MissingLaunches
     absent: tuple[OperationId, ...]
 
 
@@ -149,7 +149,7 @@ class Program:
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         module, is_last = graph.phases[phase], phase == "backward"
-        special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
+        special, missing = (bound.backward, bound.of_backward) if is_last else (bound.forward, bound.of_forward)
 
         def lowered(part: fx.GraphModule) -> Runnable:
             return runnable(part, self.state, bound.by_op, special, self.regions, last=is_last)
@@ -157,7 +157,7 @@ class Program:
         in_pieces = is_last and self._of_gradients and self.flow is not None
         run = InPieces(module, lowered) if in_pieces else lowered(module)
         absent = self.flow.launcher.absent({*submitted(module)}, forward=not is_last) if self.flow is not None else ()
-        return LoweredPhase(run, owed, absent)
+        return LoweredPhase(run, missing, absent)
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
         """Returns a phase, of a step's variant; made when it is first needed."""

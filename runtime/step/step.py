@@ -70,7 +70,7 @@ class Opened:
 
     Attributes:
         gate: tells whether all ranks are in it; None: there are no others, or they are not waited for.
-        needed: values that what it owes the others is made of, should it fail.
+        needed: values of which the launches that the others wait for are made, should it fail.
     """
 
     gate: Gate | None
@@ -122,13 +122,13 @@ class Step:
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
         """Runs the forward and returns its outputs. All ranks learn of a failure, and wait for nothing of it."""
         program = self.program
-        needed = forward.owed.begin(values)
+        needed = forward.missing.begin(values)
         try:
             return forward.run(self._leaves, values, {})
         except Exception as error:
             if is_of_ranks(error) or not self._tells_of_failures():
                 raise
-            forward.owed.submit(needed)
+            forward.missing.submit(needed)
             if program.flow is not None:
                 program.flow.give_up_forward()
             program.announcements.give_up(failure_text(error))
@@ -247,7 +247,7 @@ class Step:
         gate = self._enter(1 + program.communicator.progress.step - self._announced)
         variant = self._next_backward(values)
         backward = program.phase(variant)
-        needed = backward.owed.begin(values)
+        needed = backward.missing.begin(values)
         if flow is not None:
             flow.open_window(gate, backward.absent)
         return Opened(gate, variant, backward, needed)
@@ -366,7 +366,7 @@ class Step:
         """Launches what the others wait for, and tells them at the end of their backward."""
         flow = self.program.flow
         self._check_gate(gate)
-        backward.owed.submit(needed)
+        backward.missing.submit(needed)
         if flow is not None:
             flow.end_backward()
         with contextlib.suppress(PeerFailure):

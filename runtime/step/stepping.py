@@ -334,7 +334,7 @@ class Stepping:
         """Counts a step that moves anything; ranks compare their counts."""
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self._communicator.progress.optimizer_steps += 1
-            self._state.asked.stepped(optimizer)
+            self._state.reads.stepped(optimizer)
 
     def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""

@@ -8,9 +8,9 @@ from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.tables.asked import Asked
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -56,8 +56,8 @@ class ModelState:
         """Takes what rows batches to come read, where tables lie beyond memory."""
         self.at_once = StacksAtOnce(joins=False)
         """Stacks of tables whose rows travel by themselves."""
-        self.asked = Asked()
-        """How often the training loop asks for all parameters."""
+        self.reads = ParameterReads()
+        """How often the training loop reads all parameters."""
         self.pending = PendingUpdates()
         """What is still to come of the parameters."""
         self.unreduced: set[str] = set()
@@ -100,7 +100,7 @@ class ModelState:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
         for table in self.tables.values():
             table.settle()
-        self.asked.note()
+        self.reads.note()
 
     def refresh(self, model: nn.Module) -> None:
         """Looks for parameters and buffers again, where modules have been replaced."""

@@ -144,7 +144,7 @@ class RowTable:
     """Why its gradient cannot be had as a tensor of all elements; "": it can."""
 
     @property
-    def told(self) -> str:
+    def remark(self) -> str:
         """What there is to say of it besides its bytes, in a line."""
         return ""
 

@@ -267,7 +267,7 @@ class TieredTable(InSlots, RowTable):
         return super().begin_step()  # type: ignore[return-value]  # of one table
 
     @property
-    def told(self) -> str:
+    def remark(self) -> str:
         return "" if self.rows.start else self.memory.told
 
     def step_dense(self) -> NoReturn:

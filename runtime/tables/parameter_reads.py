@@ -1,8 +1,8 @@
-"""Notices a training loop that asks for a model's parameters in every step.
+"""Notices a training loop that reads all of a model's parameters in every step.
 
 Contract
-    Where all rows are wanted after each step, letting rows rest costs more than it saves. `often` changes only when
-    parameters are asked for: nothing that a step has taken is pending then, so that one step is never taken two ways.
+    Where all rows are wanted after each step, letting rows rest costs more than it saves. `in_every_step` changes only
+    when parameters are read: nothing that a step has taken is pending then, so that one step is never taken two ways.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 OFTEN = 2
-"""Steps in a row after each of which all parameters were asked for."""
+"""Steps in a row after each of which all parameters were read."""
 
 
-class Asked:
-    """Counts the steps in a row after each of which parameters were asked for, of whichever optimizers."""
+class ParameterReads:
+    """Counts the steps in a row after each of which parameters were read, of whichever optimizers."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
-        self._stepped: set[int] = set()  # ids of optimizers, since parameters were last asked for
+        self._stepped: set[int] = set()  # ids of optimizers, since parameters were last read
         self._missed = False  # one of them has stepped twice
 
     @property
-    def often(self) -> bool:
+    def in_every_step(self) -> bool:
         """Whether the loop does so in every step."""
         return self._in_a_row >= OFTEN
 
@@ -32,7 +32,7 @@ class Asked:
         self._stepped.add(id(optimizer))
 
     def note(self) -> None:
-        """Counts that parameters are asked for; once between two steps."""
+        """Counts a read of all parameters; once between two steps."""
         if self._stepped:
             self._in_a_row = 1 if self._missed else self._in_a_row + 1
             self._stepped.clear()

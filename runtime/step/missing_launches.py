@@ -1,4 +1,4 @@
-"""Makes the launches that a rank owes the others in a phase that it cannot finish, with zeros for values.
+"""Makes the launches that the others wait for, with zeros for values, where a rank cannot finish a phase.
 
 Contract
     A rank that fails in the middle of a phase (out of memory, a label outside of its classes) submits what it has not
@@ -44,8 +44,8 @@ class _Launch:
     like: Tensor | None
 
 
-class Owed:
-    """The launches of one phase.
+class MissingLaunches:
+    """The launches of one phase, of which a rank that fails makes those that are missing.
 
     Args:
         flow: through whose launcher they go; None: they are launched on the spot.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from embrace_fx.runtime.tables.asked import Asked
+from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 
 FIRST, SECOND = (torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(2))
 
@@ -24,8 +24,8 @@ FIRST, SECOND = (torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(
     ],
 )
 def test_asked_for_in_every_step(loop: str, often: bool) -> None:
-    asked = Asked()
+    asked = ParameterReads()
     for each in loop.split():
         asked.note() if each == "a" else asked.stepped(FIRST if each == "1" else SECOND)
 
-    assert asked.often == often
+    assert asked.in_every_step == often

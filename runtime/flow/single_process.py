@@ -1,4 +1,5 @@
-"""One process on a device: a sharded table's rows without their number, which the host reads when the backward is over.
+"""A single process on a device: the host reads the number of a batch's rows when the backward is over, and waits for
+none before.
 
 Contract
     For a training step of a single process, whose ids go nowhere. The batch's unique rows are found in tensors as long
@@ -33,7 +34,7 @@ _READERS = frozenset(
 """What may read unique rows, or their counts, as long as the batch has ids."""
 
 
-class _Counted:
+class _Numbers:
     """Numbers of rows, on their way to the host, which reads all of them at once.
 
     Args:
@@ -49,7 +50,7 @@ class _Counted:
         return self._streams.read(self._counted, self._copy)
 
 
-class SoloRows:
+class SingleProcessRows:
     """The unique rows of one process's batches, and how many they are.
 
     Args:
@@ -69,7 +70,7 @@ class SoloRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    counted = _Counted(self._streams, [self._counts[rows] for rows in unique])
+                    counted = _Numbers(self._streams, [self._counts[rows] for rows in unique])
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
                         self._counts[rows] = (counted, k, *of_table)
                     return list(unique)
@@ -113,7 +114,7 @@ class SoloRows:
         return [read, rows if scale == 1.0 else rows * scale]
 
 
-def fits(graph: TrainingGraph) -> bool:
+def runs_uncounted(graph: TrainingGraph) -> bool:
     """Tells whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
