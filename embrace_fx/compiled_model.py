@@ -167,12 +167,13 @@ class CompiledModel(nn.Module, Joinable):
         """
         self._session.register_comm_hook(state, hook)
 
+    @contextlib.contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> contextlib.AbstractContextManager[Any]:
+    ) -> Iterator[None]:
         """Allows loaders of unequal length, as DDP's: ranks that leave the context early take part until the last does.
 
         Args:
@@ -182,21 +183,13 @@ class CompiledModel(nn.Module, Joinable):
             throw_on_early_termination: raise on every rank once one has run out of batches.
         """
         if self._session.group is None:
-            return contextlib.nullcontext()
-        return self._joining(
-            enable=enable,
-            throw_on_early_termination=throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    @contextlib.contextmanager
-    def _joining(self, **options: bool) -> Iterator[None]:
-        """Torch's `Join` of this model alone, which counts ranks on the hosts: on a device what it sends would be in no
-        order with what the model does.
-        """
+            yield
+            return
+        # Ranks are counted on the hosts: on a device what `Join` sends would be in no order with what the model does.
         self.__dict__["_joins_on_hosts"] = True
+        by_all = divide_by_initial_world_size
         try:
-            with Join([self], **options):
+            with Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=by_all):
                 yield
         finally:
             self.__dict__["_joins_on_hosts"] = False

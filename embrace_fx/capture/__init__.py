@@ -148,11 +148,7 @@ def capture(
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises where a module has backward hooks: they would run while the graph is captured, and never again.
-
-    Raises:
-        RefusedError: naming the module.
-    """
+    """Raises `RefusedError` where a module has backward hooks: they would run during the capture, and never again."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RefusedError(
@@ -171,14 +167,18 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
-    found = Captured(graph, traced.out_spec, joint.constants, "graph", guard, guarded, fakes, traced.conditions)
-    inputs = [
-        role.of.index for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, BatchInput)
-    ]
-    return replace(
-        found,
-        replay=traced.replay,
-        written=tuple(k for k in inputs if k < of_arguments),
+    mutated = [role.of for _, role in graph.outputs() if isinstance(role, Mutation)]
+    return Captured(
+        graph,
+        traced.out_spec,
+        joint.constants,
+        "graph",
+        guard,
+        guarded,
+        fakes,
+        traced.conditions,
+        traced.replay,
+        written=tuple(of.index for of in mutated if isinstance(of, BatchInput) and of.index < of_arguments),
         constants=traced.constants,
         names=traced.names,
         deciding=deciding(traced.symbols),
@@ -186,11 +186,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises where the forward writes an argument whose memory another one shares: in a graph they are separate.
-
-    Raises:
-        RefusedError: naming both.
-    """
+    """Raises `RefusedError` where the forward writes an argument whose memory another one shares."""
     if (found := shares_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
@@ -201,11 +197,7 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """Raises where the forward reaches a parameter other than through the model: it would be a constant without values.
-
-    Raises:
-        CaptureError: there is one.
-    """
+    """Raises `CaptureError` where the forward reaches a parameter by another way than the model: it has no values."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(

@@ -47,14 +47,7 @@ def _register(kind: type) -> None:
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:
-    """Raises where a tensor has a form that no graph holds.
-
-    Args:
-        kind: the class name of the model.
-
-    Raises:
-        RefusedError: naming the form, and what to pass instead.
-    """
+    """Raises `RefusedError` where a tensor has a form that no graph holds; `kind`: the class name of the model."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise RefusedError(
@@ -75,15 +68,7 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
 
 
 def check_read(leaves: Sequence[Any], kind: str) -> None:
-    """Raises where the forward reads an argument of a type that no graph holds.
-
-    Args:
-        leaves: the flattened arguments that it reads.
-        kind: the class name of the model.
-
-    Raises:
-        RefusedError: naming it.
-    """
+    """Raises `RefusedError` where one of the arguments that a forward of class `kind` reads fits into no graph."""
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(

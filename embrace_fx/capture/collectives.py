@@ -238,11 +238,7 @@ def collectives_traced() -> Iterator[None]:
 
 
 def check_collectives(graph: fx.Graph) -> None:
-    """Raises where a traced graph has communication other than a collective of all ranks of a group.
-
-    Raises:
-        CaptureError: naming the op.
-    """
+    """Raises `CaptureError` where a traced graph communicates other than by a collective of all ranks of a group."""
     for node in graph.nodes:
         name = op_name(node)
         is_wait = name == "_c10d_functional::wait_tensor"

@@ -93,11 +93,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises where effects cannot be replayed at each call.
-
-    Raises:
-        RefusedError: naming what the forward does.
-    """
+    """Raises `RefusedError` where effects cannot be replayed at each call."""
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(

@@ -70,13 +70,13 @@ class Accumulation:
     """The gradients that autograd accumulates in one model's parameters.
 
     Args:
-        look: called with a backward's gradients, by parameter, before they are exchanged.
+        look: refers to a method to call with a backward's gradients, by parameter, before they are exchanged.
 
     Attributes:
         parameters: name -> parameter, of those whose gradients are exchanged.
     """
 
-    def __init__(self, look: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def __init__(self, look: weakref.ReferenceType[Callable[[Mapping[str, Tensor]], None]]) -> None:
         self._look = look
         self.parameters: dict[str, nn.Parameter] = {}
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
@@ -158,7 +158,8 @@ class Accumulation:
         """Ends the backward, and exchanges its gradients. Collective."""
         self._nests = bool(self._nests)
         step, gradients = self._taken()
-        self._look(gradients)
+        if (look := self._look()) is not None:
+            look(gradients)
         step.exchange(gradients)
 
     def fail(self) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.planning.replanning import Calls
-from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS, Announcements
-from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
+from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
 
@@ -38,17 +38,12 @@ class ForwardBuffers:
 
 
 class BufferSharing:
-    """Makes one model's buffers equal on all ranks.
+    """Makes one model's buffers equal on all ranks."""
 
-    Args:
-        on: False: each rank keeps its own buffers, as under DDP's `broadcast_buffers=False`.
-    """
-
-    def __init__(self, state: ModelState, announcements: Announcements, calls: Calls, *, on: bool) -> None:
-        self._state = state
-        self._announcements = announcements
+    def __init__(self, setting: Setting, calls: Calls) -> None:
+        self._setting = setting
+        self._state = setting.state
         self._calls = calls
-        self._on = on and announcements.communicator.world_size > 1
         self._live = frozenset[str]()  # changed by training forwards, whose results depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
@@ -64,7 +59,7 @@ class BufferSharing:
             assigned: buffers that the forward replaces by other tensors.
             reduce: its gradients are reduced, so that the next forward shares buffers again.
         """
-        if not self._on:
+        if not self._setting.options.shares_buffers or self._setting.communicator.world_size == 1:
             return ForwardBuffers(lambda: 0, lambda: None)
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
@@ -85,7 +80,7 @@ class BufferSharing:
             if due:
                 # As ranks run out of batches, the authority moves to other ranks: each goes on with the buffers of
                 # the one before.
-                every = self._announcements.buffers_differ or self._calls.authority != 0
+                every = self._setting.announcements.buffers_differ or self._calls.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
                 self._were = AsSeen.of(self._unwritten())
@@ -105,7 +100,7 @@ class BufferSharing:
     def _share(self, names: Sequence[str]) -> None:
         places = [self._state.place_of_buffer(name) for name in names]
         tensors = [owner[key] for owner, key in places]
-        self._announcements.communicator.broadcast(tensors, self._calls.authority)
+        self._setting.communicator.broadcast(tensors, self._calls.authority)
 
 
 @functools.lru_cache(maxsize=64)

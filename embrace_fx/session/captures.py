@@ -78,11 +78,7 @@ class Captures:
             kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
 
     def _check_repeats(self, kind: Kind, changed: Changed) -> None:
-        """Raises where a value that the forward reads differs in each call.
-
-        Raises:
-            RefusedError: naming it.
-        """
+        """Raises `RefusedError` where a value that the forward reads differs in each call."""
         most = MOST_UNUSED.get(type(changed.now), MOST_UNUSED_OF_OTHERS)
         if len(kind.variants) >= most and not any(variant.reused for variant in kind.variants[-most:]):
             raise RefusedError(

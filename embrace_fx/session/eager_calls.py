@@ -51,13 +51,7 @@ class EagerCalls:
         setting.stepping.of_any_layout = bool(self.reason)
         self._planned = planned
         self._kinds = kinds
-        itself = weakref.ref(self)
-
-        def look(gradients: Mapping[str, Tensor]) -> None:
-            if (calls := itself()) is not None:
-                calls._look(gradients)
-
-        self._accumulation = Accumulation(look)
+        self._accumulation = Accumulation(weakref.WeakMethod(self._look))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order in which the first backward made their gradients
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order

@@ -24,6 +24,10 @@ class Lookahead:
     Args:
         at_end: called when a loop has no more batches, or is left: no next batch is known then.
         recorder: returns the recorder of the loader's time.
+
+    Attributes:
+        known: whether the next batch is known.
+        batches: the number of batches by which the loader is read ahead.
     """
 
     def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
@@ -34,14 +38,9 @@ class Lookahead:
         self._coming: Any = None
         self._coming_flat = _NOTHING  # the next batch's tensors, recorded before anybody could write them
         self._further: deque[Any] = deque()
-        self._known = False
+        self.known = False
         self._warned = False
         self.batches = 1
-
-    @property
-    def known(self) -> bool:
-        """Whether the next batch is known."""
-        return self._known
 
     @property
     def active(self) -> bool:
@@ -91,15 +90,15 @@ class Lookahead:
                 leaves, _ = self._coming_flat
                 _check_apart(seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])])
                 seen = AsSeen.of(leaves)
-                self._known = True
+                self.known = True
                 yield self._current
                 self._recorder().mark(OWN_CODE)
                 self._current = self._coming
-            self._known = False
+            self.known = False
             self._coming, self._coming_flat = None, _NOTHING
             yield self._current
         finally:
-            self._known, self._current, self._coming, self._coming_flat = False, None, None, _NOTHING
+            self.known, self._current, self._coming, self._coming_flat = False, None, None, _NOTHING
             if not sys.is_finalizing():  # at interpreter exit ranks have parted, and tensors are being freed
                 self._at_end()
 
@@ -127,7 +126,7 @@ class Lookahead:
 
         Returns: None if the next batch is not known, or this call's tensors are not those of the batch.
         """
-        if not self._known:
+        if not self.known:
             return None
         current, spec = pytree.tree_flatten(self._current)
         if farthest and len(self._further) < self.batches - 1:
@@ -149,14 +148,7 @@ _NOTHING = pytree.tree_flatten(None)
 
 
 def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
-    """Raises where a loader has written a later batch into the tensors of the present one.
-
-    Args:
-        coming: the tensors of later batches.
-
-    Raises:
-        RuntimeError: the loader yields the same tensor each time, with other values.
-    """
+    """Raises `RuntimeError` where a loader has written a later batch, `coming`, into the tensors of the present one."""
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(

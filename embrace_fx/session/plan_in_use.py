@@ -42,13 +42,13 @@ class PlanInUse:
 
     Args:
         kinds: the kinds of calls so far, whose programs are built under the plan.
-        calls: the state that calls share.
         on_other_batch: called when another batch comes than the expected one.
         on_placed: called when tables have been placed as a plan says.
 
     Attributes:
         plan: the plan in use; None before the first training call.
         builder: the builder of the programs under the plan, which owns the flow between steps; None like the plan.
+        calls: the state that calls share.
         probes: whether links are probed for a plan.
     """
 
@@ -56,8 +56,6 @@ class PlanInUse:
         self,
         setting: Setting,
         kinds: Mapping[Any, Kind],
-        calls: Calls,
-        buffers: BufferSharing,
         on_other_batch: Callable[[], None],
         on_placed: Callable[[], None],
     ) -> None:
@@ -65,10 +63,10 @@ class PlanInUse:
         self.builder: ProgramBuilder | None = None
         self._findings: Findings | None = None  # on rank 0, those that the plan was made from
         self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
-        self.calls, self.probes = calls, True
+        self.calls, self.probes = Calls(), True
         self._setting = setting
         self._kinds = kinds
-        self._buffers = buffers
+        self._buffers = BufferSharing(setting, self.calls)
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
         self._misfit = Misfit()  # the last batch's needs that the plan does not meet

@@ -78,7 +78,6 @@ class ProgramBuilder:
         self._shown: Compiled | None = None  # the last training program's graphs
         self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
-        self._joint: TrainingGraph | None = None  # the last training program's graph
         self._built = self._told_least = False  # a training program is built; a budget that is not kept was reported
         self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
@@ -107,7 +106,6 @@ class ProgramBuilder:
             self._start(compiled, gradients_alone=variant.captured.route == EAGER)
             self._show(compiled)
             log_text("pass_times", compiled.times)
-            self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         else:
@@ -144,7 +142,7 @@ class ProgramBuilder:
 
     def step_memory(self) -> StepMemory | None:
         """Predicts the memory that a step of the last training program holds; None before the first."""
-        return None if self._joint is None else step_memory(self._joint)
+        return None if self._shown is None else step_memory(self._shown.graph)
 
     def build_accumulating(self, variant: Variant) -> None:
         """Makes the program of the same graph whose dense gradients are not reduced.
@@ -275,10 +273,9 @@ class ProgramBuilder:
             of_steps.order(self._ordering())
             program.compute_as(of_steps.steady.graph)
             self._show(of_steps.steady, of_steps)
-            self._joint = of_steps.steady.graph
-        assert self._joint is not None
-        log_graph("order_compute", self._joint.phases["backward"])
-        return self._joint
+        assert self._shown is not None
+        log_graph("order_compute", self._shown.graph.phases["backward"])
+        return self._shown.graph
 
     def _launched(self, joint: Compiled, flow: Flow | None) -> int:
         """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""

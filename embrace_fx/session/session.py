@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
-from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -25,9 +24,9 @@ from embrace_fx.runtime.ranks.rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.stepping import Stepping
-from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
+from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session import checkpoint
-from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Arguments, Kinds, Variant
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
@@ -41,7 +40,6 @@ from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up
-from embrace_fx.setup.first_state import send_first_state
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
@@ -71,7 +69,7 @@ class Session:
         with stage("agreeing with the other ranks", self.communicator.rank):
             agree_on_set_up(self.communicator, model, optimizers, options, given)
         take_over(model)
-        send_first_state(self.model, self.communicator, self.options)
+        self._send_first_state()
         self.state = ModelState(model)
         self._watch = ModelWatch(model, self.state)
         self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
@@ -79,11 +77,7 @@ class Session:
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
-        calls = Calls()
-        buffers = BufferSharing(self.state, self.announcements, calls, on=options.shares_buffers)
-        self.planned = PlanInUse(
-            self._setting, self._kinds, calls, buffers, self.lookahead.warn_of_other_batch, self._note_places
-        )
+        self.planned = PlanInUse(self._setting, self._kinds, self.lookahead.warn_of_other_batch, self._note_places)
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
         self._graphs = GraphCalls(
@@ -91,6 +85,18 @@ class Session:
         )
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
+
+    def _send_first_state(self) -> None:
+        """Sends rank 0's parameters and buffers to every rank, as DDP's constructor does. Collective.
+
+        Embeddings, which may be large, are sent later, when the plan says which rank needs which part.
+        """
+        layers = [module for module in self.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        later = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        apart = {name for name, each in named if id(each) in later or each.device.type == "meta"}
+        apart |= names_to_ignore(self.model)
+        broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers)
 
     def _stepping(self) -> Stepping:
         """Makes the listener to the model's optimizers: those given, and any that steps the model."""
@@ -132,7 +138,7 @@ class Session:
             check_group(group, self.communicator.group)
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
-                send_first_state(self.model, self.communicator, self.options)
+                self._send_first_state()
         own = self.model, self.optimizers, self.options
         agree_on_set_up(self.communicator, *own, hook=self._hook)  # model and options may have changed since `compile`
         self.state.refresh(self.model)

@@ -198,15 +198,28 @@ class Groups:
         return self._waiters.get(name)
 
     def _agree_on_counts(self) -> None:
-        """Checks that these ranks are in equally many groups: torch names new groups by that number. Collective.
+        """Checks that these ranks are in equally many groups: torch names new groups of some ranks by that number.
+        Collective.
 
         Raises:
-            ValueError: they are not, and it is the script's groups that differ.
+            ValueError: they are not, and these are not all ranks of the job.
         """
-        if self._hosts is not None:
-            if self.world_size < dist.get_world_size():
-                gc.collect()  # groups of models that one rank has not collected yet
-            _check_counts(self._hosts)
+        if self._hosts is None:
+            return
+        are_all = self.world_size == dist.get_world_size()
+        if not are_all:
+            gc.collect()  # groups of models that one rank has not collected yet
+        count = len(dist.distributed_c10d._world.pg_names)
+        extremes = torch.tensor([count, -count], device="cpu")
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._hosts)
+        most, fewest = extremes[0].item(), -extremes[1].item()
+        if most != fewest and not are_all:
+            raise ValueError(
+                f"expected the ranks of a process group to be in equally many groups, in compile() or at the first "
+                f"call, found {count} on rank {dist.get_rank()}, and {fewest} to {most} on all: torch names new groups "
+                "by that number, and would wait for ever. Make groups of which each rank is in as many, those of a "
+                "device mesh, or compile in the default group."
+            )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Makes a group of each part of these ranks; returns the one that this rank is in. Collective among all ranks.
@@ -377,22 +390,3 @@ def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> N
     thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
     thread.start()
     thread.join(_FAREWELL_S)
-
-
-def _check_counts(group: dist.ProcessGroup) -> None:
-    """Raises where torch would give a new group of a part of the job's ranks different names on them. Collective.
-
-    Raises:
-        ValueError: ranks are in different numbers of groups, by which torch names the next one.
-    """
-    count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device="cpu")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    most, fewest = extremes[0].item(), -extremes[1].item()
-    if most != fewest and dist.get_world_size(group) < dist.get_world_size():
-        raise ValueError(
-            f"expected the ranks of a process group to be in equally many groups, in compile() or at the first call, "
-            f"found {count} on rank {dist.get_rank()}, and {fewest} to {most} on all: torch names new groups by that "
-            "number, and would wait for ever. Make groups of which each rank is in as many, those of a device mesh, or "
-            "compile in the default group."
-        )

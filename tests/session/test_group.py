@@ -65,6 +65,24 @@ def test_a_model_compiled_before_the_group_trains_with_all_of_its_ranks() -> Non
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def _normalised(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    with _before_init_process_group():
+        model = embrace_fx.compile(plain)
+    for _ in range(2):
+        model(torch.randn(5, 3) + rank).sum().backward()
+    with torch.no_grad():
+        model.eval()(torch.randn(5, 3))
+    found: list[float] = plain[1].running_mean.tolist()
+    return found
+
+
+def test_a_model_compiled_before_the_group_shares_its_buffers() -> None:
+    first, second = run_ranks(2, _normalised)
+    assert first == second
+
+
 def _differs(rank: int, world_size: int) -> None:
     model = Tagger()
     model.out = nn.Linear(8, 3 + rank)
