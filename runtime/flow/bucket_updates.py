@@ -332,7 +332,7 @@ class BucketUpdates:
             # None after zero_grad, or without a gradient; or the user's own; else what was waited for
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
 
-    def apply(self) -> None:
+    def apply_pending(self) -> None:
         """Applies every update that an optimizer has taken over."""
         for k in [k for k, bucket in self._waiting.items() if bucket.updates]:
             self.await_update(k)

@@ -63,6 +63,7 @@ class Flow:
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
+        self._late: tuple[RowExchange | BucketUpdates, ...] = (*exchanges.values(), buckets)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement
@@ -214,13 +215,13 @@ class Flow:
         self.recorder.mark(OWN_CODE)  # losses, since the forward
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
-        self.buckets.apply()
+        self.buckets.apply_pending()
         nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
             exchange.forget_cut()
             exchange.apply_prior()
             if name not in program.routes or not nodes_apply:
-                exchange.apply_delayed()
+                exchange.apply_pending()
         self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
@@ -274,36 +275,25 @@ class Flow:
     def settle_buckets(self) -> None:
         """Applies updates of dense parameters, as `settle`."""
         with self.launcher.hurrying():
-            self.buckets.apply()
+            self.buckets.apply_pending()
 
     def settle(self) -> None:
-        """Applies updates for a caller outside of a step: nothing that is still to be submitted holds it up."""
+        """Applies every update that a step has taken. What is still to be submitted holds none up."""
         with self.launcher.hurrying():
-            self.synchronize()
-
-    def synchronize(self) -> None:
-        """Applies every update that a step has taken. Waits only for what has been submitted."""
-        for exchange in self.exchanges.values():
-            exchange.apply_delayed()
-        self.buckets.apply()
+            for each in self._late:
+                each.apply_pending()
 
     def materialise(self) -> None:
-        """Makes the gradients on their way ordinary ones, for code that is about to read or change them."""
-        with self.launcher.hurrying():
-            self.buckets.materialise()
-            for exchange in self.exchanges.values():
-                exchange.materialise()
-
-    def land_untaken(self) -> None:
-        """Calls `materialise`, where there is anything that no step has taken."""
-        if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
-            self.materialise()
+        """Makes the gradients that no step has taken ordinary ones, for code that is about to read or change them."""
+        if any(each.waiting for each in self._late):
+            with self.launcher.hurrying():
+                for each in self._late:
+                    each.materialise()
 
     def discard(self) -> None:
         """Forgets gradients that no step has taken."""
-        self.buckets.discard()
-        for exchange in self.exchanges.values():
-            exchange.discard()
+        for each in self._late:
+            each.discard()
 
     def parameters_may_change(self) -> None:
         """Applies every update; whoever reads parameters from now on may write them too.
@@ -312,20 +302,13 @@ class Flow:
         they are sent again.
         """
         self.settle()
-        self.settle_rows()
         self._handed_out = True
         self._valid &= self.streams is None
 
     def state_may_change(self) -> None:
         """Applies every update: the optimizer's state may change, with which rows that were sent early have left."""
         self.settle()
-        self.settle_rows()
         self._valid = False
-
-    def settle_rows(self) -> None:
-        """Has all rows of tables take the steps they have skipped."""
-        for exchange in self.exchanges.values():
-            exchange.table.settle()
 
     def expect_no_batch(self) -> None:
         """Forgets the next batch, which may be any."""

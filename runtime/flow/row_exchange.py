@@ -89,7 +89,7 @@ class RowExchange:
             in_flight.sent.append(self._send_rows(launch, self._split.early, dtype))
             return
         if in_flight.routing is None or in_flight.routing.ids is not ids:  # no row was early, or for another batch
-            self.apply_delayed()
+            self.apply_pending()
             in_flight.begin(self.routing(ids, counts))
         assert in_flight.late is not None
         self._routing, self._split = in_flight.routing, None
@@ -186,7 +186,7 @@ class RowExchange:
         Args:
             split: how they are cut, where that has been found already.
         """
-        self.apply_delayed()
+        self.apply_pending()
         assert self._routing is not None
         following = self._routing.of_batch(ids, counts)
         split = split or Split.of(self._routing, following, self.among, self.delayed_chunks)
@@ -219,7 +219,7 @@ class RowExchange:
             assert self._split is not None
             self._send_gradient(gradient, launch, rows, self._split.delayed()[launch.number])
             return gradient
-        self.apply_delayed()
+        self.apply_pending()
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
@@ -296,7 +296,7 @@ class RowExchange:
                     if launch.part != "delayed":
                         self.update(launch)
 
-    def apply_delayed(self) -> None:
+    def apply_pending(self) -> None:
         """Applies everything that a step has taken."""
         if self._gradient is not None and self._gradient.step is not None:
             self._gradient.finish()

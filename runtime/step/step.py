@@ -231,7 +231,7 @@ class Step:
             return None
         program = self.program
         if program.flow is not None:
-            program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
+            program.flow.materialise()  # of an earlier backward, which is not given up with this one
         gate = Gate(program.announcements, call)
         if program.flow is None:
             self._check_gate(gate)  # what is launched here leaves at once

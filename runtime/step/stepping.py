@@ -190,7 +190,7 @@ class Stepping:
         may_wait = self._may_wait(optimizer)
         step.late = self._in_flight(tables) if may_wait else []
         for exchange in self._exchanges(tables):
-            exchange.apply_delayed()  # of the last step
+            exchange.apply_pending()  # of the last step
         are_late = {id(table) for exchange in step.late for table in exchange.table.members}
         for table in tables:
             if table.parameter.grad is None:
@@ -237,7 +237,7 @@ class Stepping:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
-                    exchange.apply_delayed()  # what another one has stepped is applied as its step
+                    exchange.apply_pending()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
@@ -354,7 +354,6 @@ class Stepping:
         self._state.pending.close()
         if self._flow is not None:
             self._flow.settle()
-            self._flow.settle_rows()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Deferred(Training):
             )
         )
         self.launcher.open_window()
-        self.flow.synchronize()
+        self.flow.settle()
         for k, bucket in enumerate(BUCKETS):
             flat, start = pack_bucket([gradients[name] for name in bucket], 1 / WORLD), 0
             for i, length in enumerate(self._chunks[k]):

@@ -134,11 +134,11 @@ def test_what_no_node_applies_is_applied_at_the_head_of_a_backward(steps: Steps)
     first, second = steps.look_ahead(1), steps.look_ahead(2)
     steps.forward(first, second)
     steps.backward()
-    assert "apply_delayed" in steps.table.told
+    assert "apply_pending" in steps.table.told
 
     steps.forward(second, steps.look_ahead(3))
     steps.backward()
-    assert "apply_delayed" not in steps.table.told
+    assert "apply_pending" not in steps.table.told
 
 
 def test_what_a_phase_leaves_out_is_not_waited_for(steps: Steps) -> None:

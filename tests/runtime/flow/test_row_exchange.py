@@ -268,7 +268,7 @@ class Training:
         if not self.moves or self.draw.random() < 0.3:  # the options are those of this moment
             self.group["lr"] *= 0.9
             self.reference.optimizer.param_groups[0]["lr"] *= 0.9
-        self.exchange.apply_delayed()
+        self.exchange.apply_pending()
         if self.exchange.may_step():
             self.exchange.step()
         elif self.table.parameter.grad is not None:
@@ -287,7 +287,7 @@ class Training:
 
     def finish(self) -> None:
         self.launcher.open_window()
-        self.exchange.apply_delayed()
+        self.exchange.apply_pending()
         while self.launcher.queue.under_way():  # discarded ones too: the next training uses the same groups
             time.sleep(0.001)
         mine = self.table.local
