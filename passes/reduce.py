@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, latest
+from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.operation_id import chunk_id
 
@@ -75,7 +75,7 @@ def reduce_gradients(
                 for n in missing
             }
         parts = [zeros.get(name) or gradients[name] for name in present]
-        last = latest([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
+        last = max([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
         with rewriter.before(last.next):
             sparsely = exchanged.get(bucket[0])
             scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange divides by itself

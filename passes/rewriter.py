@@ -134,16 +134,6 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
     return found
 
 
-def first_user(node: fx.Node) -> fx.Node:
-    """Returns the user of `node` that comes first in the graph."""
-    return min(node.users)
-
-
-def latest(nodes: list[fx.Node]) -> fx.Node:
-    """Returns the node of `nodes` that comes last in the graph."""
-    return max(nodes)
-
-
 def rewrite_each(
     graph: TrainingGraph,
     find: Callable[[TrainingGraph], Sequence[fx.Node]],

@@ -39,7 +39,7 @@ import torch
 from torch import fx
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, first_user
+from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.passes.row_sizes import expected_sizes
 from embrace_fx.passes.tables import (
     LOOKUP_BACKWARDS,
@@ -185,13 +185,13 @@ def _shard(
     with rewriter.before(weight):
         shape, like = (num_rows, last - first), weight.meta["val"]
         shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device)
-    with rewriter.before(latest_of(ids).next):
+    with rewriter.before(ids.counts.next):
         route = _route(rewriter, short, ids, grid, options.rank)
         columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
         sent = route.send(embrace.all_to_all_rows.default, columns, table.embedding_dim)
         launch = rewriter.call(*sent, name=f"{short}_rows")
         launch.meta["launch"] = rows_id(table.parameter, "whole")
-    with rewriter.before(first_user(weight)):
+    with rewriter.before(min(weight.users)):
         flat = rewriter.wait(launch)
         rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
     _read_rows(rewriter, weight, rows, ids, table)
@@ -205,15 +205,13 @@ def _shard(
 
 def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
     """Moves each launch of gradients behind the launch of the table before it."""
-    position = {node: k for k, node in enumerate(graph.graph.nodes)}
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
     for table in tables:
         launch = launches.get(table)
-        if launch is not None and before is not None and position[launch] < position[before]:
+        if launch is not None and before is not None and launch < before:
             before.append(launch)
-            position[launch] = position[before]
         before = launch or before
 
 
@@ -264,11 +262,6 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
     names = ("own_ids", "own_counts", "order")
     own_ids, counts, order = (rewriter.item(routed, k, f"{short}_{name}") for k, name in enumerate(names))
     return _Route(own_ids, counts, order, grid, rank)
-
-
-def latest_of(ids: _Ids) -> fx.Node:
-    """Returns the last node of the ids' exchange that a lookup needs."""
-    return ids.counts
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:

@@ -51,15 +51,14 @@ def _rewrite(phases: Phases) -> None:
 
 
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
-    position = {node: k for k, node in enumerate(forward.graph.nodes)}
-    computing = [k for node, k in position.items() if computes(node)]
+    computing = [node for node in forward.graph.nodes if computes(node)]
     for awaits in all_by_table(forward, torch.ops.embrace.await_rows.default).values():
         moved = _made_of(awaits)
         readers = [user for node in moved for user in node.users if user not in moved]
         if readers:
-            reader, first = min(readers, key=position.__getitem__), min(position[node] for node in moved)
-            if any(first < k < position[reader] for k in computing):
-                yield _Moved(sorted(moved, key=position.__getitem__), reader)
+            reader, first = min(readers), min(moved)
+            if any(first < node < reader for node in computing):
+                yield _Moved(sorted(moved), reader)
 
 
 def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:

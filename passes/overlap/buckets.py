@@ -27,7 +27,7 @@ from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
-from embrace_fx.passes.rewriter import Rewriter, first_user
+from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import (
     Gradient,
     OutputRole,
@@ -158,9 +158,8 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
         if not read:  # this batch does not read the bucket, which is updated all the same
             read = [rewriter.copy_of(elsewhere[bucket[0]])]
-        position = {node: n for n, node in enumerate(forward.graph.nodes)}
-        readers = [first_user(node) for node in read if node.users] or [forward.graph.output_node()]
-        with rewriter.before(min(readers, key=position.__getitem__)):
+        readers = [min(node.users) for node in read if node.users] or [forward.graph.output_node()]
+        with rewriter.before(min(readers)):
             there, *others = _await(rewriter, read[0], k, len(chunks[k]))
             updated = rewriter.call(embrace.update_bucket.default, [there, *read[1:]], k, name=f"bucket_{k}_updated")
             inserted = {there, *others, updated}

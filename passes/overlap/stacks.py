@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread, launch_node, rewrite_phases
-from embrace_fx.passes.rewriter import Rewriter, latest
+from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import PendingRows, Saved, TrainingGraph, outputs_of, set_outputs
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.plan import Stack
@@ -140,10 +140,9 @@ def _rows_together(
     rewriter: Rewriter, members: list[_Member], stack: str, name: str, stacked: list[fx.Node], rank: int
 ) -> None:
     ids, counts = _saved(rewriter, stacked)
-    position = {node: k for k, node in enumerate(rewriter.graph.nodes)}
     dtype = reduce(torch.promote_types, (each.dtype for each in members))
     rows = rows_id(stack, "whole")
-    with rewriter.before(min((each.update for each in members), key=position.__getitem__)):
+    with rewriter.before(min(each.update for each in members)):
         shard, launch = members[0].update.args[0], gradients_id(stack, "whole")
         updated = launch_node(
             rewriter, embrace.update_rows.default, shard, stack, launch=launch, name=f"{name}_updated"
@@ -151,7 +150,7 @@ def _rows_together(
         launch_node(
             rewriter, embrace.submit_rows.default, updated, ids, counts, stack, dtype, launch=rows, name=f"{name}_sent"
         )
-    with rewriter.before(min((each.part for each in members), key=position.__getitem__)):
+    with rewriter.before(min(each.part for each in members)):
         part = launch_node(
             rewriter, embrace.await_rows.default, ids, counts, stack, dtype, launch=rows, name=f"{name}_part"
         )
@@ -186,7 +185,7 @@ def _submit_together(
     ids, counts = _saved(rewriter, stacked)
     nodes = list(submissions.values())
     *_, padding_idx, scale, _ = nodes[0].args
-    with rewriter.before(latest(nodes).next):
+    with rewriter.before(max(nodes).next):
         rows = rewriter.call(aten.cat.default, [each.args[0] for each in nodes], name=f"{name}_gradients")
         token = launch_node(
             rewriter,

@@ -46,10 +46,9 @@ def _rewrite(phases: Phases) -> None:
 def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
     """Moves up the submissions of one gradient, with the nodes that only they depend on."""
     moved = made_for(submissions)
-    position = {node: k for k, node in enumerate(graph.nodes)}
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
-    place = max((*inputs, _head(graph)), key=position.__getitem__)
-    for node in sorted(moved, key=position.__getitem__):
+    place = max(*inputs, _head(graph))
+    for node in sorted(moved):
         place.append(node)
         place = node
 
