@@ -17,11 +17,9 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 from typing import Literal
-
-import networkx as nx
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
 from embrace_fx.vocabulary.shares import SHARES, Share, share_of
@@ -135,23 +133,6 @@ class StepGraph:
     @property
     def communications(self) -> tuple[Operation, ...]:
         return tuple(o for o in self.operations if o.is_communication)
-
-    def window(self, windows: int = 2) -> nx.DiGraph[tuple[int, str]]:
-        """Makes the dependence graph of several windows in a row: nodes (window, name) with their `operation`.
-
-        The compute operations form a chain across windows: one processor runs them in the program's order.
-        """
-        graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
-        for number in range(windows):
-            for operation in self.operations:
-                graph.add_node((number, operation.name), operation=operation)
-        chain = [(number, name) for number in range(windows) for name in self.compute_order]
-        graph.add_edges_from(pairwise(chain))
-        for number in range(windows):
-            for d in self.dependences:
-                if number >= d.distance:
-                    graph.add_edge((number - d.distance, d.before), (number, d.after))
-        return graph
 
 
 @dataclass(frozen=True)

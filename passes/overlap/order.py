@@ -17,8 +17,9 @@ Source: out-of-order back-propagation (Oh et al., EuroSys 2022), decided here by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from torch import fx
@@ -29,8 +30,6 @@ from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.submissions import is_submission
-
-_NOBODY = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class BackwardUnits:
         member = {node: what for node in nodes if (what := _unit(node)) is not None}
         units = tuple(dict.fromkeys(member.values()))
         bit = {what: 1 << k for k, what in enumerate(units)}
-        needed = {node: bit[member[node]] if node in member else _NOBODY for node in nodes}
+        needed = {node: bit[member[node]] if node in member else 0 for node in nodes}
         before = _standing(nodes, member)
         for node in reversed(nodes):
             for value in (*node.all_input_nodes, *before.get(node, ())):
@@ -114,24 +113,11 @@ class BackwardUnits:
             groups[first(mask)].append(node)
         return [node for k in sorted(groups) for node in groups[k]]
 
-    def first_of(self, order: Sequence[str]) -> _First:
+    def first_of(self, order: Sequence[str]) -> Callable[[int], int]:
         """Makes the function mask of units -> the place, in an order, of the first one; for no units, their number."""
         place = {unit: k for k, unit in enumerate(self.complete(order))}
-        return _First([place[unit] for unit in self.units])
-
-
-class _First:
-    """Finds the first unit of a mask."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
-        self._found: dict[int, int] = {_NOBODY: len(places)}
-
-    def __call__(self, mask: int) -> int:
-        found = self._found.get(mask)
-        if found is None:
-            found = self._found[mask] = min(self._places[k] for k in _bits(mask))
-        return found
+        places = [place[unit] for unit in self.units]
+        return cache(lambda mask: min((places[k] for k in _bits(mask)), default=len(places)))
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -5,7 +5,7 @@ Contract
     which communication becomes ready, and is the same on every machine: ties are broken by name, and the search is
     bounded by a count, not by time.
 
-    order(key)                while the link is free: launch the ready communication with the least key
+    order                     while the link is free: launch the ready communication with the least key
     policies                  readiness | paper: two such keys
     schedule                  the best policy's order, then moves and swaps that shorten the step
 
@@ -63,16 +63,6 @@ POLICIES: tuple[Key, ...] = (paper, readiness)
 """In order of preference, where two are equally fast."""
 
 
-def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
-    """Computes the launch order of a priority queue in simulated time.
-
-    Raises:
-        ValueError: the step has no order at all.
-    """
-    machine = LinkMachine(steps)
-    return machine.names(_queue(machine, key))
-
-
 def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedule:
     """Computes the launch order of a step.
 
@@ -86,10 +76,8 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     if name not in SCHEDULES:
         raise ValueError(f"expected schedule to be one of {', '.join(SCHEDULES)}, found {name!r}. Choose one of these.")
     machine = LinkMachine(steps)
-    naive = _queue(machine, readiness)
-    chosen = (
-        naive if name == "none" else refine(machine, [_queue(machine, key) for key in POLICIES], one_link_ms(steps))
-    )
+    naive = order(machine, readiness)
+    chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
     picture = machine.picture(machine.run(chosen, WINDOWS), chosen)
     return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
 
@@ -97,14 +85,20 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
 def quick_ms(steps: StepGraph) -> float:
     """Simulates the milliseconds of a step in the best policy's order, without a search."""
     machine = LinkMachine(steps)
-    return min(machine.run(_queue(machine, key), WINDOWS).step_ms for key in POLICIES)
+    return min(machine.run(order(machine, key), WINDOWS).step_ms for key in POLICIES)
 
 
 # -- list scheduling ---------------------------------------------------------------------------------------------------
 
 
-def _queue(machine: LinkMachine, key: Key) -> list[int]:
-    """Computes `order`, in indices, of the last of several windows: it finds the link as busy as in training."""
+def order(machine: LinkMachine, key: Key) -> list[int]:
+    """Computes the launch order of a priority queue in simulated time, in the last of several windows.
+
+    The last one finds the link as busy as in training.
+
+    Raises:
+        ValueError: the step has no order at all.
+    """
     queue = _Queue(machine, key)
     for _ in range(_WARM_UP_WINDOWS - 1):
         queue.window()

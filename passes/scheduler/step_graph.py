@@ -193,14 +193,21 @@ def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     for block in found:
-        name = str(block.id)
         operations.append(Operation.of(block.id, block.ms))
-        dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
-        for node in block.copies:
-            copied, needed = copy_operation(node)
-            operations.append(copied)
-            dependences += [Dependence(name, copied.name), *needed]
+        _add_copies(block, operations, dependences)
     return StepGraph(tuple(operations), tuple(dependences), tuple(str(block.id) for block in found))
+
+
+def _add_copies(block: Block, operations: list[Operation], dependences: list[Dependence]) -> None:
+    """Adds the copies that a block begins, and all dependences of these and of the block."""
+    name = str(block.id)
+    dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
+    for node in block.copies:
+        launch = id_of(node)
+        operations.append(Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,)))
+        dependences.append(Dependence(name, str(launch)))
+        if op_name(node) == RELOAD:
+            dependences.append(Dependence(str(offload_id(launch.what)), str(launch), 1))
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
@@ -266,11 +273,7 @@ def build(
         name, served = str(block.id), () if alone else (block.id.what,)
         operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
         order.append(name)
-        dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
-        for node in block.copies:
-            copied, needed = copy_operation(node)
-            operations.append(copied)
-            dependences += [Dependence(name, copied.name), *needed]
+        _add_copies(block, operations, dependences)
         for node in block.submits:
             launch = id_of(node)
             sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size))
@@ -304,15 +307,6 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
             *(Dependence(norms, each) for each in updates or (optimizer,)),
         ),
     )
-
-
-def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
-    """Returns the operation of a copy that a node begins, and its dependences on the window before."""
-    launch = id_of(node)
-    operation = Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,))
-    if op_name(node) == OFFLOAD:
-        return operation, []
-    return operation, [Dependence(str(offload_id(launch.what)), str(launch), 1)]
 
 
 def _pieces(found: Sequence[Block]) -> dict[str, int]:

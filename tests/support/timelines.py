@@ -10,7 +10,10 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
+
+import networkx as nx
 
 from embrace_fx.passes.scheduler.launch_order import schedule as schedule_steps
 from embrace_fx.vocabulary.operation_id import Kind, Lane
@@ -78,11 +81,23 @@ def schedule(name: str = "2d", blocks: tuple[str, ...] = BLOCKS, chunks: int = 2
     return schedule_steps(language_model(blocks, chunks), name)
 
 
+def dependence_graph(steps: StepGraph, windows: int) -> nx.DiGraph[tuple[int, str]]:
+    """Makes the graph of several windows in a row; one processor runs the compute, a chain, in the program's order."""
+    graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
+    graph.add_nodes_from((number, each.name) for number in range(windows) for each in steps.operations)
+    graph.add_edges_from(pairwise((number, name) for number in range(windows) for name in steps.compute_order))
+    for number in range(windows):
+        graph.add_edges_from(
+            ((number - d.distance, d.before), (number, d.after)) for d in steps.dependences if number >= d.distance
+        )
+    return graph
+
+
 def timeline(schedule: Schedule, world_size: int = 4, windows: int = 2, slower: float = 0.25) -> Timeline:
     """What a run of the schedule looks like, durations up to 1 + `slower` times as long."""
     noise = random.Random(7)
     warm_up = 2
-    graph = schedule.steps.window(windows + warm_up)
+    graph = dependence_graph(schedule.steps, windows + warm_up)
     ends: dict[tuple[int, tuple[int, str]], float] = {}
     free: defaultdict[tuple[int, bool], float] = defaultdict(float)
     spans: list[Span] = []

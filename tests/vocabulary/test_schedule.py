@@ -54,16 +54,6 @@ def two_windows(rank: int = 0, late_ms: float = 0.0) -> tuple[tuple[Span, ...], 
     return tuple(spans), tuple(waits)
 
 
-def test_a_window_of_the_step_follows_the_one_before() -> None:
-    graph = STEPS.window(2)
-
-    assert graph.has_edge((0, "forward"), (1, "backward"))  # one processor
-    assert graph.has_edge((0, "lookups"), (1, "backward"))  # a dependence into the next window
-    assert graph.has_edge((1, "bucket 0 [0]"), (1, "forward"))
-    assert not graph.has_edge((0, "lookups"), (0, "backward"))
-    assert graph.nodes[1, "forward"]["operation"] == FORWARD
-
-
 def test_an_operation_is_found_by_its_name() -> None:
     assert STEPS["lookups"] == LOOKUPS
     assert STEPS.communications == (REDUCE, LOOKUPS)

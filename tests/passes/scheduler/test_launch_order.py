@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embrace_fx.passes.scheduler.launch_order import (
-    Key,
-    Ready,
-    order,
-    paper,
-    readiness,
-    schedule,
-)
+from embrace_fx.passes.scheduler import launch_order
+from embrace_fx.passes.scheduler.launch_order import Key, Ready, paper, readiness, schedule
+from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.golden import check_golden
+from tests.support.timelines import dependence_graph
 from tests.support.windows import (
     EMBEDDING,
     TWO_BLOCKS,
@@ -35,6 +31,11 @@ from tests.support.windows import (
 )
 
 EXACT = 1e-9
+
+
+def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
+    machine = LinkMachine(steps)
+    return machine.names(launch_order.order(machine, key))
 
 
 # -- simulation --------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
 
     names = [o.name for o in drawn.communications]
     chance.shuffle(names)
-    graph = drawn.window(3)
+    graph = dependence_graph(drawn, 3)
     graph.add_edges_from(itertools.pairwise((window, name) for window in range(3) for name in names))
 
     if nx.is_directed_acyclic_graph(graph):
