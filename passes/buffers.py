@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from embrace_fx.vocabulary.graph import Buffer, Mutation, Result, TrainingGraph
+from embrace_fx.vocabulary.graph import Buffer, Mutation, Result, TrainingGraph, reached
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _TRAINING = 5  # position of its argument `training`
@@ -31,21 +31,13 @@ def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:
     return tuple(
         role.name
         for node, role in graph.inputs()
-        if isinstance(role, Buffer) and role.name in mutated and _reaches(node, results)
+        if isinstance(role, Buffer) and role.name in mutated and not results.isdisjoint(_readers(node))
     )
 
 
-def _reaches(buffer: fx.Node, results: set[fx.Node | None]) -> bool:
-    seen: set[fx.Node] = set()
-    waiting = [user for user in buffer.users if not _ignores_statistics(user)]
-    while waiting:
-        node = waiting.pop()
-        if node in results:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += node.users
-    return False
+def _readers(buffer: fx.Node) -> set[fx.Node]:
+    """Returns the nodes that depend on a buffer."""
+    return reached((user for user in buffer.users if not _ignores_statistics(user)), lambda node: node.users)
 
 
 def _ignores_statistics(node: fx.Node) -> bool:

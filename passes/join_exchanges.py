@@ -27,7 +27,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import argument, find_tables
-from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    Parameter,
+    Result,
+    TrainingGraph,
+    gradients_of,
+    parameters_of,
+    set_outputs,
+)
 
 aten = torch.ops.aten
 
@@ -65,9 +73,8 @@ class JoinExchanges:
                 f"{', '.join(sorted(unread))}: rows are rescaled where they are read, on all ranks alike. Look them up "
                 "for every batch, or leave max_norm out."
             )
-        read = {role.name for _, role in graph.inputs() if isinstance(role, Parameter)}
-        trained = {r.of.name for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
-        unread = self.exchanged.keys() - read
+        trained = gradients_of(graph.module)
+        unread = self.exchanged.keys() - parameters_of(graph.module)
         idle = [n for n, each in self.exchanged.items() if each.padding_idx is not None and n not in trained]
         if not unread and not idle:
             return graph
@@ -112,7 +119,7 @@ def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> N
 
 def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
     """Adds a lookup of no ids, and the gradient of its rows."""
-    weight = next(node for node, role in graph.inputs() if role == Parameter(name))
+    weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
     short = _identifier(name)

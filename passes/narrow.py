@@ -22,7 +22,7 @@ from torch import fx
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter
-from embrace_fx.passes.tables import LOOKUP_BACKWARDS
+from embrace_fx.passes.tables import LOOKUP_BACKWARDS, gradient_terms
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
         return False
     wide = join.meta["val"].dtype
     split = _split_of(graph, join)
-    dtype = _narrower(lookups, _terms(split.all_input_nodes[0]) if split is not None else [], wide)
+    dtype = _narrower(lookups, gradient_terms(split.all_input_nodes[0]) if split is not None else [], wide)
     if dtype is None:
         return False
     rewriter = Rewriter(graph.module)
@@ -108,12 +108,6 @@ def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
             found: fx.Node = split
             return found
     return None
-
-
-def _terms(gradient: fx.Node) -> list[fx.Node]:
-    if gradient.target is aten.add.Tensor:
-        return [term for part in gradient.all_input_nodes for term in _terms(part)]
-    return [gradient]
 
 
 def _grad_comes_from(term: fx.Node, dtype: torch.dtype) -> bool:

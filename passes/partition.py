@@ -18,7 +18,6 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,8 +31,9 @@ from embrace_fx.vocabulary.graph import (
     OutputRole,
     Result,
     Saved,
-    Tangent,
     TrainingGraph,
+    after_tangents,
+    ancestors,
 )
 from embrace_fx.vocabulary.ops import is_users_wait, op_name
 
@@ -70,11 +70,11 @@ class Members:
 def members_of(graph: TrainingGraph) -> Members:
     """Assigns each node of a joint graph to its phase."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    head = _ancestors(node for node in nodes if _is_ids_op(node))
+    head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
     wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
     wanted += _users_waits(graph)
-    forward = _ancestors(wanted) - head
+    forward = ancestors(wanted) - head
     _draw_sizes_and_parts(nodes, head, forward)
     ids: set[fx.Node] = set()
     for node in nodes:
@@ -88,11 +88,7 @@ def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
     waits = [node for node in graph.graph.nodes if is_users_wait(node)]
     if not waits:
         return []
-    of_backward: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        is_tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
-        if is_tangent or not of_backward.isdisjoint(node.all_input_nodes):
-            of_backward.add(node)
+    of_backward = after_tangents(graph.module)
     return [node for node in waits if node not in of_backward]
 
 
@@ -144,18 +140,6 @@ def _is_ids_op(node: fx.Node) -> bool:
         target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload)
     )
     return bool(reads_one) and _is_ids_op(node.all_input_nodes[0])
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes and all nodes that they depend on, without placeholders."""
-    seen: set[fx.Node] = set()
-    waiting = [node for node in nodes if node.op != "placeholder"]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [n for n in node.all_input_nodes if n.op != "placeholder"]
-    return seen
 
 
 def _phase(

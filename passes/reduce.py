@@ -25,7 +25,15 @@ from torch import fx
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
-from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    OutputRole,
+    Parameter,
+    TrainingGraph,
+    gradients_of,
+    parameters_of,
+    set_outputs,
+)
 from embrace_fx.vocabulary.operation_id import chunk_id
 
 embrace = torch.ops.embrace
@@ -60,8 +68,7 @@ def reduce_gradients(
     graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
 ) -> None:
     rewriter = Rewriter(graph.module)
-    parameters = {role.name: node for node, role in graph.inputs() if isinstance(role, Parameter)}
-    gradients = {r.of.name: v for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+    parameters, gradients = parameters_of(graph.module), gradients_of(graph.module)
     means: dict[str, fx.Node] = {}
     launches: list[tuple[fx.Node, tuple[str, ...]]] = []
     output, head = graph.graph.output_node(), first_after_placeholders(graph.graph)

@@ -46,7 +46,6 @@ from embrace_fx.passes.tables import (
     RENORM,
     SAMPLE_WEIGHTS_BACKWARD,
     argument,
-    ids_cone,
     set_argument,
 )
 from embrace_fx.vocabulary.graph import (
@@ -57,6 +56,8 @@ from embrace_fx.vocabulary.graph import (
     Shard,
     Table,
     TrainingGraph,
+    ancestors,
+    parameters_of,
     set_outputs,
 )
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
@@ -159,8 +160,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
 def _hoist(nodes: list[fx.Node]) -> fx.Node:
     """Moves what computes `nodes` to the head of the graph; returns the node before which the exchange goes."""
     head = first_after_placeholders(nodes[0].graph)
-    cones = (needed for node in nodes for needed in ids_cone(node))
-    for needed in dict.fromkeys(cones):  # once each: a second move would put a shared node behind its first users
+    for needed in sorted(ancestors(nodes)):
         if needed is head:
             head = head.next
         else:
@@ -178,7 +178,7 @@ def _shard(
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     size = options.world_size
     short = short_name(table.parameter)
-    weight = next(node for node, role in graph.inputs() if role == Parameter(table.parameter))
+    weight = parameters_of(graph.module)[table.parameter]
     grid = options.grids.get(table.parameter, Grid(1, size))
     first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
@@ -324,11 +324,10 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
     """Makes `max_norm` rescale, on every replica, the rows that any rank reads, so that the replicas stay equal."""
+    weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:
-        if node.target is RENORM and argument(node, "indices") in ids.where:
-            weight = next(n for n, role in graph.inputs() if role == Parameter(table.parameter))
-            if weight in _sources(node):
-                set_argument(node, "indices", ids.all_ids)
+        if node.target is RENORM and argument(node, "indices") in ids.where and weight in _sources(node):
+            set_argument(node, "indices", ids.all_ids)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -19,7 +19,6 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     BatchInput,
-    Gradient,
     Mutation,
     Parameter,
     Saved,
@@ -27,9 +26,12 @@ from embrace_fx.vocabulary.graph import (
     TableUse,
     Tangent,
     TrainingGraph,
+    ancestors,
+    gradients_of,
+    reached,
     source_of,
 )
-from embrace_fx.vocabulary.ops import is_users_launch
+from embrace_fx.vocabulary.ops import draws, is_users_launch
 
 aten = torch.ops.aten
 
@@ -53,12 +55,12 @@ class FindTables:
 
 def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
     """Finds every table, in the order of the graph's parameters."""
-    gradients = {role.of: node for node, role in graph.outputs() if isinstance(role, Gradient)}
+    gradients = gradients_of(graph.module)
     mutated = frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
     tables = []
     for node, role in graph.inputs():
         if isinstance(role, Parameter):
-            table = _table(node, role, gradients.get(role), mutated)
+            table = _table(node, role, gradients.get(role.name), mutated)
             if table is not None:
                 tables.append(table)
     return tuple(tables)
@@ -91,13 +93,14 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
     if not lookups:
         return None
-    backwards, dense_gradients = _gradient_terms(gradient)
+    terms = [] if gradient is None else gradient_terms(gradient)
+    backwards = [n for n in terms if n.target in LOOKUP_BACKWARDS]
     uses = tuple(_use(lookup, backwards, mutated) for lookup in lookups)
     claimed = {name for use in uses for name in use.backward}
     of_rows = [*lookups, *(n for n in readers if n.target is SAMPLE_WEIGHTS_BACKWARD)]
     dense = [n.name for n in readers if n not in of_rows and not _needs_only_shape(n)]
     dense += [n.name for n in backwards if n.name not in claimed]
-    dense += [n.name for n in dense_gradients if n.name not in dense]
+    dense += [n.name for n in terms if n not in backwards and n.name not in dense]
     value = weight.meta["val"]
     max_norm = len(copies) > 1
     return Table(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
@@ -126,29 +129,25 @@ def _needs_only_shape(node: fx.Node) -> bool:
     return node.target in (aten.sym_size.int, aten.sym_numel.default)
 
 
-def _gradient_terms(gradient: fx.Node | None) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Splits the sum that is a table's gradient into its terms: (lookups' backward nodes, anything else)."""
-    lookups: list[fx.Node] = []
-    others: list[fx.Node] = []
-    waiting = [gradient] if gradient is not None else []
+def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
+    """Lists the terms of the sum that is a table's gradient."""
+    terms, waiting = [], [gradient]
     while waiting:
         node = waiting.pop(0)
         if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
             waiting += [a for a in node.args if isinstance(a, fx.Node)]
-        elif node.target in LOOKUP_BACKWARDS:
-            lookups.append(node)
         else:
-            others.append(node)
-    return lookups, others
+            terms.append(node)
+    return terms
 
 
 def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default
-    cone = _cone(ids)
+    cone = reached([ids], lambda node: () if _needs_only_shape(node) else node.all_input_nodes)
     roles = {node.meta["role"] for node in cone if node.op == "placeholder"}
-    random = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in cone)
+    random = any(map(draws, cone))
     return TableUse(
         lookup=lookup.name,
         backward=tuple(b.name for b in backwards if _is_backward_of(b, lookup)),
@@ -174,37 +173,6 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
     return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup
 
 
-def _cone(node: fx.Node) -> list[fx.Node]:
-    """Returns the node and all nodes that it is computed from; inputs that only give a size are not followed."""
-    seen: dict[fx.Node, None] = {}
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        if current in seen:
-            continue
-        seen[current] = None
-        if not _needs_only_shape(current):
-            waiting += current.all_input_nodes
-    return list(seen)
-
-
-def ids_cone(node: fx.Node) -> list[fx.Node]:
-    """Lists the calls that compute `node`, sizes included, in graph order: they must run before the ids are known."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        if current not in seen and current.op != "placeholder":
-            seen.add(current)
-            waiting += current.all_input_nodes
-    return [n for n in node.graph.nodes if n in seen]
-
-
-def draws_randomly(module: fx.GraphModule) -> bool:
-    """Tells whether a graph takes numbers from a random generator."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in module.graph.nodes)
-
-
 def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
     """Extracts a graph, roles included, that computes the ids of every use of `tables` from the batch.
 
@@ -212,7 +180,7 @@ def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule
     ->        def ids(batch): ids = batch + 1; return (ids,)
     """
     wanted = [graph.node(use.ids) for table in tables for use in table.uses]
-    cone = {node for ids in wanted for node in ids_cone(ids)}
+    cone = ancestors(wanted)
     read = {source for node in cone for source in node.all_input_nodes} | set(wanted)
     extracted = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

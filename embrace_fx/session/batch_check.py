@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from embrace_fx.passes.tables import draws_randomly, extract_ids
+from embrace_fx.passes.tables import extract_ids
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import draws
 from embrace_fx.vocabulary.plan import Plan
 
 
@@ -26,7 +27,7 @@ def batch_check(
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
-    tables = [t for t in tables if not draws_randomly(extract_ids(graph, [t]))]
+    tables = [t for t in tables if not any(map(draws, extract_ids(graph, [t]).graph.nodes))]
     if not tables or setting.communicator.world_size == 1:
         return lambda leaves: None
     read_ids = reader(extract_ids(graph, tables), setting.state)

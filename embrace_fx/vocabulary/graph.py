@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -22,6 +22,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
+
+T = TypeVar("T")
 
 Values = dict[str, Any]
 """Name of a `Saved` role -> the value that a phase saves for later ones."""
@@ -253,6 +255,41 @@ def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputR
     yield from zip(values, output.meta["roles"], strict=True)
 
 
+def parameters_of(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """Maps each parameter that a module reads to its placeholder."""
+    return {role.name: node for node, role in inputs_of(module) if isinstance(role, Parameter)}
+
+
+def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
+    """Maps each parameter to its dense gradient, where a module returns one."""
+    found = ((role.of, node) for node, role in outputs_of(module) if isinstance(role, Gradient))
+    return {of.name: node for of, node in found if isinstance(of, Parameter)}
+
+
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """Walks from some nodes to those that follow, and on from these; returns all, the first ones included."""
+    found = set(starts)
+    waiting = list(found)
+    while waiting:
+        for each in following(waiting.pop()):
+            if each not in found:
+                found.add(each)
+                waiting.append(each)
+    return found
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes and all nodes that they depend on, without placeholders."""
+    found = reached(nodes, lambda node: node.all_input_nodes)
+    return {node for node in found if node.op != "placeholder"}
+
+
+def after_tangents(module: fx.GraphModule) -> set[fx.Node]:
+    """Returns the tangents and all nodes that depend on one."""
+    tangents = (node for node, role in inputs_of(module) if isinstance(role, Tangent))
+    return reached(tangents, lambda node: node.users)
+
+
 def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, OutputRole]]) -> None:
     """Sets the values and roles of the graph's output node."""
     output = module.graph.output_node()
@@ -267,11 +304,8 @@ def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
     behind: dict[fx.Node, frozenset[int]] = {}
     for node in graph.graph.nodes:
         behind[node] = tangents.get(node) or frozenset().union(*{behind[n] for n in node.all_input_nodes})
-    return {
-        role.of.name: behind[node] or every
-        for node, role in graph.outputs()
-        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
-    }
+    gradients = gradients_of(graph.module).items()
+    return {name: behind[node] or every for name, node in gradients if node is not None}
 
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"

@@ -88,6 +88,11 @@ def is_users_wait(node: fx.Node) -> bool:
     return op_name(node) == "_c10d_functional::wait_tensor" and is_users_launch(node.all_input_nodes[0])
 
 
+def draws(node: fx.Node) -> bool:
+    """Tells whether a node takes numbers from a random generator, or sets its state."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def launch_of(node: fx.Node) -> OperationId | None:
     """Returns the launch that a node submits or awaits; None: neither."""
     found = node.meta.get("launch")

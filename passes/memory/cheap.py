@@ -26,7 +26,7 @@ from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, reached
 from embrace_fx.vocabulary.ops import op_name
 
 AT_MOST = 0.01
@@ -187,15 +187,8 @@ class _Cuts:
 
     def _again(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
         """Finds the storages to recompute so that all of `needed` exist."""
-        found: set[Storage] = set()
-        waiting = list(needed)
-        while waiting:
-            storage = waiting.pop()
-            if storage in saved or storage in found:
-                continue
-            found.add(storage)
-            waiting += self._sources[storage]
-        return sorted(found, key=lambda s: s.number)
+        found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
+        return sorted(found - saved, key=lambda s: s.number)
 
 
 def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:

@@ -32,7 +32,7 @@ from embrace_fx.passes.partition import Members, members_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
-from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.ops import draws, op_name
 
 embrace = torch.ops.embrace
 
@@ -105,11 +105,6 @@ def written_by(graph: TrainingGraph) -> frozenset[object]:
     return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
 
 
-def draws(node: fx.Node) -> bool:
-    """Tells whether a node takes numbers from a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _is_own(node)
-
-
 class _Copies:
     """Inserts the copies of one graph's forward nodes, by level."""
 
@@ -180,7 +175,7 @@ class _Copies:
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
-            if not draws(node) or node not in members.forward:
+            if not draws(node) or _is_own(node) or node not in members.forward:
                 continue
             device, path = _device(node), self._paths.get(node)
             before = last.get(device)

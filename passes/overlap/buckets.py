@@ -34,8 +34,8 @@ from embrace_fx.vocabulary.graph import (
     Parameter,
     PendingGradients,
     TrainingGraph,
-    inputs_of,
     outputs_of,
+    parameters_of,
     set_outputs,
 )
 from embrace_fx.vocabulary.operation_id import chunk_id
@@ -152,8 +152,7 @@ def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
     forward = phases["forward"]
     rewriter = Rewriter(forward)
-    elsewhere = {role.name: node for node, role in inputs_of(phases["backward"]) if isinstance(role, Parameter)}
-    parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
+    elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
         if not read:  # this batch does not read the bucket, which is updated all the same

@@ -24,7 +24,7 @@ from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, draws, op_name
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def may_move(node: fx.Node) -> bool:
         return True  # items of tuples, arithmetic of sizes
     if op_name(node) in _COMMUNICATE or node.target.namespace in _OTHERS:
         return False
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return not node.target._schema.is_mutable and not draws(node)
 
 
 _COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | COPY_OPS | {"embrace::copy_unwritten"}

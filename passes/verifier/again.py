@@ -17,7 +17,7 @@ from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, draws, op_name
 
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 
@@ -68,7 +68,7 @@ def drawn_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator
             if earlier != replay.draws:
                 remedy = "draw again all that was drawn from that state on, in that order"
                 yield Violation(node, f"draws of {', '.join(earlier)}", f"{', '.join(replay.draws)}", remedy)
-        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        elif draws(node):
             device = _device(node)
             if device in replays:
                 replays[device].draws.append(node.meta.get("again", node.name))

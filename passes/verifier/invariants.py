@@ -40,6 +40,8 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     Tangent,
     TrainingGraph,
+    after_tangents,
+    inputs_of,
     outputs_of,
     source_of,
 )
@@ -211,15 +213,12 @@ def values_have_roles(scope: Scope) -> Iterator[Violation]:
 
 def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
     """No result, no mutation and nothing before the backward depends on a gradient that only the backward has."""
-    after_tangents: set[fx.Node] = set()
-    for node in scope.module.graph.nodes:
-        is_tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
-        if is_tangent or not after_tangents.isdisjoint(node.all_input_nodes):
-            after_tangents.add(node)
-        if is_tangent and scope.phase not in {"joint", "backward"}:
+    for node, input_role in inputs_of(scope.module):
+        if isinstance(input_role, Tangent) and scope.phase not in {"joint", "backward"}:
             yield Violation(node, f"no tangent in the {scope.phase} phase", "one", "move its readers to the backward")
+    late = after_tangents(scope.module)
     for value, role in outputs_of(scope.module):
-        if value in after_tangents and isinstance(role, Result | Mutation):
+        if value in late and isinstance(role, Result | Mutation):
             yield Violation(value, f"{role} without tangents", "one among its inputs", "read the forward's own value")
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from embrace_fx.passes.verifier.under_way import crosses, under_way_agrees, window
 from embrace_fx.passes.verifier.violation import Violation
-from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import PendingGradients, PendingRows, TrainingGraph, outputs_of, parameters_of
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, id_of, launch_of, op_name
 from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
@@ -179,7 +179,7 @@ def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterato
     if not overlaps_steps(graph):
         return
     forward = graph.phases["forward"]
-    parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
+    parameters = parameters_of(forward)
     sent = _submitted(graph)
     for _, role in outputs_of(graph.phases["backward"]):
         if not isinstance(role, PendingGradients):

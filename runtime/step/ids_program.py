@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.device_batch import unique_ids
@@ -14,7 +13,7 @@ from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
-from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.ops import draws, op_name
 
 
 def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
@@ -120,6 +119,5 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
 
 def ids_are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
     """Tells whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
-    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unique.graph.nodes)
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
-    return not draws and written.isdisjoint(role for _, role in inputs_of(unique))
+    return not any(map(draws, unique.graph.nodes)) and written.isdisjoint(role for _, role in inputs_of(unique))
