@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import embrace_fx.vocabulary.ops
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 from embrace_fx import cost
-from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY, yields_views
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 
@@ -52,13 +52,8 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
     return compute.time_ms(flops(node, expected), moved)
 
 
-@functools.cache
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    returns = op._schema.returns
-    alias = returns[0].alias_info if returns else None
-    return (
-        op in SHARES_MEMORY or op is torch.ops.embrace.hand_over.default or (alias is not None and not alias.is_write)
-    )
+    return op in SHARES_MEMORY or op is torch.ops.embrace.hand_over.default or yields_views(op)
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:

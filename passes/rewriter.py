@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import TrainingGraph
 
@@ -51,7 +52,12 @@ class Rewriter:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.graph = module.graph
-        self.fake_mode = _fake_mode(module.graph)
+        fake_mode = fake_mode_of(module.graph)
+        if fake_mode is None:
+            raise ValueError(
+                "expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture."
+            )
+        self.fake_mode = fake_mode
         self._region: tuple[int, ...] | None = None
         self._taken = {node.name for node in module.graph.nodes}
 
@@ -151,11 +157,7 @@ def rewrite_each(
     return result
 
 
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    raise ValueError(
-        "expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture."
-    )
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """Returns the fake mode of a graph's values; None where it has no tensors."""
+    values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import fx
 
-from embrace_fx.passes.overlap.variants import is_steady, pass_of
+from embrace_fx.passes.overlap.variants import PhaseAs, is_steady
 from embrace_fx.session.pipeline import Compiled, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
@@ -41,7 +41,7 @@ class StepGraphs:
             VerificationError: that phase breaks an invariant.
         """
         if variant not in self._derived:
-            self._derived[variant] = run_passes(self._analysed, [pass_of(variant)], self.steady).graph
+            self._derived[variant] = run_passes(self._analysed, [PhaseAs(variant)], self.steady).graph
         return self._derived[variant]
 
     def order(self, passes: Sequence[Pass]) -> None:

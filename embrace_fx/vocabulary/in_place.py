@@ -6,10 +6,12 @@ memory, this op is its only user, and the result has its shape, dtype and stride
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -37,13 +39,20 @@ def written_into(node: fx.Node) -> int | None:
     return None
 
 
+@functools.cache
+def yields_views(op: OpOverload) -> bool:
+    """Tells whether an op's result is a view of an input, which it does not write into."""
+    returns = op._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
 def _dies_here(source: fx.Node, user: fx.Node) -> bool:
     return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
 
 
 def _is_new_memory(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target in SHARES_MEMORY:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or target in SHARES_MEMORY:
         return False
     returns = target._schema.returns
     return len(returns) == 1 and returns[0].alias_info is None

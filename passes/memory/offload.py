@@ -11,7 +11,6 @@ Contract
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +23,7 @@ from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.step_memory import StepMemory, Storage
 from embrace_fx.vocabulary import copy_ops
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY, yields_views
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
@@ -68,16 +67,10 @@ def view_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, OpOverload):
         tuples = node.all_input_nodes
         return tuples[0] if tuples and view_of(tuples[0]) is not None else None
-    if not _yields_views(node.target):
+    if not yields_views(node.target):
         return None
     aliased = aliased_inputs(node)
     return aliased[0] if aliased else None
-
-
-@functools.cache
-def _yields_views(op: OpOverload) -> bool:
-    returns = op._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """Derives, from the steady step's graph, those of steps whose own or next batch was not known in advance.
 
-    rewrite, `ForwardAs`:
+    rewrite of a forward:
         arrives whole     early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
                           flat = join_rows([early, late], ...)
                       ->  late = await_rows(..., "table rows"); flat = join_rows([late], ...)
@@ -11,7 +11,7 @@
         none coming       submit_ids([ids], "ids")
                       ->
 
-    rewrite, `BackwardAs`:
+    rewrite of a backward:
         nothing left      updated = update_rows(shard, table, "table delayed [0]"); submit_rows(updated, ...)
                       ->  submit_rows(shard, ...)
         none coming       await_ids([ids], "ids")
@@ -26,7 +26,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,44 +45,31 @@ embrace = torch.ops.embrace
 
 
 @dataclass(frozen=True)
-class ForwardAs:
-    """Turns the forward of the steady step into that of another variant."""
+class PhaseAs:
+    """Turns the forward, or the backward, of the steady step into that of another variant."""
 
-    variant: ForwardVariant
-
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return _with_phase(graph, self.variant, partial(_forward, variant=self.variant, delayed=_delayed_of(graph)))
-
-
-@dataclass(frozen=True)
-class BackwardAs:
-    """Turns the backward of the steady step into that of another variant."""
-
-    variant: BackwardVariant
+    variant: StepVariant
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return _with_phase(graph, self.variant, partial(_backward, variant=self.variant))
+        steady = tuple(submitted(graph.phases["backward"], graph.phases["forward"]))
+        varied = Varied(
+            self.variant,
+            frozenset(steady),
+            into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
+        )
+        delayed = [launch for launch in steady if launch.part == "delayed"]
+        return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
+
+    def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
+        module = phases[self.variant.phase]
+        if isinstance(self.variant, ForwardVariant):
+            _forward(module, self.variant, delayed)
+        else:
+            _backward(module, self.variant)
+        drop_unread(module, Saved)
 
 
-def pass_of(variant: StepVariant) -> ForwardAs | BackwardAs:
-    """Makes the pass that turns a steady graph into a variant."""
-    return ForwardAs(variant) if isinstance(variant, ForwardVariant) else BackwardAs(variant)
-
-
-def _with_phase(graph: TrainingGraph, variant: StepVariant, rewrite: Callable[[fx.GraphModule], None]) -> TrainingGraph:
-    def of_phase(phases: Phases) -> None:
-        rewrite(phases[variant.phase])
-        drop_unread(phases[variant.phase], Saved)
-
-    varied = Varied(
-        variant,
-        frozenset(submitted(graph.phases["backward"], graph.phases["forward"])),
-        into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
-    )
-    return replace(rewrite_phases(graph, of_phase), varied=varied)
-
-
-def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: dict[str, list[OperationId]]) -> None:
+def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
     if variant.arrives != "cut":
         for early in [n for n in nodes_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
@@ -90,7 +77,8 @@ def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: dict[str,
             module.graph.erase_node(early)
     if variant.arrives == "other":
         for update in nodes_of(module, embrace.update_rows.default):
-            _update_delayed(Rewriter(module), update, delayed.get(id_of(update).what, []))
+            table = id_of(update).what
+            _update_delayed(Rewriter(module), update, [launch for launch in delayed if launch.what == table])
     if not variant.coming:
         _erase(module, nodes_of(module, embrace.submit_ids.default))
 
@@ -123,15 +111,6 @@ def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
 def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
     for node in nodes:
         module.graph.erase_node(node)
-
-
-def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
-    """Maps each table or stack to the pieces of its delayed gradients."""
-    found: dict[str, list[OperationId]] = {}
-    for node in nodes_of(graph.phases["backward"], embrace.submit_gradients.default):
-        if id_of(node).part == "delayed":
-            found.setdefault(id_of(node).what, []).append(id_of(node))
-    return found
 
 
 def is_steady(graph: TrainingGraph) -> bool:

@@ -22,15 +22,6 @@ from torch.utils import _pytree as pytree
 from embrace_fx.passes.rewriter import Derived, derives
 
 
-def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
-    """Returns the fake mode of a module's values; a new one where it has no tensors."""
-    for node in module.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, FakeTensor):
-                return value.fake_mode
-    return FakeTensorMode()
-
-
 def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
     """Makes a context in which ops run under `mode` and add no guards or pending symbols to its shape environment."""
     stack = ExitStack()
@@ -49,24 +40,13 @@ def is_derived(node: fx.Node) -> bool:
         derived is not None
         and derived.value is node.meta.get("val")
         and derived.target is node.target
-        and _is_of(derived.args, node.args)
-        and _is_of(derived.kwargs, node.kwargs)
+        and _same(derived.args, node.args)
+        and _same(derived.kwargs, node.kwargs)
     )
 
 
-def _is_of(value: Any, argument: Any) -> bool:
-    """Tells whether `value` equals an argument, in which a node stands for its fake value, the same object."""
-    if isinstance(argument, fx.Node):
-        return value is argument.meta.get("val")
-    if isinstance(argument, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(argument) and all(map(_is_of, value, argument))
-    if isinstance(argument, dict):
-        return value.keys() == argument.keys() and all(_is_of(value[key], argument[key]) for key in argument)
-    return type(value) is type(argument) and bool(value == argument)
-
-
 def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Whether the node of the same name in `verified` makes the same call with the very same fake values."""
+    """Tells whether the node of the same name in `verified` makes the same call with the very same fake values."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -80,8 +60,9 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-        return "val" in a.meta and a.meta["val"] is b.meta.get("val")
+    """Tells whether arguments are the same; a node stands for its fake value, which must be the very same object."""
+    if isinstance(b, fx.Node):
+        return (a.meta.get("val", a) if isinstance(a, fx.Node) else a) is b.meta.get("val", b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):

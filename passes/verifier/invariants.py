@@ -19,15 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from embrace_fx.passes.collectives import (
     aliased_inputs,
     is_launch,
     is_wait,
 )
+from embrace_fx.passes.rewriter import fake_mode_of
 from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
 from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
-from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, is_derived, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.fake_values import disagreement, is_derived, nothing_recorded, unchanged
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.whole_graph import collectives_in_one_order, forward_kept, parameters_updated_once
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
@@ -176,7 +178,7 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
 
     Sizes that depend on data get fresh symbols each time they are derived, so they agree up to a renaming, one to one.
     """
-    mode = fake_mode_of(scope.module)
+    mode = fake_mode_of(scope.module.graph) or FakeTensorMode()
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
     changed = [node for node in scope.module.graph.nodes if not (is_derived(node) or unchanged(node, scope.verified))]
     with nothing_recorded(mode):  # no yield inside: a caller that never resumes would leave the mode on

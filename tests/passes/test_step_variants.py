@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases
-from embrace_fx.passes.overlap.variants import is_steady, pass_of
+from embrace_fx.passes.overlap.variants import PhaseAs, is_steady
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -29,7 +29,7 @@ SPLIT = ("vertical", "2d")
 
 @functools.cache
 def graph_of(variant: StepVariant, schedule: str = "2d") -> TrainingGraph:
-    return pass_of(variant)(translator(schedule)[0])
+    return PhaseAs(variant)(translator(schedule)[0])
 
 
 @functools.cache
