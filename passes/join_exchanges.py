@@ -85,8 +85,6 @@ class JoinExchanges:
                 _add_parameter(rewriter, name, each)
         for name in idle:
             _look_nothing_up(result, rewriter, name, self.exchanged[name])
-        result.graph.lint()
-        result.module.recompile()
         return replace(result, tables=find_tables(result))
 
 

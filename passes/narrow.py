@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, gradient_terms
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
@@ -50,8 +49,6 @@ class NarrowExchange:
         if not any(narrowed):
             return graph
         result.graph.eliminate_dead_code()
-        result.graph.lint()
-        result.module.recompile()
         return result
 
 

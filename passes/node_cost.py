@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import embrace_fx.vocabulary.ops
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 from embrace_fx import cost
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, yields_views

@@ -175,5 +175,4 @@ def _phase(
     results += [(env[n], Saved(n.name)) for n in saved]
     output = phase.output(tuple(node for node, _ in results))
     output.meta["roles"] = tuple(role for _, role in results)
-    phase.lint()
     return LateModule(graph.module, phase)

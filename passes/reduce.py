@@ -105,8 +105,6 @@ def reduce_gradients(
             for position, name in enumerate(present):
                 means[name] = rewriter.item(unpacked, position, f"mean_{parameters[name].name}")
     set_outputs(graph.module, _with_means(graph, means))
-    graph.graph.lint()
-    graph.module.recompile()
 
 
 def _with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:

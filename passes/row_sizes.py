@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from embrace_fx.passes.tables import argument
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import id_of
 from embrace_fx.vocabulary.sizes import ExpectedSizes, RowCounts
@@ -73,6 +74,4 @@ def _of_gradients(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
     """Counts how many of `count` rows one row of the launch's grid of ranks gets."""
-    grid_rows = launch.args[5] if len(launch.args) > 5 else 1
-    assert isinstance(grid_rows, int)
-    return ceil(count / grid_rows)
+    return ceil(count / argument(launch, "grid_rows"))

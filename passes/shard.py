@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.passes.row_sizes import expected_sizes
 from embrace_fx.passes.tables import (
@@ -121,8 +120,6 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> None:
     if options.in_order:
         _put_in_order(graph, options.tables)
     graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.module.recompile()
 
 
 def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], world_size: int) -> dict[str, _Ids]:

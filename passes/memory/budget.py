@@ -177,8 +177,6 @@ def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit: int) -> 
     if choice.offloaded:
         leave = values_that_leave(step.memory)
         _offload(result, {leave[storage].name for storage in choice.offloaded}, limit, step)
-        result.graph.lint()
-        result.module.recompile()
     return result
 
 

@@ -47,10 +47,7 @@ class RecomputeRegions:
         if not any(node.meta.get("region") for node in graph.graph.nodes):
             return graph
         result = graph.edit()
-        computed_again = compute_again(result)
-        result.graph.lint()
-        result.module.recompile()
-        return result if computed_again else graph
+        return result if compute_again(result) else graph
 
 
 def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
@@ -65,8 +62,6 @@ def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection
         if node.name in regions:
             node.meta["region"], node.meta["kept"] = (regions[node.name],), node.name in kept
     compute_again(result)
-    result.graph.lint()
-    result.module.recompile()
     return result
 
 

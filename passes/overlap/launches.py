@@ -36,8 +36,6 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
     rewrite(phases)
     for module in phases.copied.values():
         drop_unread(module, Parameter, Shard)
-        module.graph.lint()
-        module.recompile()
     return replace(graph, phases={**graph.phases, **phases.copied})
 
 

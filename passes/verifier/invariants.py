@@ -118,15 +118,20 @@ class Scope:
 
 
 def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
-    """Every input of a node is a node of this graph and stands before it; the last node is the only output."""
+    """Every input of a node is a node of this graph and stands before it; no two nodes have one name; the last node is
+    the only output."""
     defined: set[fx.Node] = set()
+    names: set[str] = set()
     nodes = list(scope.module.graph.nodes)
     for node in nodes:
         for value in node.all_input_nodes:
             if value not in defined:
                 found = "a node of another graph" if value.graph is not node.graph else "one defined later, or erased"
                 yield Violation(node, f"input {value.name} to be defined before its use", found, "move it up")
+        if node.name in names:
+            yield Violation(node, "a name of its own", "that of another node", "let the Rewriter name it")
         defined.add(node)
+        names.add(node.name)
     outputs = [node for node in nodes if node.op == "output"]
     if len(outputs) != 1 or nodes[-1].op != "output":
         found = f"{len(outputs)} of {len(nodes)} nodes"

@@ -221,6 +221,7 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
         "use before definition": (dense_graph, lambda graph: graph.node("y").append(graph.node("mm"))),
         "use of another graph": (dense_graph, lambda g: g.node("y").update_arg(0, dense_graph().node("mm"))),
         "no output": (dense_graph, lambda graph: graph.graph.erase_node(graph.graph.output_node())),
+        "two nodes of one name": (dense_graph, lambda graph: setattr(graph.node("y"), "name", "mm")),
     },
     "known_targets": {
         "opaque Python": (dense_graph, calls("z", torch.relu)),
