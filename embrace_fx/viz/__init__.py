@@ -16,9 +16,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import overload
 
-from embrace_fx.viz import dot, page, svg, table, trace
+from rich.table import Table
+
+from embrace_fx.viz import dot, page, svg, trace
 from embrace_fx.viz.picture import Picture
 from embrace_fx.vocabulary.background import Background
+from embrace_fx.vocabulary.plan_text import printed
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 __all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
@@ -79,7 +82,7 @@ class DrawnSchedule(Schedule):
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
-        return table.render(Picture(self, None))
+        return _table(Picture(self, None))
 
     def _repr_html_(self) -> str:
         return svg.render(Picture(self, None))
@@ -103,10 +106,27 @@ class DrawnTimeline(Timeline):
         save(path, schedule=self.schedule, timeline=self, background=background)
 
     def __str__(self) -> str:
-        return table.render(Picture(self.schedule, self))
+        return _table(Picture(self.schedule, self))
 
     def _repr_html_(self) -> str:
         return svg.render(Picture(self.schedule, self))
+
+
+def _table(picture: Picture) -> str:
+    """Prints a table of the diagnostics, with a column per panel and, for two panels, their ratio."""
+    text = Table()
+    text.add_column("per step")
+    for panel in picture.panels:
+        text.add_column(panel.status, justify="right")
+    columns = [{figure.label: figure for figure in panel.figures()} for panel in picture.panels]
+    ratios = picture.ratios()
+    if ratios:
+        text.add_column("measured / predicted", justify="right")
+    for label in dict.fromkeys(label for column in reversed(columns) for label in column):
+        cells = [str(column[label]) if label in column else "" for column in columns]
+        text.add_row(label, *cells, *([ratios[label]] if ratios else []))
+    why = () if picture.why is None else (str(picture.why),)
+    return printed(f"{picture.title}; {picture.subtitle}", text, *why, widest=120)
 
 
 @overload

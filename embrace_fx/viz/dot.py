@@ -23,7 +23,7 @@ def _lines(schedule: Schedule) -> Iterator[str]:
     steps = schedule.steps
     critical = {name for _, name in schedule.critical_path}
     place = {name: number for number, name in enumerate(schedule.launch_order, start=1)}
-    yield f"label={_quoted(f'Step graph, schedule {schedule.name}')};"
+    yield f"label={quoted(f'Step graph, schedule {schedule.name}')};"
     yield 'labelloc=t; rankdir=TB; nodesep=0.25; ranksep=0.3; bgcolor="white"; fontname="Helvetica";'
     yield f'node [style=filled, fontname="Helvetica", fontsize=10, penwidth=0.6, color="{LIGHT.critical}"];'
     yield f'edge [color="{LIGHT.faint}", arrowsize=0.6];'
@@ -41,7 +41,7 @@ def _lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _edge(before: str, after: str, attributes: str = "") -> str:
-    return f"{_quoted(before)} -> {_quoted(after)}{f' [{attributes}]' if attributes else ''};"
+    return f"{quoted(before)} -> {quoted(after)}{f' [{attributes}]' if attributes else ''};"
 
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
@@ -61,10 +61,10 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
         attributes["group"] = "compute"
     if is_critical:
         attributes["penwidth"] = "2.5"
-    return f"{_quoted(operation.name)} [{', '.join(f'{k}={_quoted(v)}' for k, v in attributes.items())}];"
+    return f"{quoted(operation.name)} [{', '.join(f'{k}={quoted(v)}' for k, v in attributes.items())}];"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Makes a string of the DOT language, in which a backslash, except before a quote, begins a label's escape."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

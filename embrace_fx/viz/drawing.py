@@ -17,6 +17,7 @@ from html import escape
 
 from torch import fx
 
+from embrace_fx.viz.dot import quoted
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme
 from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
@@ -108,7 +109,7 @@ def _lane(node: fx.Node) -> Lane:
 def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
     """Prints modules in the DOT language."""
     lines = [
-        f"  label={_quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
+        f"  label={quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
         "  edge [arrowsize=0.6];",
     ]
@@ -118,7 +119,7 @@ def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
         fill, ink = LIGHT.fill[cell.paint], LIGHT.ink[cell.paint]
         more = ', group="compute"' if cell.lane == "compute" else ""
         lines.append(
-            f"  c{k} [label={_quoted(cell.label)}, tooltip={_quoted(cell.about)}, class={_quoted(cell.paint)}, "
+            f"  c{k} [label={quoted(cell.label)}, tooltip={quoted(cell.about)}, class={quoted(cell.paint)}, "
             f'shape={shape}, fillcolor="{fill}", fontcolor="{ink}"{more}];'
         )
         lines += [
@@ -126,11 +127,6 @@ def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
             for before in sorted(cell.after)
         ]
     return "\n".join(("digraph graphs {", *lines, "}", ""))
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 LAYOUT_S = 60.0

@@ -46,6 +46,9 @@ PAINTS: Mapping[str, str] = {
 }
 """Key of a colour -> its name in a legend: kinds of compute, communication classes, copies."""
 
+_INK = "#0b0d10"
+"""Text on all but the darkest colours."""
+
 LIGHT = Theme(
     page="#ffffff",
     strip="#f4f6f8",
@@ -67,20 +70,7 @@ LIGHT = Theme(
         "reload": "#f2b5a7",
         "storage": "#6b4f2a",
     },
-    ink={
-        "backward": "#0b0d10",
-        "forward": "#0b0d10",
-        "update": "#0b0d10",
-        "own": "#0b0d10",
-        "loader": "#0b0d10",
-        "ids": "#0b0d10",
-        "embedding": "#0b0d10",
-        "dense": "#ffffff",
-        "delayed": "#0b0d10",
-        "offload": "#ffffff",
-        "reload": "#0b0d10",
-        "storage": "#ffffff",
-    },
+    ink=dict.fromkeys(PAINTS, _INK) | dict.fromkeys(("dense", "offload", "storage"), "#ffffff"),
 )
 
 DARK = Theme(
@@ -104,20 +94,7 @@ DARK = Theme(
         "reload": "#f7cdc3",
         "storage": "#b98d52",
     },
-    ink={
-        "backward": "#0b0d10",
-        "forward": "#ffffff",
-        "update": "#0b0d10",
-        "own": "#0b0d10",
-        "loader": "#0b0d10",
-        "ids": "#0b0d10",
-        "embedding": "#0b0d10",
-        "dense": "#ffffff",
-        "delayed": "#0b0d10",
-        "offload": "#0b0d10",
-        "reload": "#0b0d10",
-        "storage": "#0b0d10",
-    },
+    ink=dict.fromkeys(PAINTS, _INK) | dict.fromkeys(("forward", "dense"), "#ffffff"),
 )
 
 

@@ -67,7 +67,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
     if plan.world_size > 1:
         told.append(_ALONE)
     text.caption = "\n".join(told)
-    return _printed(text)
+    return printed(text)
 
 
 def _formats(plan: Plan) -> list[str]:
@@ -138,7 +138,7 @@ def explain(plan: Plan) -> str:
         told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
         told += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(told)
-    return _printed(text)
+    return printed(text)
 
 
 def _links_text(plan: Plan) -> str:
@@ -166,12 +166,6 @@ def _handling_text(plan: Plan) -> str:
     return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
 
 
-def _printed(text: TextTable) -> str:
-    out = io.StringIO()
-    Console(file=out, width=terminal_width(), no_color=True).print(text)
-    return out.getvalue()
-
-
 NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 """Characters per line: least, most, and without a terminal."""
 
@@ -183,6 +177,15 @@ def terminal_width() -> int:
     except (AttributeError, OSError, ValueError):  # no standard output, one that is no file, or no terminal
         return NO_TERMINAL
     return min(max(columns, NARROWEST), WIDEST)
+
+
+def printed(*parts: str | TextTable, widest: int = WIDEST) -> str:
+    """Prints texts and tables one below the other, as wide as the terminal."""
+    out = io.StringIO()
+    console = Console(file=out, width=min(widest, terminal_width()), no_color=True)
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
+    return out.getvalue()
 
 
 def readable_bytes(count: float) -> str:

@@ -1,6 +1,6 @@
 """Local kernels of the op vocabulary: in torch ops, for any device; on CUDA those of `gpu` that take the tensor.
 
-Worked examples: `embrace_fx/vocabulary/ops.py`.
+Worked examples: `embrace_fx/vocabulary/ops.py`, `again_ops.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import again, gpu
+from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
@@ -169,6 +169,23 @@ def unstack_rows(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tens
     return [part.clone() for part in flat.split([each * width for each in rows])]
 
 
+def random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def begin_replay(state: Tensor, device: torch.device) -> Tensor:
+    now = random_state(device)
+    end_replay(state, device)
+    return now
+
+
+def end_replay(state: Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
 LOCAL: dict[str, Callable[..., object]] = {
     "embrace::unique_ids": unique_ids,
     "embrace::lookup": lookup,
@@ -183,10 +200,10 @@ LOCAL: dict[str, Callable[..., object]] = {
     "embrace::pack_bucket": pack_bucket,
     "embrace::unpack_bucket": unpack_bucket,
     "embrace::unpack_ids": unpack_ids,
-    "embrace::random_state": again.random_state,
-    "embrace::begin_replay": again.begin_replay,
-    "embrace::end_replay": again.end_replay,
-    "embrace::copy_unwritten": again.copy_unwritten,
+    "embrace::random_state": random_state,
+    "embrace::begin_replay": begin_replay,
+    "embrace::end_replay": end_replay,
+    "embrace::copy_unwritten": torch.clone,
 }
 """Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
 

@@ -18,9 +18,9 @@ from torch.fx.graph import CodeGen
 
 from embrace_fx.runtime.kernels import LOCAL
 from embrace_fx.runtime.lower import rnn
-from embrace_fx.runtime.lower.inplace import write_in_place
 from embrace_fx.runtime.lower.regions import Compiled, Region, compile_regions
 from embrace_fx.vocabulary.graph import Buffer, Parameter, Shard
+from embrace_fx.vocabulary.in_place import IN_PLACE, written_into
 from embrace_fx.vocabulary.ops import op_name
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
@@ -66,7 +66,7 @@ def lower(
             copied.target = special(node) or targets.get(op_name(node), node.target)
     if compile_region is not None:
         compile_regions(module, graph, compile_region)
-    write_in_place(graph)
+    _write_in_place(graph)
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             node.target = _direct(node.target)
@@ -74,6 +74,15 @@ def lower(
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward
     return run
+
+
+def _write_in_place(graph: fx.Graph) -> None:
+    """Lets ops write into inputs that they are the last to read: a functional graph would allocate new memory."""
+    for node in graph.nodes:
+        position = written_into(node)
+        if position is not None:
+            node.args = (node.args[position], *(a for k, a in enumerate(node.args) if k != position))
+            node.target = IN_PLACE[node.target]
 
 
 @cache
