@@ -143,17 +143,6 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
     assert found[1].item() == 264.0
 
 
-def sum_segments(put: Put) -> None:
-    """With the segments found before the rows are there, and used for two sets of rows."""
-    ids = random_ids(40, 9)
-    segments = gpu.segments_of(put(ids), 3)
-    for dtype in (torch.float32, torch.bfloat16):
-        rows = random(40, 5, dtype=dtype)
-        unique, sums = sums_of_ids(ids, rows, 3, 0.5)
-        assert_same(segments.ids, unique)
-        assert_near(gpu.sum_segments(put(rows.view(-1)), segments, 5, 0.5), sums, dtype)
-
-
 def scatter_add(put: Put) -> None:
     for dtype in DTYPES:
         wide = torch.promote_types(dtype, torch.float32)
@@ -292,7 +281,6 @@ CASES: dict[Callable[[Put], None], str] = {
     coalesce: "coalesce",
     coalesce_adds_in_the_order_of_ranks: "coalesce",
     coalesce_adds_narrow_values_widely: "coalesce",
-    sum_segments: "segments_of sum_segments",
     scatter_add: "scatter_add",
     decay_rows: "decay_rows",
     update_rows: "sgd_rows adagrad_rows adam_rows",

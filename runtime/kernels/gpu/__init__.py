@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.members import split_prior_delayed as split_prior_delayed
     from embrace_fx.runtime.kernels.gpu.sums import coalesce as coalesce
     from embrace_fx.runtime.kernels.gpu.sums import scatter_add as scatter_add
-    from embrace_fx.runtime.kernels.gpu.sums import segments_of as segments_of
-    from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments
     from embrace_fx.runtime.kernels.gpu.updates import adagrad_rows as adagrad_rows
     from embrace_fx.runtime.kernels.gpu.updates import adam_rows as adam_rows
     from embrace_fx.runtime.kernels.gpu.updates import sgd_rows as sgd_rows
@@ -45,7 +43,7 @@ _FILES = {
     "decay": ("decay_rows",),
     "hashing": ("claim_slots", "server_of"),
     "members": ("STAMPS", "split_prior_delayed"),
-    "sums": ("coalesce", "scatter_add", "segments_of", "sum_segments"),
+    "sums": ("coalesce", "scatter_add"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
 

@@ -53,7 +53,6 @@ def block_bitmap(blocks: Tensor) -> Tensor:
         SUM=sum_type(blocks.dtype),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        num_warps=tile.warps,
     )
     return out
 

@@ -50,7 +50,7 @@ def lookup_pack(table: Tensor, ids: Tensor, dtype: torch.dtype | None = None) ->
     if out.numel():
         tile = tile_of(table.shape[1], table.itemsize)
         _lookup_pack[tile.grid(*out.shape)](
-            table, ids, out, out.shape[0], out.shape[1], ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
+            table, ids, out, out.shape[0], out.shape[1], ROWS=tile.rows, COLUMNS=tile.columns
         )
     return out.to(wanted)
 
@@ -93,7 +93,7 @@ def _launch(rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, gr
     _move_columns[grid](
         rows, rows if positions is None else positions, flat, count, width, block_width,
         PACK=pack, SELECTED=positions is not None, EVEN=width % block_width == 0,
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
 
 

@@ -8,8 +8,6 @@ R rows at least R / N are sums, and the rows, not the ids, are the bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -42,67 +40,37 @@ def _sum_segments(
     tl.store(out + segment[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """A plan of sums, known before the rows are there: rows -> the row that they are added to.
+@on_its_device
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; the padding row is left out.
 
-    Attributes:
-        ids: (K,) int64, sorted, no two the same: what each sum is of.
-        order: (R,) int64, positions of the rows by their ids, those of one id in the order in which they come.
-        starts, ends: (K,) int64, where in `order` the rows of each sum begin and end.
-    """
-
-    ids: Tensor
-    order: Tensor
-    starts: Tensor
-    ends: Tensor
-
-
-def segments_of(ids: Tensor, padding_idx: int) -> Segments:
-    """Returns the sums of `coalesce`. The host waits once, for their number K; the sort is torch's, stable.
+    The host waits once, for the number K; the sort is torch's, stable.
 
     Args:
         ids: (R,) int64, from 0.
+        flat: (R * d,), contiguous: the rows in the order of the ids.
+        columns: d.
         padding_idx: the id to leave out, or a negative number.
+
+    Raises:
+        ValueError: `flat` is not contiguous.
     """
+    refuse_strided("coalesce", flat=flat)
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
     if padding_idx >= 0:
         first &= in_order != padding_idx
     starts = first.nonzero().view(-1)
     unique = in_order[starts]
-    return Segments(unique, order, starts, torch.searchsorted(in_order, unique, right=True))
-
-
-@on_its_device
-def sum_segments(flat: Tensor, segments: Segments, columns: int, scale: float) -> Tensor:
-    """Sums each segment's rows, times `scale`, into (K, d), in one pass and without waiting for the device.
-
-    Args:
-        flat: (R * d,), contiguous: the rows in the order of the ids that the segments are of.
-        columns: d.
-
-    Raises:
-        ValueError: `flat` is not contiguous.
-    """
-    refuse_strided("sum_segments", flat=flat)
-    out = flat.new_empty((segments.ids.numel(), columns))
+    ends = torch.searchsorted(in_order, unique, right=True)
+    out = flat.new_empty((unique.numel(), columns))
     if out.numel():
         tile = tile_of(columns, flat.itemsize)
         _sum_segments[tile.grid(*out.shape)](
-            flat, segments.order, segments.starts, segments.ends, out, out.shape[0], columns, scale,
-            SUM=sum_type(flat.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+            flat, order, starts, ends, out, out.shape[0], columns, scale,
+            SUM=sum_type(flat.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
         )  # fmt: skip
-    return out
-
-
-def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
-    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; the padding row is left out.
-
-    `segments_of` and `sum_segments`, which has the shapes; where the ids are known ahead of the rows, call them apart.
-    """
-    segments = segments_of(ids, padding_idx)
-    return [segments.ids, sum_segments(flat, segments, columns, scale)]
+    return [unique, out]
 
 
 # Positions of one call are distinct, so a sum is read, added to and written by one program, without atomics.
@@ -129,6 +97,4 @@ def scatter_add(total: Tensor, positions: Tensor, rows: Tensor) -> None:
     refuse_strided("scatter_add", total=total, positions=positions, rows=rows)
     if rows.numel():
         tile = tile_of(rows.shape[1], total.itemsize, tensors=2)
-        _scatter_add[tile.grid(*rows.shape)](
-            total, positions, rows, *rows.shape, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
-        )
+        _scatter_add[tile.grid(*rows.shape)](total, positions, rows, *rows.shape, ROWS=tile.rows, COLUMNS=tile.columns)

@@ -24,11 +24,10 @@ _MAX_COLUMNS = 1024
 
 
 class Tile(NamedTuple):
-    """Rows x columns that one program takes, and its warps."""
+    """Rows x columns that one program takes, with the 4 warps that Triton gives it."""
 
     rows: int
     columns: int
-    warps: int = 4
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """One program per tile of (rows, columns); rows first, because only that axis may exceed 65,535."""

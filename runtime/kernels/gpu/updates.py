@@ -110,7 +110,7 @@ def sgd_rows(
     _sgd[tile.grid(*rows.shape)](
         shard, shard if buffer is None else buffer, ids, rows, *rows.shape, lr, momentum, weight_decay,
         MOMENTUM=buffer is not None, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
-        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def adagrad_rows(
     _adagrad[tile.grid(*rows.shape)](
         shard, sums, ids, rows, *rows.shape, step_size, eps, weight_decay,
         DECAY=weight_decay != 0, MAXIMIZE=maximize,
-        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
 
 
@@ -232,5 +232,5 @@ def adam_rows(
         shard, exp_avg, exp_avg_sq, exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq, ids, rows, *rows.shape,
         step_size, *betas, eps, correction, weight_decay, shrink,
         AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0 and shrink == 1, DECOUPLED=shrink != 1,
-        MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
