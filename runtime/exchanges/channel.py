@@ -87,17 +87,12 @@ class Channel:
         """
         if self.world_size == 1:
             return InFlight(own, None)
+        everyone = own.new_empty((sum(sizes),))
         if len(set(sizes)) > 1:
-            return self._send_to_all(own, sizes)
+            return InFlight(everyone, self._messages([own] * self.world_size, everyone.split(list(sizes))))
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         self.messages += (self.world_size - 1) * (own.numel() > 0)
-        everyone = own.new_empty((sum(sizes),))
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
-
-    def _send_to_all(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
-        everyone = own.new_empty((sum(sizes),))
-        parts = everyone.split(list(sizes))
-        return InFlight(everyone, self._messages([own] * self.world_size, parts))
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
         """Sends a message to, and receives one from, every other rank; empty messages are left out."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.kernels import gpu
 from tests.support.kernel_cases import CASES, kernels_called
 from tests.support.kernel_values import Put, random_ids
@@ -44,15 +43,6 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     )  # fmt: skip
     assert table[-1].unique().tolist() == [6]
     assert table[:-1].count_nonzero().item() == 0
-
-
-def test_many_programs_lose_no_index() -> None:
-    """Slots are claimed without locks, by a million threads."""
-    ids = torch.randperm(4_000_000, device="cuda")[:1_000_000].sort().values
-    partition = hashing.hash_partition(ids, 8, seed=3)
-    assert torch.equal(partition.order.sort().values, torch.arange(ids.numel(), device="cuda"))
-    server = torch.arange(8, device="cuda").repeat_interleave(partition.counts)
-    assert torch.equal(hashing.server_of(ids[partition.order], 8, seed=3), server)
 
 
 def test_sums_have_the_same_bits_every_time() -> None:

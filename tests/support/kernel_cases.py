@@ -182,34 +182,6 @@ def server_of(put: Put) -> None:
     assert_same(hashing.server_of(put(many), 7, -1), hashing.server_of(many, 7, -1))
 
 
-@given(_id_sets(400), st.integers(1, 9), SEEDS)
-def _hash_partition(put: Put, ids: Tensor, servers: int, seed: int) -> None:
-    partition = hashing.hash_partition(put(ids), servers, seed)
-    order, counts = plain(partition.order), plain(partition.counts)
-    assert torch.equal(order.sort().values, torch.arange(ids.numel()))
-    for server, part in enumerate(ids[order].split(counts.tolist())):
-        assert (hashing.server_of(part, servers, seed) == server).all()
-
-
-def hash_partition(put: Put) -> None:
-    """Every index once, at its server."""
-    _hash_partition(put)
-
-
-def hash_partition_where_all_collide(put: Put) -> None:
-    """One server and one slot for all, by each of the hash functions: one index is placed, nobody is lost."""
-    count, seed = 6, 5
-    parallel = hashing.SLOTS_PER_INDEX * count
-    ids = torch.arange(100_000)
-    for attempt in range(1, hashing.REHASHES + 1):
-        ids = ids[hashing._below(hashing.murmur(ids, seed + attempt), parallel) == 3]
-    ids = ids[:count]
-    assert ids.numel() == count
-    partition = hashing.hash_partition(put(ids), 1, seed)
-    assert partition.serial.tolist() == [count - 1]
-    assert torch.equal(plain(partition.order).sort().values, torch.arange(count))
-
-
 @given(_id_sets(400), st.integers(1, 4), SEEDS)
 def _bitmaps(put: Put, ids: Tensor, servers: int, seed: int) -> None:
     server = hashing.server_of(ids, servers, seed)
@@ -287,8 +259,6 @@ CASES: dict[Callable[[Put], None], str] = {
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
     update_no_rows: "sgd_rows adagrad_rows adam_rows",
     server_of: "server_of",
-    hash_partition: "claim_slots",
-    hash_partition_where_all_collide: "claim_slots",
     hash_bitmaps: "hash_bitmap ids_of_bitmap",
     block_bitmaps: "block_bitmap",
     blocks_codec: "block_bitmap lookup_pack",

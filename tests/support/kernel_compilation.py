@@ -81,7 +81,6 @@ def _call_integers() -> None:
     ids, index_set = torch.arange(40), torch.arange(999)
     gpu.split_prior_delayed(ids, ids, torch.zeros(40, dtype=torch.uint8), 3)
     gpu.server_of(ids, 7, 3)
-    gpu.claim_slots(ids, 4, 30, 3, attempts=1)
     gpu.hash_bitmap(ids, index_set)
     with patch.object(torch, "empty", torch.zeros):  # the counts of bits, of which the output is allocated
         gpu.ids_of_bitmap(torch.zeros(125, dtype=torch.uint8), index_set)

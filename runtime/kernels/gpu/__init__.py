@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
     from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
-    from embrace_fx.runtime.kernels.gpu.hashing import claim_slots as claim_slots
     from embrace_fx.runtime.kernels.gpu.hashing import server_of as server_of
     from embrace_fx.runtime.kernels.gpu.members import STAMPS as STAMPS
     from embrace_fx.runtime.kernels.gpu.members import split_prior_delayed as split_prior_delayed
@@ -41,7 +40,7 @@ _FILES = {
     "bitmaps": ("block_bitmap", "hash_bitmap", "ids_of_bitmap"),
     "columns": ("lookup_pack", "pack_columns", "unpack_columns"),
     "decay": ("decay_rows",),
-    "hashing": ("claim_slots", "server_of"),
+    "hashing": ("server_of",),
     "members": ("STAMPS", "split_prior_delayed"),
     "sums": ("coalesce", "scatter_add"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
