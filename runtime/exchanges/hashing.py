@@ -1,7 +1,5 @@
 """The hash of indices to servers, and the hash bitmap, of Zen (OSDI 2025, arXiv 2309.13254).
 
-In torch ops, for any device; on CUDA by the kernels of `runtime/kernels/gpu`, which hash to the same bits.
-
 Contract
     `server_of` sends an index to the same server on every rank, whatever the skew of the indices. `hash_bitmap` says
     which indices a server has, in one bit for each it could have.
@@ -16,8 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import gpu
-
 _FIRST = 0xFF51AFD7ED558CCD - 2**64
 _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 """Multipliers of MurmurHash3's 64-bit finaliser, as signed numbers."""
@@ -26,7 +22,7 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 def murmur(ids: Tensor, seed: int) -> Tensor:
     """Hashes (K,) int64 ids by MurmurHash3's 64-bit finaliser, a bijection, after mixing in `seed` the same way."""
     key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps; + 1, because the finaliser maps zero to zero
-    return _finalise(ids ^ _finalise(torch.tensor(key, device=ids.device)))
+    return _finalise(ids ^ _finalise(torch.tensor(key, device="cpu")))
 
 
 def _finalise(x: Tensor) -> Tensor:
@@ -42,8 +38,6 @@ def _shift_33(x: Tensor) -> Tensor:
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
     """Maps (K,) ids to (K,) servers, the same on all ranks: Zen's h0."""
-    if ids.is_cuda and gpu.available():
-        return gpu.server_of(ids.contiguous(), servers, seed)
     return ((murmur(ids, seed) >> 1) & (2**63 - 1)) % servers
 
 
@@ -67,8 +61,6 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
         ids: (K,) some of the index set, ascending.
         index_set: (I,) ascending.
     """
-    if ids.is_cuda and gpu.available():
-        return gpu.hash_bitmap(ids.contiguous(), index_set.contiguous())
     bits = ids.new_zeros((-(-index_set.numel() // 8) * 8,), dtype=torch.uint8)
     bits[torch.searchsorted(index_set, ids.contiguous())] = 1
     return (bits.view(-1, 8) << _bit_numbers(ids.device)).sum(dim=1, dtype=torch.uint8)
@@ -76,8 +68,6 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
     """Returns the ids of a bitmap, the inverse of `hash_bitmap`; bytes beyond the index set are padding."""
-    if bitmap.is_cuda and gpu.available():
-        return gpu.ids_of_bitmap(bitmap.contiguous(), index_set.contiguous())
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

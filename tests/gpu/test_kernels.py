@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
+from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.kernels import gpu
 from tests.support.kernel_cases import CASES, kernels_called
 from tests.support.kernel_values import Put, random_ids
@@ -43,6 +44,15 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     )  # fmt: skip
     assert table[-1].unique().tolist() == [6]
     assert table[:-1].count_nonzero().item() == 0
+
+
+def test_ids_have_the_same_servers_and_bitmaps_as_on_the_cpu() -> None:
+    ids = torch.randperm(4_000_000)[:1_000_000].sort().values
+    server, bitmap = hashing.server_of(ids, 8, 3), hashing.hash_bitmap(ids, torch.arange(4_000_000))
+    assert torch.equal(hashing.server_of(ids.cuda(), 8, 3).cpu(), server)
+    every = torch.arange(4_000_000, device="cuda")
+    assert torch.equal(hashing.hash_bitmap(ids.cuda(), every).cpu(), bitmap)
+    assert torch.equal(hashing.ids_of_bitmap(bitmap.cuda(), every).cpu(), ids)
 
 
 def test_sums_have_the_same_bits_every_time() -> None:

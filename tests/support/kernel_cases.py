@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
 from embrace_fx.runtime.flow.routing import membership
@@ -159,50 +158,7 @@ def scatter_add(put: Put) -> None:
 # -- steps that rows have skipped ------------------------------------------------------------------------------------
 
 
-# -- hashing and bitmaps -----------------------------------------------------------------------------------------------
-
-SEEDS = st.integers(-(2**63), 2**63 - 1)
-
-
-def _id_sets(num_ids: int) -> st.SearchStrategy[Tensor]:
-    ids = st.sets(st.integers(0, num_ids - 1)).map(sorted)
-    return ids.map(lambda found: torch.tensor(found, dtype=torch.int64))
-
-
-@given(st.lists(st.integers(0, 2**62), max_size=50), st.integers(1, 9), SEEDS)
-def _server_of(put: Put, values: list[int], servers: int, seed: int) -> None:
-    """To the bit: another rank may hash on its CPU."""
-    ids = torch.tensor(values, dtype=torch.int64)
-    assert_same(hashing.server_of(put(ids), servers, seed), hashing.server_of(ids, servers, seed))
-
-
-def server_of(put: Put) -> None:
-    _server_of(put)
-    many = torch.arange(3000)  # more than one program
-    assert_same(hashing.server_of(put(many), 7, -1), hashing.server_of(many, 7, -1))
-
-
-@given(_id_sets(400), st.integers(1, 4), SEEDS)
-def _bitmaps(put: Put, ids: Tensor, servers: int, seed: int) -> None:
-    server = hashing.server_of(ids, servers, seed)
-    for index, index_set in enumerate(hashing.index_sets(400, servers, seed, torch.device("cpu"))):
-        own = ids[server == index]
-        bitmap = hashing.hash_bitmap(put(own), put(index_set))
-        assert_same(bitmap, hashing.hash_bitmap(own, index_set))
-        padded = torch.cat([plain(bitmap), torch.full((2,), 255, dtype=torch.uint8)])
-        assert_same(hashing.ids_of_bitmap(put(padded), put(index_set)), own)
-
-
-def hash_bitmaps(put: Put) -> None:
-    """decode(encode(x)) = x, with the CPU's bytes; also over several programs, of no ids, and of no index set."""
-    _bitmaps(put)
-    index_set = torch.arange(0, 9000, 3)
-    for ids in (index_set, index_set[:0], index_set[::7], index_set[-1:], index_set[:1]):
-        bitmap = hashing.hash_bitmap(put(ids), put(index_set))
-        assert_same(bitmap, hashing.hash_bitmap(ids, index_set))
-        assert_same(hashing.ids_of_bitmap(bitmap, put(index_set)), ids)
-    nothing = hashing.hash_bitmap(put(index_set[:0]), put(index_set[:0]))
-    assert nothing.numel() == hashing.ids_of_bitmap(nothing, put(index_set[:0])).numel() == 0
+# -- bitmaps ---------------------------------------------------------------------------------------------------------
 
 
 def block_bitmaps(put: Put) -> None:
@@ -258,8 +214,6 @@ CASES: dict[Callable[[Put], None], str] = {
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
     update_no_rows: "sgd_rows adagrad_rows adam_rows",
-    server_of: "server_of",
-    hash_bitmaps: "hash_bitmap ids_of_bitmap",
     block_bitmaps: "block_bitmap",
     blocks_codec: "block_bitmap lookup_pack",
     refuse_strided: "lookup_pack",

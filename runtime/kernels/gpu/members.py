@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import IDS_PER_PROGRAM, on_its_device, refuse_strided
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided
+
+_IDS_PER_PROGRAM = 1024
+"""8 for each thread of 4 warps."""
 
 STAMPS = 255
 """Calls after which the marks have to be erased."""
@@ -51,11 +54,11 @@ def split_prior_delayed(ids: Tensor, others: Tensor, marks: Tensor, stamp: int) 
     refuse_strided("split_prior_delayed", ids=ids, others=others, marks=marks)
     found = torch.empty_like(ids, dtype=torch.bool)
     if others.numel():
-        _mark[(triton.cdiv(others.numel(), IDS_PER_PROGRAM),)](
-            marks, others, others.numel(), stamp, IDS=IDS_PER_PROGRAM
+        _mark[(triton.cdiv(others.numel(), _IDS_PER_PROGRAM),)](
+            marks, others, others.numel(), stamp, IDS=_IDS_PER_PROGRAM
         )
     if ids.numel():
-        _marked[(triton.cdiv(ids.numel(), IDS_PER_PROGRAM),)](
-            marks, ids, found, ids.numel(), stamp, IDS=IDS_PER_PROGRAM
+        _marked[(triton.cdiv(ids.numel(), _IDS_PER_PROGRAM),)](
+            marks, ids, found, ids.numel(), stamp, IDS=_IDS_PER_PROGRAM
         )
     return found

@@ -14,9 +14,6 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-IDS_PER_PROGRAM = 1024
-"""Of kernels over ids or slots: 8 for each thread of 4 warps."""
-
 _TILE_BYTES = 8192
 """Of one tensor, and twice as much of all: 4 warps of 32 threads load 8 KiB by four 128-bit loads each. Enough bytes in
 flight to hide the latency of rows that lie anywhere, few enough registers for many programs on a multiprocessor."""
