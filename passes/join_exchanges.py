@@ -16,7 +16,6 @@ Contract
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -88,11 +87,6 @@ class JoinExchanges:
         return replace(result, tables=find_tables(result))
 
 
-def _identifier(name: str) -> str:
-    """Returns a parameter's name as a Python identifier; a name in a `Sequential` begins with a digit."""
-    return re.sub(r"\W|^(?=\d)", "_", name)
-
-
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     """Makes a training graph that needs no batch: it reads one parameter and returns zero.
 
@@ -102,7 +96,8 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     with FakeTensorMode(shape_env=ShapeEnv()):  # how many rows are read is not known
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
-    read = graph.placeholder(_identifier(name))
+    read = graph.create_node("placeholder", name, name=name)  # torch makes an identifier of the name
+    read.target = read.name
     read.meta |= {"role": Parameter(name), "val": value}
     zero = graph.call_function(aten.new_zeros.default, (read, []))
     zero.meta["val"] = nothing
@@ -112,7 +107,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
     with rewriter.before(next(iter(rewriter.graph.nodes))):
-        rewriter.placeholder(_identifier(name), Parameter(name), like.shape, like.dtype, like.device)
+        rewriter.placeholder(name, Parameter(name), like.shape, like.dtype, like.device)
 
 
 def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
@@ -120,13 +115,12 @@ def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: 
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
-    short = _identifier(name)
     with rewriter.before(graph.graph.output_node()):
-        none = rewriter.call(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{short}_no_ids")
-        rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{short}_no_rows")
-        zeros = rewriter.call(aten.zeros_like.default, rows, name=f"{short}_nothing")
+        none = rewriter.call(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{name}_no_ids")
+        rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{name}_no_rows")
+        zeros = rewriter.call(aten.zeros_like.default, rows, name=f"{name}_nothing")
         backward = aten.embedding_dense_backward.default
-        gradient = rewriter.call(backward, zeros, none, like.shape[0], padding, False, name=f"{short}_no_gradient")
+        gradient = rewriter.call(backward, zeros, none, like.shape[0], padding, False, name=f"{name}_no_gradient")
     role = Gradient(Parameter(name))
     outputs: list[tuple[fx.Node | None, object]] = [(v, r) for v, r in graph.outputs() if r != role]
     set_outputs(graph.module, [*outputs, (gradient, role)])  # type: ignore[list-item]

@@ -131,7 +131,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
     with rewriter.before(head):
         for table in tables:
             nodes = id_nodes[table.parameter]
-            short = short_name(table.parameter)
+            short = table.parameter.removesuffix(".weight")
             found = rewriter.call(
                 embrace.unique_ids.default, nodes, table.num_rows, table.uses[0].padding_idx, name=f"{short}_unique"
             )
@@ -147,7 +147,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
         unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")
         found_ids = {}
         for k, table in enumerate(tables):
-            short = short_name(table.parameter)
+            short = table.parameter.removesuffix(".weight")
             all_ids = rewriter.item(unpacked, 2 * k, f"{short}_ids")
             counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
             found_ids[table.parameter] = _Ids(wheres[table.parameter], all_ids, counts)
@@ -174,7 +174,7 @@ def _shard(
     options: ShardTables,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     size = options.world_size
-    short = short_name(table.parameter)
+    short = table.parameter.removesuffix(".weight")
     weight = parameters_of(graph.module)[table.parameter]
     grid = options.grids.get(table.parameter, Grid(1, size))
     first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
@@ -296,7 +296,7 @@ def _row_gradient(
     if gradient is None:
         return []
     _refresh_sum(rewriter, gradient)
-    short = short_name(table.parameter)
+    short = table.parameter.removesuffix(".weight")
     with rewriter.before(gradient.next):
         flat = rewriter.call(*route.split(gradient), name=f"{short}_gradient_columns")
         sent = route.send(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
@@ -333,12 +333,3 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])
     return chain
-
-
-def short_name(parameter: str) -> str:
-    """Makes a node name for a table: its parameter's name without the trailing `.weight`.
-
-    >>> short_name("encoder.embedding.weight")
-    'encoder_embedding'
-    """
-    return parameter.removesuffix(".weight").replace(".", "_")

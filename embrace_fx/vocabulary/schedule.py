@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
 from embrace_fx.vocabulary.shares import SHARES, Share, share_of
@@ -29,7 +29,7 @@ IN_FLIGHT = 1
 second one's start-up would gain less, because a chunk takes many times a start-up."""
 
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
-SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The paper's ablation (EmbRace, ICPP 2022, section 4)."""
 
 LOOKS_AHEAD: frozenset[str] = frozenset({"vertical", "2d"})

@@ -6,12 +6,12 @@ Each variant of a forward or backward has its own graph. Variants differ only in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Arrival = Literal["cut", "whole", "other"]
-ARRIVALS: tuple[Arrival, ...] = ("cut", "whole", "other")
+ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,7 @@ class ForwardVariant:
 
     arrives: Arrival = "cut"
     coming: bool = True
-
-    @property
-    def phase(self) -> str:
-        return "forward"
+    phase: ClassVar[str] = "forward"
 
     @property
     def is_steady(self) -> bool:
@@ -54,10 +51,7 @@ class BackwardVariant:
     left: bool = True
     coming: bool = True
     cut: bool = True
-
-    @property
-    def phase(self) -> str:
-        return "backward"
+    phase: ClassVar[str] = "backward"
 
     @property
     def is_steady(self) -> bool:

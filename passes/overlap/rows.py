@@ -23,7 +23,6 @@ from torch import fx
 from embrace_fx.passes.narrow import JOINS
 from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
-from embrace_fx.passes.shard import short_name
 from embrace_fx.vocabulary.graph import (
     GradientOfRows,
     OutputRole,
@@ -90,7 +89,7 @@ def _await_rows(
         ids, counts, *_ = ids.all_input_nodes[0].args
         routes[saved[0]] = _Route(ids, counts, saved)
     table, dtype = shard.meta["role"].table, launch.meta["val"].dtype
-    name, rows = short_name(table), rows_id(table, "whole")
+    name, rows = table.removesuffix(".weight"), rows_id(table, "whole")
     with rewriter.before(head.next):
         updated = shard
         if table in trained:
@@ -157,7 +156,7 @@ def _submit_gradients(
             padding_idx,
             scale,
             launch=gradients_id(table, "whole"),
-            name=f"{short_name(table)}_submitted",
+            name=f"{table.removesuffix('.weight')}_submitted",
         )
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
     return [*kept, (token, PendingRows(table))]

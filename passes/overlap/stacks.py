@@ -75,12 +75,11 @@ def _stack(phases: Phases, stack: Stack, rank: int) -> None:
     if not members:
         return
     assert list(members) == list(submissions)  # stacked tables get gradients from the same results
-    name = stack.name.replace(" ", "_").replace(".", "_")
     firsts = dict(zip(stack.tables, stack.first_rows, strict=True))
     ids, counts = ([_role(node.submit, k) for node in members.values()] for k in (1, 2))
-    stacked = _stack_ids(phases["ids"], name, ids, counts, [firsts[table] for table in members])
-    _rows_together(Rewriter(forward), list(members.values()), stack.name, name, stacked, rank)
-    _submit_together(backward, submissions, stack.name, name, stacked)
+    stacked = _stack_ids(phases["ids"], stack.name, ids, counts, [firsts[table] for table in members])
+    _rows_together(Rewriter(forward), list(members.values()), stack.name, stacked, rank)
+    _submit_together(backward, submissions, stack.name, stacked)
     for module in (forward, backward):
         drop_unread(module, Saved)
 
@@ -107,7 +106,7 @@ def _role(node: fx.Node, k: int) -> str:
 
 
 def _stack_ids(
-    module: fx.GraphModule, name: str, ids: list[str], counts: list[str], first_rows: list[int]
+    module: fx.GraphModule, stack: str, ids: list[str], counts: list[str], first_rows: list[int]
 ) -> list[fx.Node]:
     """Makes the ids phase save a stack's ids and counts in place of its tables' ones; returns both."""
     rewriter, outputs = Rewriter(module), list(outputs_of(module))
@@ -118,9 +117,9 @@ def _stack_ids(
             [saved[each] for each in ids],
             [saved[each] for each in counts],
             first_rows,
-            name=f"{name}_stacked",
+            name=f"{stack}_stacked",
         )
-        items = [rewriter.item(stacked, k, f"{name}_{what}") for k, what in enumerate(("ids", "counts"))]
+        items = [rewriter.item(stacked, k, f"{stack}_{what}") for k, what in enumerate(("ids", "counts"))]
     kept = [(value, role) for value, role in outputs if not (isinstance(role, Saved) and role.name in ids)]
     set_outputs(module, [*kept, *((item, Saved(item.name)) for item in items)])
     return items
@@ -136,27 +135,25 @@ def _saved(rewriter: Rewriter, values: list[fx.Node]) -> list[fx.Node]:
     return found[::-1]
 
 
-def _rows_together(
-    rewriter: Rewriter, members: list[_Member], stack: str, name: str, stacked: list[fx.Node], rank: int
-) -> None:
+def _rows_together(rewriter: Rewriter, members: list[_Member], stack: str, stacked: list[fx.Node], rank: int) -> None:
     ids, counts = _saved(rewriter, stacked)
     dtype = reduce(torch.promote_types, (each.dtype for each in members))
     rows = rows_id(stack, "whole")
     with rewriter.before(min(each.update for each in members)):
         shard, launch = members[0].update.args[0], gradients_id(stack, "whole")
         updated = launch_node(
-            rewriter, embrace.update_rows.default, shard, stack, launch=launch, name=f"{name}_updated"
+            rewriter, embrace.update_rows.default, shard, stack, launch=launch, name=f"{stack}_updated"
         )
         launch_node(
-            rewriter, embrace.submit_rows.default, updated, ids, counts, stack, dtype, launch=rows, name=f"{name}_sent"
+            rewriter, embrace.submit_rows.default, updated, ids, counts, stack, dtype, launch=rows, name=f"{stack}_sent"
         )
     with rewriter.before(min(each.part for each in members)):
         part = launch_node(
-            rewriter, embrace.await_rows.default, ids, counts, stack, dtype, launch=rows, name=f"{name}_part"
+            rewriter, embrace.await_rows.default, ids, counts, stack, dtype, launch=rows, name=f"{stack}_part"
         )
-        flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, stack, name=f"{name}_arrived")
+        flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, stack, name=f"{stack}_arrived")
         parts = rewriter.call(
-            embrace.unstack_rows.default, flat, [each.submit.args[2] for each in members], rank, name=f"{name}_rows"
+            embrace.unstack_rows.default, flat, [each.submit.args[2] for each in members], rank, name=f"{stack}_rows"
         )
         # Later nodes read these values' symbols for unknown sizes.
         parts.meta["val"] = [_as(each.join.meta["val"], dtype, rewriter) for each in members]
@@ -179,14 +176,14 @@ def _as(value: torch.Tensor, dtype: torch.dtype, rewriter: Rewriter) -> torch.Te
 
 
 def _submit_together(
-    module: fx.GraphModule, submissions: dict[str, fx.Node], stack: str, name: str, stacked: list[fx.Node]
+    module: fx.GraphModule, submissions: dict[str, fx.Node], stack: str, stacked: list[fx.Node]
 ) -> None:
     rewriter = Rewriter(module)
     ids, counts = _saved(rewriter, stacked)
     nodes = list(submissions.values())
     *_, padding_idx, scale, _ = nodes[0].args
     with rewriter.before(max(nodes).next):
-        rows = rewriter.call(aten.cat.default, [each.args[0] for each in nodes], name=f"{name}_gradients")
+        rows = rewriter.call(aten.cat.default, [each.args[0] for each in nodes], name=f"{stack}_gradients")
         token = launch_node(
             rewriter,
             embrace.submit_gradients.default,
@@ -197,7 +194,7 @@ def _submit_together(
             padding_idx,
             scale,
             launch=gradients_id(stack, "whole"),
-            name=f"{name}_submitted",
+            name=f"{stack}_submitted",
         )
     kept = [(value, role) for value, role in outputs_of(module) if value not in nodes]
     set_outputs(module, [*kept, (token, PendingRows(stack, tuple(submissions)))])

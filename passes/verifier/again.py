@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, draws, op_name
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 
 
-def computed_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
     """A copy calls the op of its original on the same values, or copies of them; it launches and awaits nothing, and
     reads no state that the forward writes."""
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -41,7 +41,7 @@ def computed_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Itera
                 yield Violation(node, f"{value.name} as the forward read it", "as the forward has written it", remedy)
 
 
-def drawn_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
     """Random numbers are drawn again from the state before their first draw, in the same order, and from no other."""
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)

@@ -19,7 +19,7 @@ _READERS = {OFFLOAD: AWAIT_OFFLOAD, AWAIT_OFFLOAD: RELOAD, RELOAD: AWAIT_RELOAD}
 """Op -> the only op that may read its result."""
 
 
-def copies_in_pairs(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
     """Each offload is awaited once and then reloaded once, and the reload is awaited once; no other node reads a value
     in between. Both ends of a copy have its id, and print it."""
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
@@ -43,7 +43,7 @@ def copies_in_pairs(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[V
             yield Violation(node, f"an await of '{launch}' where it is read", found, "await what has been begun")
 
 
-def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
     """Behind the await of an offload, no node of any phase reads the offloaded value or a view of it."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
@@ -77,7 +77,7 @@ def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
                 yield Violation(placeholder, f"{name} to be reloaded", "saved all the same", "read what comes back")
 
 
-def within_memory_limit(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
     """Refuses a step that, with its copies as placed, holds more than its limit; data-dependent sizes count as 0."""
     if graph.memory_limit is None:
         return

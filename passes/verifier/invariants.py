@@ -2,8 +2,8 @@
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
-    The invariants run in the order of `_OF_A_MODULE`, then `_OF_THE_GRAPH`: an invariant may rely on those before it.
-    The first broken one is raised, by the name of its function.
+    The invariants run in the order of `_OF_A_MODULE`, `_AGAINST_THE_CAPTURED`, `_OF_THE_GRAPH`: each may rely on those
+    before it. The first broken one is raised, by the name of its function.
 
 A graph that has been partitioned has several modules: the joint one, kept for reading, and the phases, which run. Each
 must be legal by itself; what the whole graph yields is counted over the modules that run.
@@ -94,8 +94,10 @@ def verify(
         # A phase consists of nodes of the joint graph, which are verified by now.
         verified = verified | _by_name(module)
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
+    for against_the_captured in _AGAINST_THE_CAPTURED:
+        _raise_first(against_the_captured(graph, captured or graph), against_the_captured.__name__, f"pass {after}")
     for of_the_graph in _OF_THE_GRAPH:
-        _raise_first(of_the_graph(graph, captured or graph), of_the_graph.__name__, f"pass {after}")
+        _raise_first(of_the_graph(graph), of_the_graph.__name__, f"pass {after}")
 
 
 # ---- invariants of one module ----
@@ -245,9 +247,12 @@ _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
 _OF_WHAT_PHASES_SAVE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (values_have_roles,)
 """The invariants of a module that depend on other modules."""
 
-_OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
+_AGAINST_THE_CAPTURED: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
     parameters_updated_once,
     forward_kept,
+)
+
+_OF_THE_GRAPH: tuple[Callable[[TrainingGraph], Iterator[Violation]], ...] = (
     collectives_in_one_order,
     *WINDOW_INVARIANTS,
     computed_again_alike,

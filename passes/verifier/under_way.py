@@ -43,7 +43,7 @@ def crosses(launch: OperationId) -> bool:
     return launch == IDS or launch.part == "delayed"
 
 
-def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
     """A steady window, or the phase of another variant, awaits, submits and looks up what is due, in order."""
     varied = graph.varied
     if varied is not None:

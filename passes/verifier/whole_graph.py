@@ -56,7 +56,7 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
         yield Violation(None, f"outputs {expected}", f"{found}", "keep the forward's outputs, and their order")
 
 
-def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
     """Refuses launches that could differ between ranks, and phases that do not launch what the joint graph does, group
     by group.
 

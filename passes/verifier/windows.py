@@ -30,7 +30,7 @@ def _is_steady(graph: TrainingGraph) -> bool:
 # ---- launches ----
 
 
-def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
     """An overlapped graph has each exchange of the joint graph: as itself, as a submission, or as an await.
 
     A stack's exchange counts for each of its tables. Early and delayed parts, and further chunks, are not counted.
@@ -64,7 +64,7 @@ _HANDED_OVER = {
 """Op of an overlapped graph -> the exchange of the joint graph that it stands for."""
 
 
-def launches_identified(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
     """Every submission and every await has the id of its launch, and prints it."""
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
@@ -75,7 +75,7 @@ def launches_identified(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
 # ---- rows ----
 
 
-def rows_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
     """Rows are looked up in the result of every update that stands before the lookup, and of no earlier shard."""
     for phase in ("backward", "forward") if overlaps_steps(graph) else ():
         updated: dict[str, set[OperationId]] = defaultdict(set)
@@ -95,7 +95,7 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
         value = value.args[0]
 
 
-def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
     """A forward joins all parts of a table's rows that were sent."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if _is_steady(graph) else []
     for node in graph.phases["forward"].graph.nodes if _is_steady(graph) else ():
@@ -109,7 +109,7 @@ def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viola
             yield Violation(node, f"the parts {names[0]} of {table}", names[1], "await and join every part")
 
 
-def gradients_cut_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
     """A table's gradient travels whole, or as prior and all pieces of delayed gradients: each row once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if _is_steady(graph) else ():
@@ -132,7 +132,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 # ---- buckets ----
 
 
-def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
     """The chunks of a bucket cover each of its elements once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window(graph) if overlaps_steps(graph) else ():
@@ -151,7 +151,7 @@ def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
             yield Violation(nodes[-1], expected, f"{end}", "send the rest too")
 
 
-def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
     """No node reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
     if not overlaps_steps(graph):
         return
@@ -174,7 +174,7 @@ def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> It
                 yield Violation(node, expected, "this one", "read what await_chunk yields")
 
 
-def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
     """A parameter that the next forward updates is read there after its update, which follows all chunks' awaits."""
     if not overlaps_steps(graph):
         return

@@ -77,16 +77,11 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     if flat.is_sparse:
         units = RowSet(flat.indices()[0], flat.values(), kind.rows)
         mean = join_parts(run(strategy.mean_parts(units, channel, cluster)), kind.rows)
-        return flat.copy_(rows_of(mean, flat))
+        return flat.copy_(torch.sparse_coo_tensor(mean.ids.view(1, -1), mean.rows, flat.shape, is_coalesced=True))
     units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
     for part in run(strategy.mean_parts(units, channel, cluster)):
         write_blocks_(flat, part)  # units in no part are zero on this rank already
     return flat
-
-
-def rows_of(rows: RowSet, like: Tensor) -> Tensor:
-    """Makes a coalesced COO tensor, of the shape of another tensor, from a row set."""
-    return torch.sparse_coo_tensor(rows.ids.view(1, -1), rows.rows, like.shape, is_coalesced=True)
 
 
 Exchange = Callable[[Tensor, str, Channel], object]
@@ -95,11 +90,16 @@ Exchange = Callable[[Tensor, str, Channel], object]
 
 def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
     """Runs an exchange to its end; the result knows the bytes sent."""
+    sent = _sent_by(exchange, flat, name, channel)
+    return InFlight(flat, None, lambda: sent)
+
+
+def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
+    """Runs an exchange to its end; returns the bytes sent."""
     before = channel.sent_bytes
     with torch.no_grad():
         exchange(flat, name, channel)
-    sent = channel.sent_bytes - before
-    return InFlight(flat, None, lambda: sent)
+    return channel.sent_bytes - before
 
 
 @dataclass
@@ -137,14 +137,11 @@ class ExchangeThread:
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel) -> None:
-    with torch.no_grad():
-        while (job := jobs.get()) is not None:
-            before = channel.sent_bytes
-            try:
-                job.exchange(job.flat, job.name, channel)
-            except Exception as error:  # raised where the exchange is awaited
-                job.done.set_exception(error)
-                continue
-            job.sent_bytes = channel.sent_bytes - before
-            job.done.set_result(None)
-            del job  # else its gradient would live until the next job
+    while (job := jobs.get()) is not None:
+        try:
+            job.sent_bytes = _sent_by(job.exchange, job.flat, job.name, channel)
+        except Exception as error:  # raised where the exchange is awaited
+            job.done.set_exception(error)
+            continue
+        job.done.set_result(None)
+        del job  # else its gradient would live until the next job

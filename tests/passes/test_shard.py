@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.passes.shard import ShardTables, short_name
+from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, Parameter, Shard, TrainingGraph
@@ -195,11 +195,3 @@ def test_max_norm_rescales_on_every_rank_what_any_rank_reads() -> None:
     read = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([0, 1, 2, 3, 4]), True)
     assert bool((norms[read] <= 0.5 + 1e-6).all())
     assert bool((norms[~read] > 0.5).all())
-
-
-@pytest.mark.parametrize(
-    ("parameter", "expected"),
-    [("weight", "weight"), ("a.b.weight", "a_b"), ("a.tables.0", "a_tables_0")],
-)
-def test_short_names(parameter: str, expected: str) -> None:
-    assert short_name(parameter) == expected

@@ -25,7 +25,7 @@ FIRST = TABLES[0]
 def violations(graph: TrainingGraph) -> list[str]:
     """The first broken invariant's name, with what it says of each place."""
     for invariant in INVARIANTS:
-        found = list(invariant(graph, graph))
+        found = list(invariant(graph))
         if found:
             return [f"{invariant.__name__}: expected {v.expected}; found {v.found}" for v in found]
     return []
