@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
         return 0.0
     inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
     outputs = [_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
-    moved = sum(_elements(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
+    moved = sum(prod(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
     return compute.time_ms(flops(node, expected), moved)
 
 
@@ -123,10 +124,3 @@ _OWN: dict[Any, Formula] = {
 
 def _shape(value: Any, expected: ExpectedSizes) -> list[int]:
     return [expected.number(size) for size in tuple(value.shape)] if isinstance(value, Tensor) else []
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from embrace_fx.vocabulary.graph import (
+    PHASES,
     Gradient,
     GradientOfRows,
     LateModule,
@@ -57,18 +58,8 @@ class Partition:
         return replace(graph, phases=partition(graph))
 
 
-@dataclass(frozen=True)
-class Members:
-    """The nodes of each phase, without placeholders and the output."""
-
-    unique: set[fx.Node]
-    ids: set[fx.Node]
-    forward: set[fx.Node]
-    backward: set[fx.Node]
-
-
-def members_of(graph: TrainingGraph) -> Members:
-    """Assigns each node of a joint graph to its phase."""
+def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
+    """Finds the nodes of each of `PHASES` in a joint graph, without placeholders and the output."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
@@ -80,7 +71,7 @@ def members_of(graph: TrainingGraph) -> Members:
     for node in nodes:
         if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
             ids.add(node)
-    return Members(head - ids, ids, forward, set(nodes) - head - forward)
+    return dict(zip(PHASES, (head - ids, ids, forward, set(nodes) - head - forward), strict=True))
 
 
 def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
@@ -95,7 +86,7 @@ def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
     outputs = [(node, role) for node, role in graph.outputs() if node is not None]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    members: dict[str, set[fx.Node]] = vars(members_of(graph))
+    members = members_of(graph)
     phases: dict[str, fx.GraphModule] = {}
     wanted: dict[str, list[tuple[fx.Node, OutputRole]]] = {
         "unique": [],

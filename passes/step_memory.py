@@ -27,7 +27,7 @@ from embrace_fx.passes.collectives import aliased_inputs
 from embrace_fx.passes.partition import members_of
 from embrace_fx.passes.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
-from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import PHASES, Saved, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_known
@@ -193,16 +193,14 @@ _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 
 
 def _phases_to_be(graph: TrainingGraph) -> _Ordered:
-    members = members_of(graph)
-    phases = (members.unique, members.ids, members.forward, members.backward)
-    in_order = [[node for node in graph.graph.nodes if node in phase] for phase in phases]
+    in_order = [[node for node in graph.graph.nodes if node in phase] for phase in members_of(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
 
 
 def _phases(graph: TrainingGraph) -> _Ordered:
     in_order, outputs, saved = [], set(), {}
     made: dict[str, fx.Node] = {}
-    for name in ("unique", "ids", "forward", "backward"):
+    for name in PHASES:
         module = graph.phases.get(name)
         nodes = list(module.graph.nodes) if module is not None else []
         in_order.append([node for node in nodes if node.op not in ("placeholder", "output")])

@@ -24,7 +24,7 @@ from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storag
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, run
 from embrace_fx.runtime.exchanges.in_place import (
     Exchange,
     ExchangeKind,
@@ -33,7 +33,6 @@ from embrace_fx.runtime.exchanges.in_place import (
     exchange_gradient_,
 )
 from embrace_fx.runtime.exchanges.rounded import sum_rounded_
-from embrace_fx.runtime.exchanges.steps import run
 from embrace_fx.runtime.flow.bucket_updates import BucketExchange, BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange

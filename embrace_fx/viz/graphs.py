@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import fx
 
 from embrace_fx.viz import drawing
+from embrace_fx.vocabulary.graph import PHASES
 
 
 class Graphs(Mapping[str, fx.GraphModule]):
@@ -109,8 +110,6 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return ran or self._parts(list(self._modules)[-1])
 
 
-PHASES = ("unique", "ids", "forward", "backward")
-"""In the order in which they run."""
 _WHAT_RUNS = "what runs in a step"
 
 

@@ -25,6 +25,9 @@ from embrace_fx.vocabulary.step_variant import Varied
 
 T = TypeVar("T")
 
+PHASES = ("unique", "ids", "forward", "backward")
+"""The phases of a partitioned graph, in the order in which they run."""
+
 Values = dict[str, Any]
 """Name of a `Saved` role -> the value that a phase saves for later ones."""
 

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from embrace_fx.passes.partition import Members, members_of
+from embrace_fx.passes.partition import members_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
@@ -107,12 +107,12 @@ class _Copies:
         self._graph = graph.graph
         self._rewriter = Rewriter(graph.module)
         members = members_of(graph)
-        self._backward = [node for node in graph.graph.nodes if node in members.backward]
+        self._backward = [node for node in graph.graph.nodes if node in members["backward"]]
         self._written = written_by(graph)
-        self._paths = self._paths_of(members)
+        self._paths = self._paths_of(members["forward"])
         self._kept = {node for node in self._paths if node.meta.get("kept") or _source(node).meta.get("kept")}
         self._position = {node: k for k, node in enumerate(graph.graph.nodes)}
-        self._chains = self._chains_of(members)
+        self._chains = self._chains_of(members["forward"])
         self._wanted: dict[Path, set[fx.Node]] = defaultdict(set)
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
@@ -134,12 +134,12 @@ class _Copies:
 
     # -- what is computed again ----------------------------------------------------------------------------------------
 
-    def _paths_of(self, members: Members) -> dict[fx.Node, Path]:
+    def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
         """Finds the forward nodes that can be recomputed -> the regions that they are in."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
-            if path and node in members.forward and can_run_again(node, self._written):
+            if path and node in forward and can_run_again(node, self._written):
                 paths[node] = path
         return paths
 
@@ -165,12 +165,12 @@ class _Copies:
             chain = self._chains.get(value, [])
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
-    def _chains_of(self, members: Members) -> dict[fx.Node, list[fx.Node]]:
+    def _chains_of(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """Maps each draw to its chain: the draws in a row, of one generator and in the same regions."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
-            if not draws(node) or _is_own(node) or node not in members.forward:
+            if not draws(node) or _is_own(node) or node not in forward:
                 continue
             device, path = _device(node), self._paths.get(node)
             before = last.get(device)

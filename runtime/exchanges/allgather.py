@@ -6,10 +6,9 @@ Units are coalesced first, so that no rank sends one twice; but N ranks that hav
 from __future__ import annotations
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import gather
-from embrace_fx.runtime.exchanges.steps import Steps
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:

@@ -7,7 +7,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,29 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.messages import Messages, send_parts
+
+T = TypeVar("T")
+
+Steps = Generator[InFlight, Tensor, T]
+"""A communication in several rounds, with a result.
+
+It yields each collective after launching it, and is resumed with its value; it may launch the next one before it yields
+the first. The collectives and their number are the same on all ranks whatever the data, or ranks would wait for
+different ones.
+"""
+
+
+def run(steps: Steps[T]) -> T:
+    """Runs an exchange to its end, and returns its result."""
+    try:
+        launch = next(steps)
+        while True:
+            if launch.work is not None:
+                launch.work.wait()
+            launch = steps.send(launch.value)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class Channel:

@@ -12,10 +12,9 @@ import torch
 
 from embrace_fx.cost.exchanges import paired_ranks
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import send
-from embrace_fx.runtime.exchanges.steps import Steps
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:

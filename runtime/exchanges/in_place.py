@@ -22,9 +22,8 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import allgather, hierarchical, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
-from embrace_fx.runtime.exchanges.steps import Steps, run
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 

@@ -29,10 +29,9 @@ from embrace_fx.cost.blocks import STREAMS, cheapest_block, place_bytes, places_
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, row_width
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
-from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 

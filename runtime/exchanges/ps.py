@@ -12,10 +12,9 @@ import torch
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import gather, push
-from embrace_fx.runtime.exchanges.steps import Steps
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.cost.wire import BLOCK
-from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.steps import Steps
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.kernels.rounding import decode_into, in_blocks
 from embrace_fx.runtime.ranks.rounding import Rounding
 

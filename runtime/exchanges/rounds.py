@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
-from embrace_fx.runtime.exchanges.steps import Steps
 
 Records = tuple[Tensor, Tensor, list[int]]
 """(ids (K,), rows (K, d), for each rank how many of them are its), rank after rank."""

@@ -16,12 +16,11 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, server_of
 from embrace_fx.runtime.exchanges.records import row_bytes
 from embrace_fx.runtime.exchanges.rounds import push
-from embrace_fx.runtime.exchanges.steps import Steps
 
 SEED = 0
 """Seed of the hash functions, the same on all ranks."""

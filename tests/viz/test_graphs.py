@@ -11,7 +11,8 @@ import torch
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.viz.drawing import fold
-from embrace_fx.viz.graphs import PHASES, Graphs
+from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.graph import PHASES
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF
-from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.ranks.communicator import InFlight
 from tests.support.exchange_cases import WAYS
 
