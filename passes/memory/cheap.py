@@ -198,9 +198,8 @@ def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], need
         sizes: bytes of each storage.
         sources: storage that may be recomputed -> the storages that this reads.
     """
-    flow: nx.DiGraph[tuple[int, bool]] = (
-        nx.DiGraph()
-    )  # (storage, False) is the input side of a storage, (storage, True) its output side
+    # (storage, False) is the input side of a storage, (storage, True) its output side.
+    flow: nx.DiGraph[tuple[int, bool]] = nx.DiGraph()
     begin, end = (-1, False), (-1, True)
     for k, size in enumerate(sizes):
         flow.add_edge((k, False), (k, True), capacity=size)

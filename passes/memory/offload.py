@@ -24,7 +24,6 @@ from embrace_fx.passes.step_memory import StepMemory, Storage
 from embrace_fx.vocabulary import copy_ops
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, yields_views
-from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
 embrace = torch.ops.embrace
@@ -118,42 +117,31 @@ class _Copies:
         self._end_of_forward = _next(found.nodes[found.backward - 1])
 
     def insert(self, copies: Sequence[PlacedCopy]) -> None:
-        stored = self._offload(copies)
-        coming: dict[Storage, fx.Node] = {}
-        for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
-            value = self._values[copy.storage]
-            launch = copy_ops.reload_id(value.name)
-            node = self._insert(self._held.nodes[copy.comes], embrace.reload, stored[copy.storage], launch)
-            node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
-            coming[copy.storage] = node
-        for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
-            value = self._values[copy.storage]
-            launch = copy_ops.reload_id(value.name)
-            back = self._insert(self._held.nodes[copy.back], embrace.await_reload, coming[copy.storage], launch)
-            self._read_back(copy.storage, value, back)
-
-    def _offload(self, copies: Sequence[PlacedCopy]) -> dict[Storage, fx.Node]:
-        leaving: dict[Storage, fx.Node] = {}
+        leaving, stored, coming = dict[Storage, fx.Node](), dict[Storage, fx.Node](), dict[Storage, fx.Node]()
+        nodes = self._held.nodes
         for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):
             value = self._values[copy.storage]
-            launch = copy_ops.offload_id(value.name)
-            node = self._insert(_next(value), embrace.offload, value, launch)
-            node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
-            leaving[copy.storage] = node
-        stored = {}
+            leaving[copy.storage] = self._insert(copy.storage, embrace.offload, value, _next(value))
         for copy in sorted(copies, key=lambda c: (c.left, c.storage.born)):
-            value = self._values[copy.storage]
-            at_end = copy.left == self._held.backward
-            before = self._end_of_forward if at_end else self._held.nodes[copy.left]
-            launch = copy_ops.offload_id(value.name)
-            stored[copy.storage] = self._insert(before, embrace.await_offload, leaving[copy.storage], launch)
-        return stored
+            before = self._end_of_forward if copy.left == self._held.backward else nodes[copy.left]
+            stored[copy.storage] = self._insert(copy.storage, embrace.await_offload, leaving[copy.storage], before)
+        for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
+            before = nodes[copy.comes]
+            coming[copy.storage] = self._insert(copy.storage, embrace.reload, stored[copy.storage], before)
+        for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
+            back = self._insert(copy.storage, embrace.await_reload, coming[copy.storage], nodes[copy.back])
+            self._read_back(copy.storage, self._values[copy.storage], back)
 
-    def _insert(self, before: fx.Node, op: torch._ops.OpOverloadPacket, value: fx.Node, launch: OperationId) -> fx.Node:
+    def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
+        """Inserts a node that begins or awaits a copy of a storage."""
+        name = self._values[storage].name
+        leaves = op in (embrace.offload, embrace.await_offload)
+        launch = copy_ops.offload_id(name) if leaves else copy_ops.reload_id(name)
         with self._rewriter.before(before):
-            kind = op.__name__
-            node = self._rewriter.call(op.default, value, str(launch), name=f"{launch.what}_{kind}")
+            node = self._rewriter.call(op.default, value, str(launch), name=f"{name}_{op.__name__}")
         node.meta["launch"] = launch
+        if op in (embrace.offload, embrace.reload):
+            node.meta["copy_ms"] = self._rate.ms(storage.nbytes)
         return node
 
     def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:

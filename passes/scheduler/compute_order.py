@@ -127,7 +127,7 @@ class _Search:
     def __init__(self, steps: StepGraph, atoms: Atoms, held: Held, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
         self._held, self._limit = held, held_limit
-        self._tried: dict[tuple[str, ...], float] = {}
+        self._tried: set[tuple[str, ...]] = set()
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
@@ -149,14 +149,11 @@ class _Search:
     def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
         if order in self._tried:
             return best, best_ms
-        ms = self._ms(order)
+        self._tried.add(order)
+        ms = one_link_ms(reordered(self._steps, self._atoms, order))
         if ms < best_ms * (1 - LEAST_GAIN / 4) and self._held(order) <= self._limit:
             return order, ms
         return best, best_ms
-
-    def _ms(self, order: tuple[str, ...]) -> float:
-        found = self._tried[order] = one_link_ms(reordered(self._steps, self._atoms, order))
-        return found
 
     def _starts(self) -> Iterator[tuple[str, ...]]:
         reduced = {o.id.what for o in self._steps.communications if o.id is not None and o.id.kind == "all_reduce"}
