@@ -1,7 +1,7 @@
 """Finds the tables of a graph and what the graph does with each.
 
 Contract
-    Analysis only: the graph that comes out has the same nodes; `TrainingGraph.tables` is filled.
+    Analysis only: what it finds becomes `TrainingGraph.tables`.
     A table is a parameter that at least one lookup (`embedding`, `_embedding_bag`) reads. Its `TableUse`s are the
     lookups, each with the backward nodes that make its share of the table's gradient; everything else that reads the
     weight, or adds to its gradient, is a dense user. The gradient of an EmbeddingBag's per-sample weights is no dense
@@ -11,7 +11,6 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,19 +41,11 @@ RENORM = aten.embedding_renorm.default
 _BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
 
 
-@dataclass(frozen=True)
-class FindTables:
-    """Fills in `TrainingGraph.tables`.
-
-    rewrite: nothing; two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
-    """
-
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return replace(graph, tables=find_tables(graph))
-
-
 def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
-    """Finds every table, in the order of the graph's parameters."""
+    """Finds every table, in the order of the graph's parameters.
+
+    Two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
+    """
     gradients = gradients_of(graph.module)
     mutated = frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
     tables = []

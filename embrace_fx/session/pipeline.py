@@ -26,7 +26,7 @@ from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.tables import find_tables
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
@@ -56,7 +56,8 @@ class Compiled:
 
 def analyse(captured: Captured) -> TrainingGraph:
     """Finds a captured graph's tables, for the planner."""
-    return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
+    graph = captured.graph
+    return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 
 def training_passes(

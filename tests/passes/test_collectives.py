@@ -9,7 +9,7 @@ import torch
 
 from embrace_fx.passes.collectives import USERS, collective_sequence, sequence_hash
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.tables import find_tables
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
 from tests.support.hand_built_graphs import (
@@ -118,5 +118,5 @@ def test_ids_that_other_ranks_send_are_known_in_the_forward_alone() -> None:
     table, ids = b.input("table", Parameter("t"), V, D), b.input("ids", BatchInput(0), B, dtype=torch.int64)
     everyones = b.call(c10d.wait_tensor.default, b.call(c10d.all_gather_into_tensor.default, ids, 2, "0"))
     rows = [b.call(aten.embedding.default, table, each) for each in (ids, everyones)]
-    found = FindTables()(b.done(*((each, Result(k)) for k, each in enumerate(rows)))).tables
+    found = find_tables(b.done(*((each, Result(k)) for k, each in enumerate(rows))))
     assert [use.ids_from_batch for use in found[0].uses] == [True, False]

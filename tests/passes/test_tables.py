@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from embrace_fx.capture import capture
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.passes.tables import FindTables, argument, extract_ids, set_argument
+from embrace_fx.passes.tables import argument, extract_ids, set_argument
 from embrace_fx.vocabulary.graph import Table, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import draws
 from tests.support.golden import check_golden
 from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
-from tests.support.table_cases import ILLEGAL, LEGAL, bag, example, plain
+from tests.support.table_cases import ILLEGAL, LEGAL, bag, example
 
 
 @pytest.mark.parametrize("name", LEGAL | ILLEGAL)
@@ -75,15 +74,6 @@ def test_a_buffer_that_the_forward_changes_is_no_constant() -> None:
     (read,) = table_of(analysed(model, IDS)).uses
 
     assert (changed.ids_from_batch, read.ids_from_batch) == (False, True)
-
-
-def test_finding_tables_changes_no_graph() -> None:
-    captured = capture(tables_model(plain), (IDS,), {}, train=True).graph
-
-    found = FindTables()(captured)
-
-    assert found.module is captured.module
-    assert captured.tables == ()
 
 
 def test_what_a_lookup_reads_besides_its_weight_is_no_table() -> None:
