@@ -74,4 +74,5 @@ def _of_gradients(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
     """Counts how many of `count` rows one row of the launch's grid of ranks gets."""
-    return ceil(count / argument(launch, "grid_rows"))
+    grid_rows: int = argument(launch, "grid_rows")
+    return ceil(count / grid_rows)
