@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.models.base import Lookups, Workload, on_meta, sizes
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
+from tests.support.timelines import dependence_graph
 
 FLOOR_BATCHES = 8
 """Batches of each rank whose rows are counted."""
@@ -119,11 +120,11 @@ def transfer_ms(sent_bytes: float, rate_mbit: float) -> float:
 
 def dependences_ms(steps: StepGraph, windows: int = 8) -> float:
     """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
-    graph = steps.window(windows)
+    graph, durations_ms = dependence_graph(steps, windows), {each.name: each.duration_ms for each in steps.operations}
     # Compute stays one chain: the program's order is a dependence too.
     ends: dict[tuple[int, str], float] = {}
     for node in nx.topological_sort(graph):
         start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
-        ends[node] = start + graph.nodes[node]["operation"].duration_ms
+        ends[node] = start + durations_ms[node[1]]
     by_window = [max(end for (number, _), end in ends.items() if number == w) for w in range(windows)]
     return by_window[-1] - by_window[-2]
