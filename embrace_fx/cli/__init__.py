@@ -261,15 +261,16 @@ def as_named(bandwidth: str | None, device: str | None) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster from a JSON file with the arguments of `embrace_fx.Cluster`."""
-    from embrace_fx.vocabulary.json_files import from_json  # noqa: PLC0415
+    from embrace_fx.vocabulary.plain_data import from_plain  # noqa: PLC0415
 
     try:
-        return from_json(Cluster, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        found: Cluster = from_plain(Cluster, json.loads(path.read_text(encoding="utf-8")), "Cluster")
+    except ValueError as error:
         raise click.UsageError(
             f'expected a JSON object such as {{"bandwidth_bytes_per_ms": 3.1e6, "latency_ms": 0.05}}, in {path}, '
             f"found: {error}"
         ) from error
+    return found
 
 
 @contextmanager

@@ -26,15 +26,5 @@ def read_json(kind: type[T], path: str | Path) -> T:
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:
         raise ValueError(f"it does not say that it is a {kind.__name__}")
-    return from_json(kind, content.get("value"))
-
-
-def from_json(kind: type[T], value: Any) -> T:
-    """Makes a dataclass from parsed JSON; fields left out get their defaults.
-
-    Raises:
-        ValueError: a value of another type; the message says what is wrong.
-        TypeError: a field without default is missing.
-    """
-    found: T = from_plain(kind, value, kind.__name__)
+    found: T = from_plain(kind, content.get("value"), kind.__name__)
     return found
