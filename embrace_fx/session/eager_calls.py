@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,17 +93,8 @@ class EagerCalls:
             variant = self._variant(self._trained(), train=True)
             self._planned.plan_for(variant, self._rows_of(variant))
 
-    def call(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        train: bool,
-        make_plan: Callable[[Variant, Sequence[Any]], None],
-    ) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
         """Runs the user's forward on a batch. Collective.
-
-        Args:
-            make_plan: makes the first plan.
 
         Raises:
             PeerFailure: a rank has failed; on every rank.
@@ -113,7 +104,7 @@ class EagerCalls:
         variant = self._variant(trained, train=train)
         rows = self._rows_of(variant)
         if planned.plan is None:
-            make_plan(variant, rows)
+            planned.make(variant, rows)
         if train and announcements.asked_to_plan:
             if self.on_trial and planned.calls.count > MEASURED_STEPS:
                 self._weigh(variant, rows)

@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
 from embrace_fx.runtime.flow.next_batch import NextBatch
-from embrace_fx.runtime.ranks.announcement import activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.session.calls import Arguments, Kind, Kinds, Variant, kind_key
@@ -43,17 +42,8 @@ class GraphCalls:
     _lookahead: Lookahead
     _watch: ModelWatch
 
-    def call(
-        self,
-        call: Arguments,
-        make_plan: Callable[[Variant, Sequence[Any]], None],
-        note_built: Callable[[], None],
-    ) -> Any:
+    def call(self, call: Arguments) -> Any:
         """Runs the model on a batch. Collective.
-
-        Args:
-            make_plan: makes the first plan.
-            note_built: called when a program has been built.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first; on every rank.
@@ -65,12 +55,10 @@ class GraphCalls:
         planned.calls.ahead = self._lookahead.batches if self._lookahead.active else 0
         if planned.plan is None:
             with not_collecting():
-                make_plan(variant, variant.captured.inputs(leaves))
+                planned.make(variant, variant.captured.inputs(leaves))
         if self._setting.announcements.asked_to_plan:
             planned.make_again(variant, leaves)
         variant, program = self._runs(variant, kind, call)
-        if not variant.reused:
-            note_built()
         following = self._following(kind, program, leaves, call.spec) if program.flow is not None else None
         if planned.flow is not None and program.flow is None:
             planned.flow.leave()
@@ -153,7 +141,7 @@ class GraphCalls:
         options = setting.options
         asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
         route = "graph" if asks else options.route
-        activity = activity_of(train=call.train, reduces=setting.state.synchronised)
+        activity = setting.activity(train=call.train)
         if planned.plan is None or eager.leaving:
             with stage("waiting for the other ranks to capture", rank):
                 own = activity, failure, route

@@ -21,6 +21,7 @@ from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
+from embrace_fx.planning.summary import summary
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
@@ -43,13 +44,14 @@ class PlanInUse:
     Args:
         kinds: the kinds of calls so far, whose programs are built under the plan.
         on_other_batch: called when another batch comes than the expected one.
-        on_placed: called when tables have been placed as a plan says.
+        on_placed: called when tables have been placed as a plan says; told whether it is the first.
 
     Attributes:
         plan: the plan in use; None before the first training call.
         builder: the builder of the programs under the plan, which owns the flow between steps; None like the plan.
         calls: the state that calls share.
         probes: whether links are probed for a plan.
+        records: whether the steps of each program are recorded as soon as it is built.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class PlanInUse:
         setting: Setting,
         kinds: Mapping[Any, Kind],
         on_other_batch: Callable[[], None],
-        on_placed: Callable[[], None],
+        on_placed: Callable[[bool], None],
     ) -> None:
         self.plan: Plan | None = None
         self.builder: ProgramBuilder | None = None
         self._findings: Findings | None = None  # on rank 0, those that the plan was made from
         self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
-        self.calls, self.probes = Calls(), True
+        self.calls, self.probes, self.records = Calls(), True, False
         self._setting = setting
         self._kinds = kinds
         self._buffers = BufferSharing(setting, self.calls)
@@ -97,12 +99,19 @@ class PlanInUse:
             self.fits(found, activity_of(train=variant.train, reduces=not accumulates))
             with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build(variant)
+            self.start_recording()
         if accumulates and variant.accumulating is None:
             with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build_accumulating(variant)
         program = variant.accumulating if accumulates else variant.program
         assert program is not None
         return program
+
+    def start_recording(self) -> None:
+        """Starts the recording that was asked for, once there is a recorder."""
+        recorder = None if self.builder is None else self.builder.recorder
+        if self.records and recorder is not None and recorder.recording is None:
+            recorder.start()
 
     def fits(self, found: Misfit, activity: int) -> None:
         """Makes all ranks change the plan, if it does not meet the needs that this rank's batch has (`found`).
@@ -123,14 +132,14 @@ class PlanInUse:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def make(self, analysed: TrainingGraph, leaves: Sequence[Any]) -> None:
-        """Makes the first plan, and places parameters as it says. Collective.
+    def make(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Makes the first plan, places parameters as it says, and builds the first program. Collective.
 
         Raises:
             PeerFailure: a rank's batch is bad, on every rank.
             ValueError: the options do not fit the model, on every rank.
         """
-        setting, findings = self._setting, None
+        setting, analysed, findings = self._setting, variant.analysed, None
         given, rank = setting.options.given_plan, setting.communicator.rank
         if given is None:
             with stage("planning", rank):
@@ -141,7 +150,10 @@ class PlanInUse:
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
             place(setting, analysed, plan)
-        self._on_placed()
+        self._on_placed(True)
+        self.build(variant)
+        if rank == 0:
+            tell("%s", summary(plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a new plan in use, without programs."""
@@ -251,7 +263,7 @@ class PlanInUse:
                 place_anew(setting, analysed, old, new)
             told = story(self.calls.count, old, new)
             self._adopt(replace(new, history=(*old.history, told)), findings)
-            self._on_placed()
+            self._on_placed(False)
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
@@ -322,8 +334,7 @@ class PlanInUse:
         Raises:
             PeerFailure: the ranks are not doing the same thing; on every rank.
         """
-        activity = activity_of(train=variant.train, reduces=self._setting.state.synchronised)
-        told = Announcement(activity=activity, sizes=(self._may_change(variant),))
+        told = Announcement(activity=self._setting.activity(train=variant.train), sizes=(self._may_change(variant),))
         return all(may for (may,) in self._setting.announcements.announce(told))
 
     def _may_change(self, variant: Variant) -> bool:

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
-from embrace_fx.planning.summary import summary
-from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.rounding import Rounding
@@ -27,7 +26,7 @@ from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session import checkpoint
-from embrace_fx.session.calls import Arguments, Kinds, Variant
+from embrace_fx.session.calls import Arguments, Kinds
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
@@ -43,7 +42,7 @@ from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import stage, tell
+from embrace_fx.setup.telling import stage
 
 
 class Session:
@@ -185,25 +184,11 @@ class Session:
                 )
             return self._eager.evaluate_unplanned(args, kwargs)
         if self._eager.reason:
-            return self._eager.call(args, kwargs, train, self._make_plan)
+            return self._eager.call(args, kwargs, train)
         if not train and self._eager.evaluates():
             return self._eager.evaluate(args, kwargs)
         arguments = Arguments(args, kwargs, leaves, spec, train)
-        return self._graphs.call(arguments, self._make_plan, self.views.note_built)
-
-    def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Makes the first plan and its program, loads a waiting checkpoint, and reports the plan. Collective."""
-        self.planned.make(variant.analysed, leaves)
-        if self._to_load is not None:
-            checkpoint.load(self._setting, self._to_load)
-        self._watch.note_parameters()
-        self.planned.build(variant)
-        self.views.note_built()
-        if self.communicator.rank == 0:
-            tell("%s", summary(self.views.plan))
-
-    def _activity(self, train: bool) -> int:
-        return activity_of(train=train, reduces=self.state.synchronised)
+        return self._graphs.call(arguments)
 
     def _look_at_model(self, train: bool) -> None:
         """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
@@ -213,7 +198,7 @@ class Session:
         """
         if changed := self._watch.refusal():
             if self.planned.plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self.communicator, self._activity(train), changed)
+                agree_on_first_call(self.communicator, self._setting.activity(train=train), changed)
             give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
@@ -221,7 +206,8 @@ class Session:
             self._watch.note()
             self._kinds.clear()
         if (plan := self.planned.plan) is not None and self.state.hooked:
-            self.planned.fits(Misfit((), tuple(sorted(self.state.hooked & set(plan.sharded)))), self._activity(train))
+            whole = tuple(sorted(self.state.hooked & set(plan.sharded)))
+            self.planned.fits(Misfit((), whole), self._setting.activity(train=train))
 
     def _end_lookahead(self) -> None:
         """Applies every update, and expects no next batch."""
@@ -242,7 +228,7 @@ class Session:
 
     def meet_joined(self) -> None:
         """Exchanges activities with ranks without batches, at the head of a call under `join`. Collective."""
-        self.idling.meet(self._activity(torch.is_grad_enabled()))
+        self.idling.meet(self._setting.activity(train=torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -253,15 +239,19 @@ class Session:
         self.communicator.progress.optimizer_steps = 0  # ranks are equal again
         self._watch.note_parameters()
         if self.planned.plan is not None:
-            self._note_places()
+            self._note_places(first=False)
 
-    def _note_places(self) -> None:
-        """Records the places of parameters after the plan has placed them."""
+    def _note_places(self, first: bool) -> None:
+        """Records the places of parameters after the plan has placed them; at first loads a waiting checkpoint."""
         self._placed.note(self)
         if self._eager.reason:  # autograd accumulates all gradients, and they are taken from `.grad`
             self._outside.stop()
         else:
             self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
+        if first and self._to_load is not None:
+            checkpoint.load(self._setting, self._to_load)
+        if first:
+            self._watch.note_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Makes a context in which every table is whole on every rank. Collective."""

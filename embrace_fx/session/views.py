@@ -36,7 +36,6 @@ class Views:
         self._runs_eagerly = runs_eagerly
         self._planned = planned
         self._timeline: Timeline | None = None
-        self._records = False
 
     @property
     def plan(self) -> Plan:
@@ -123,13 +122,13 @@ class Views:
     def record(self) -> Iterator[None]:
         if self._recorder is None and self.graphs_of_training:
             raise RuntimeError(_NOT_SCHEDULED)
-        self._records = True
-        self.note_built()
+        self._planned.records = True
+        self._planned.start_recording()
         recording = None
         try:
             yield
         finally:
-            self._records = False
+            self._planned.records = False
             if self._recorder is not None and self._recorder.recording is not None:
                 recording = self._recorder.stop()
         if recording is None:
@@ -138,11 +137,6 @@ class Views:
                 "inside of it."
             )
         self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
-
-    def note_built(self) -> None:
-        """Starts a recording that was asked for before the first program was built."""
-        if self._records and self._recorder is not None and self._recorder.recording is None:
-            self._recorder.start()
 
     @property
     def _recorder(self) -> Recorder | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -30,3 +30,7 @@ class Setting:
     @property
     def communicator(self) -> Communicator:
         return self.announcements.communicator
+
+    def activity(self, *, train: bool) -> int:
+        """Returns the activity of a call made now, which ranks announce."""
+        return activity_of(train=train, reduces=self.state.synchronised)

@@ -67,14 +67,16 @@ def test_a_model_compiled_before_the_group_trains_with_all_of_its_ranks() -> Non
 
 def _normalised(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    norm = nn.BatchNorm1d(4)
+    plain = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 1))
     with _before_init_process_group():
         model = embrace_fx.compile(plain)
     for _ in range(2):
         model(torch.randn(5, 3) + rank).sum().backward()
     with torch.no_grad():
         model.eval()(torch.randn(5, 3))
-    found: list[float] = plain[1].running_mean.tolist()
+    assert norm.running_mean is not None
+    found: list[float] = norm.running_mean.tolist()
     return found
 
 

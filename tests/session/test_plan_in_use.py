@@ -151,11 +151,11 @@ def test_before_the_first_call_there_is_nothing(session: Session) -> None:
 
 
 def test_what_a_call_is_for_is_told_by_gradients_and_no_sync(session: Session) -> None:
-    found = [session._activity(train) for train in (True, False)]
+    found = [session._setting.activity(train=train) for train in (True, False)]
     session.state.synchronised = False
 
-    assert len({*found, session._activity(True)}) == 3
-    assert session._activity(False) == found[1]
+    assert len({*found, session._setting.activity(train=True)}) == 3
+    assert session._setting.activity(train=False) == found[1]
     assert session.state.synchronised is False
 
 
