@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from embrace_fx.passes.rewriter import Rewriter
-from embrace_fx.passes.tables import argument, find_tables
+from embrace_fx.passes.tables import find_tables
 from embrace_fx.vocabulary.graph import (
     Gradient,
     Parameter,
@@ -35,6 +35,7 @@ from embrace_fx.vocabulary.graph import (
     parameters_of,
     set_outputs,
 )
+from embrace_fx.vocabulary.ops import argument
 
 aten = torch.ops.aten
 

@@ -18,8 +18,9 @@ from torch import fx
 
 from embrace_fx.passes.reduce import ALL_REDUCE
 from embrace_fx.passes.rewriter import Rewriter, rewrite_each
-from embrace_fx.passes.tables import LOOKUP_BACKWARDS, argument, set_argument
+from embrace_fx.passes.tables import LOOKUP_BACKWARDS
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import argument, set_argument
 
 aten = torch.ops.aten
 

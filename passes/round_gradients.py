@@ -16,8 +16,8 @@ from torch import fx
 
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.rewriter import Rewriter, rewrite_each
-from embrace_fx.passes.tables import argument
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import argument
 
 embrace = torch.ops.embrace
 

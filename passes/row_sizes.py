@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.passes.tables import argument
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import id_of
+from embrace_fx.vocabulary.ops import argument, id_of
 from embrace_fx.vocabulary.sizes import ExpectedSizes, RowCounts
 
 embrace = torch.ops.embrace

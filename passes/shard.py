@@ -40,13 +40,7 @@ from torch import fx
 
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.passes.row_sizes import expected_sizes
-from embrace_fx.passes.tables import (
-    LOOKUP_BACKWARDS,
-    RENORM,
-    SAMPLE_WEIGHTS_BACKWARD,
-    argument,
-    set_argument,
-)
+from embrace_fx.passes.tables import LOOKUP_BACKWARDS, RENORM, SAMPLE_WEIGHTS_BACKWARD
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,
@@ -60,7 +54,7 @@ from embrace_fx.vocabulary.graph import (
     set_outputs,
 )
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
-from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.ops import argument, own_columns, set_argument
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.sizes import RowCounts
 

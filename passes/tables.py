@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
     reached,
     source_of,
 )
-from embrace_fx.vocabulary.ops import draws, is_users_launch
+from embrace_fx.vocabulary.ops import argument, draws, is_users_launch
 
 aten = torch.ops.aten
 
@@ -55,28 +55,6 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
             if table is not None:
                 tables.append(table)
     return tuple(tables)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """Returns argument `name` of an ATen call, or the default of its schema."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, parameter in enumerate(node.target._schema.arguments):
-        if parameter.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, parameter.default_value)
-    raise KeyError(f"expected an argument {name!r} of {node.target}, found {node.target._schema}")
-
-
-def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets argument `name` of an ATen call, by position (defaults before it are spelled out)."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    parameters = node.target._schema.arguments
-    position = next(k for k, p in enumerate(parameters) if p.name == name)
-    args = list(node.args)
-    args += [parameters[k].default_value for k in range(len(args), position)]
-    args[position : position + 1] = [value]
-    node.args = tuple(args)
 
 
 def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:

@@ -21,6 +21,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -74,6 +75,28 @@ def op_name(node: fx.Node) -> str:
 def _name_of(op: OpOverload) -> str:
     """Returns and caches an op's name, which torch makes anew at each of millions of reads."""
     return str(op._schema.name)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Returns argument `name` of an ATen call, or the default of its schema."""
+    assert isinstance(node.target, OpOverload)
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, parameter.default_value)
+    raise KeyError(f"expected an argument {name!r} of {node.target}, found {node.target._schema}")
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Sets argument `name` of an ATen call, by position (defaults before it are spelled out)."""
+    assert isinstance(node.target, OpOverload)
+    parameters = node.target._schema.arguments
+    position = next(k for k, p in enumerate(parameters) if p.name == name)
+    args = list(node.args)
+    args += [parameters[k].default_value for k in range(len(args), position)]
+    args[position : position + 1] = [value]
+    node.args = tuple(args)
 
 
 def is_users_launch(node: fx.Node) -> bool:

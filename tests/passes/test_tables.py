@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.passes.tables import argument, extract_ids, set_argument
+from embrace_fx.passes.tables import extract_ids
 from embrace_fx.vocabulary.graph import Table, TrainingGraph, inputs_of, outputs_of
-from embrace_fx.vocabulary.ops import draws
+from embrace_fx.vocabulary.ops import argument, draws, set_argument
 from tests.support.golden import check_golden
 from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
 from tests.support.table_cases import ILLEGAL, LEGAL, bag, example
