@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,19 +21,6 @@ from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
-
-
-@dataclass(frozen=True)
-class ForwardBuffers:
-    """The two functions by which a program shares buffers.
-
-    Attributes:
-        told: returns the number by which ranks compare, in the announcement, which buffers they would share.
-        share: shares them; called behind the announcement, before the forward reads a buffer. Collective.
-    """
-
-    told: Callable[[], int]
-    share: Callable[[], None]
 
 
 class BufferSharing:
@@ -52,15 +38,19 @@ class BufferSharing:
 
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
-    ) -> ForwardBuffers:
-        """Makes the functions by which a forward of the graph shares buffers.
+    ) -> tuple[Callable[[], int], Callable[[], None]]:
+        """Makes the two functions by which a program shares buffers.
 
         Args:
             assigned: buffers that the forward replaces by other tensors.
             reduce: its gradients are reduced, so that the next forward shares buffers again.
+
+        Returns:
+            A function that hashes the names of the buffers that this rank would share, which ranks compare in the
+            announcement; and one that shares them behind it, before the forward reads a buffer. Collective.
         """
         if not self._setting.options.shares_buffers or self._setting.communicator.world_size == 1:
-            return ForwardBuffers(lambda: 0, lambda: None)
+            return lambda: 0, lambda: None
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
         if train:
@@ -87,7 +77,7 @@ class BufferSharing:
             if train:
                 self._stale |= mutated
 
-        return ForwardBuffers(told, share)
+        return told, share
 
     def _unwritten(self) -> Iterable[Tensor]:
         """Lists the buffers that no forward writes."""

@@ -45,8 +45,8 @@ ROUTE = "eager"
 def gradient_graph(
     parameters: Mapping[str, Tensor],
     tables: Sequence[str],
-    whole: Mapping[str, torch.Size] | None = None,
-    in_rows: Collection[str] = (),
+    whole: Mapping[str, torch.Size],
+    in_rows: Collection[str],
 ) -> TrainingGraph:
     """Makes the graph of the gradients of `parameters`, the k-th of which is the tangent with index k.
 
@@ -58,7 +58,7 @@ def gradient_graph(
     """
     graph = fx.Graph()
     with FakeTensorMode(shape_env=ShapeEnv()):
-        shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(whole or {})
+        shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(whole)
         values = {n: torch.empty(shapes[n], dtype=p.dtype, device=p.device) for n, p in parameters.items()}
         no_rows = torch.empty((0,), dtype=torch.int64, device="cpu")
         nothing = next(iter(values.values())).new_zeros([])

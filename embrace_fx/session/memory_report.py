@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
     return "\n".join(lines)
 
 
-def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[str, str] = MappingProxyType({})) -> str:
+def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[str, str]) -> str:
     """Prints the bytes of each sharded table, predicted for any rank and measured on this one.
 
     Args:

@@ -296,13 +296,13 @@ class ProgramBuilder:
         """
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
-        buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
+        told, share = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
         check = batch_check(self._setting, self._plan, analysed, self._calls, train=train)
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
 
         def head(leaves: Sequence[Any]) -> Announcement:
             return self._calls.announcement(
-                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=buffers.told()),
+                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=told()),
                 self._communicator.progress.optimizer_steps,
             )
 
@@ -314,7 +314,7 @@ class ProgramBuilder:
             variant.captured.result_constants,
             head,
             flow,
-            share_buffers=buffers.share,
+            share_buffers=share,
             recorder=self.recorder if self.flow is None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),

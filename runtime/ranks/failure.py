@@ -84,7 +84,7 @@ class StuckRank(RuntimeError):
 
 
 TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
-"""Said of an error that one rank raises and the others hear of."""
+"""The note on an error that one rank raises, and that the others are told of."""
 
 
 def is_of_ranks(error: BaseException) -> bool:
@@ -277,7 +277,7 @@ class RollCall:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """The ranks behind this one, by the first launch that they have not come to; all places where none is."""
+        """Names the ranks behind this one, each by the first launch that it has not reached; if none is, all places."""
         own, found = self._progress.launched, []
         for r, each in self._standings.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]

@@ -1,8 +1,8 @@
-"""The gate of a backward: ranks learn whether all of them are in it before anything that it launches leaves.
+"""Gates a backward: ranks learn whether all of them are in it before anything that it launches leaves.
 
 Contract
-    What a rank tells here is an announcement in form, so that it meets those of ranks that have gone on to another call
-    without a backward, or that could not finish their forward. Who stands here then gives the backward up.
+    A rank sends an announcement here, which meets those of ranks that have gone on to another call without a backward,
+    or could not finish their forward. The ranks at the gate then give the backward up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AllGather of a tensor of every rank: of few bytes as fast as one message."""
+"""Gathers a tensor of every rank; few bytes take as long as one message."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 """Torch renamed it, and the old name warns."""
 
 AT_ONCE_BYTES = 32 * 1024
-"""Up to which gloo gathers by AlltoAll. Its AllGather is a ring, whose N-1 messages wait for each other, and each one
-behind what else is on its way; an AlltoAll's go at once. Where bytes are what counts the ring is the better one."""
+"""Most bytes that gloo gathers by an AlltoAll, whose messages leave at once. Its AllGather is a ring of N-1 messages
+that wait for each other: better only where bytes, not messages, take the time."""
 
 
 def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """`all_gather_single`, with few bytes as fast as one message. Both send N-1 times `own`.
+    """Gathers as `all_gather_single` does, few bytes faster; either way a rank sends N-1 times `own`.
 
     Args:
         everyone: (N n,), written.

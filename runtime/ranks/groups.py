@@ -42,7 +42,7 @@ LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True)
 """The group on which a class of communication travels."""
 
 _OF_NCCL: Mapping[Lane, str] = {lane: "urgent lanes" if lane in URGENT else "other lanes" for lane in CLASS_LANES}
-"""The classes whose launches share a communicator of NCCL, by its name: two, as a communicator has one priority."""
+"""Class -> the NCCL communicator that it shares with others: one is urgent, because a communicator has one priority."""
 
 MOST_BYTES = 2**28
 """The most that a rank may send to the others at once. A plan of a thousand parameters takes some 2**20."""
@@ -107,10 +107,10 @@ class Groups:
         if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
             self._hosts = group
             self._agree_on_counts()
-        # One for all of them: every group of gloo has a thread that wakes a hundred times a second, on cores that
-        # compute, and every group of NCCL a communicator that takes the device's memory.
+        # One for all classes: a group of gloo has a thread that wakes a hundred times a second, on cores that compute,
+        # and a group of NCCL a communicator that takes the device's memory.
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-        # Apart from what a user's call may have a rank wait in: another thread answers for it (`lone_calls`).
+        # Not the user's group: while a user's collective blocks this thread, another one answers here (`lone_calls`).
         self._hosts = self._new_group("hosts", backend="gloo")
         # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
         return self.gather(uuid4().hex, str)[0]
@@ -272,7 +272,7 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Has NCCL connect a group: the hosts of all ranks wait for this, so in one order and not in a step."""
+        """Makes NCCL connect a group now, in one order on all ranks: a host that waits for it would stop a step."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching(), alone_on(device):
             dist.all_reduce(own, group=group)
@@ -374,8 +374,8 @@ def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
 def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
     """Ends a roll call, and process groups of all ranks of the job, for this rank.
 
-    Torch names groups of fewer ranks by how many groups there are, so that a later one would meet the addresses of one
-    that has ended: those stay. Nobody waits for ever for a group on which something is still under way.
+    Groups of fewer ranks stay: torch names the next one by the number of groups, and would give it the addresses of one
+    that has ended. The end waits `_FAREWELL_S` at most, because something may still be under way on a group.
     """
     if roll_call is not None:
         roll_call.close()

@@ -1,12 +1,12 @@
-"""A call of the model that other ranks do not make, because they wait for the caller elsewhere: told in seconds.
+"""Refuses, within seconds, a call of the model that other ranks do not make because they wait for the caller elsewhere.
 
     rank 0   evaluates: its announcement waits for rank 1
     rank 1   torch.distributed.barrier(), until rank 0 comes
 
-Neither would ever go on. A rank that has waited for a while says so in the store. Another one, whose main thread stands
-in a collective that the first must come to, has a thread of its own make the announcement in its place, as one of a
-failure: the caller raises, and once it comes to the barrier both go on, with nothing applied. That collective may be
-one of the user's, or part of what all ranks must ask for together: whole tables, norms of their gradients.
+Neither would ever go on. A rank that has waited for a while writes so into the store. A rank whose main thread stands
+in a collective that needs the first one then announces a failure from another thread. The caller raises, comes to the
+barrier, and both go on, with nothing applied. That collective may be the user's, or part of what all ranks must ask for
+together: whole tables, norms of their gradients.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from embrace_fx.runtime.ranks.failure import place_of_main_thread
 
 PATIENCE_S = 3.0
-"""How long an announcement waits before others are asked."""
+"""Seconds that an announcement waits before the rank writes that it does."""
 
 _C10D = "torch/distributed/distributed_c10d.py"
 _TOGETHER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""How the names of those collectives begin that no rank leaves before all have come."""
+"""Beginnings of the names of collectives that no rank leaves before all have come."""
 _LAYOUTS, _WHOLE = "runtime/tables/layouts.py", "whole_table"
 """Where a sharded table is gathered, by torch's functional collectives."""
 

@@ -1,11 +1,10 @@
-"""What travels in fewer bits than it has: in which form, what rounding has left out, and by how much it is off.
+"""Rounds gradients and rows for the wire, keeps what rounding leaves out, and measures its error.
 
 Contract
-    A gradient's rounding is made good by the next one (error feedback): a rank keeps what it has left out, and adds it
-    to what it sends next. Of buckets that is all of it. Of rows it keeps that of the last batch's, and adds it where
-    the next batch reads a row again: of others it is lost, as a rank would have to keep the whole table for them.
-    What is kept is not part of a state dict, and is dropped where the plan changes. Where a GradScaler changes its
-    scale it is of the one before, which no rank is told: for one step what is made good is off by as much as it is.
+    A rank adds what it has left out of a gradient to the next one that it sends (error feedback). Of a bucket it keeps
+    everything; of rows it keeps those of the last batch, and adds them where the next batch reads the same rows. The
+    rest is lost, because keeping it would take a whole table. No state dict holds what is kept, and a change of the
+    plan drops it. A GradScaler changes its scale untold: in that step, what is added is still of the old scale.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from embrace_fx.runtime.kernels import column_widths, join_columns, split_column
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, encode, rounded
 
 MEASURED_EVERY = 16
-"""Roundings of a kind, of which one is measured: it takes a pass more."""
+"""One rounding in so many is measured, because that takes another pass over the values."""
 
 
 @dataclass
 class _Error:
-    """The sums of squares of errors and of values, of those roundings that were measured."""
+    """Sums of squares of errors and of values, over the roundings that were measured."""
 
     calls: int = 0
     of_errors: float | Tensor = 0.0
@@ -125,5 +124,5 @@ class Rounding:
 
 
 def _finite(left: Tensor) -> Tensor:
-    """What is left out, of numbers that are not finite nothing: the next gradient shall be."""
+    """Replaces inf and nan by zero in what is left out, so that the next gradient is finite."""
     return left.nan_to_num_(0.0, 0.0, 0.0)

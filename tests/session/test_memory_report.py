@@ -44,8 +44,8 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
         flow.launcher.close()  # all that was submitted has completed, and is told
         recording = flow.recorder.stop()
         sent = sum(int(transfer.sent_bytes) for transfer in recording.transfers if "weight" in transfer.launch.what)
-        told = tables_report({"embedding.weight": table}, world_size)
-        assert tables_report(model._session.state.tables, world_size) in model.report()
+        told = tables_report({"embedding.weight": table}, world_size, {})
+        assert tables_report(model._session.state.tables, world_size, {}) in model.report()
         found.append((before, table.predicted_bytes(world_size), table.held_bytes(), sent, told))
     return found
 
