@@ -68,7 +68,9 @@ class GraphCalls:
         inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)
-            rows_ahead = self._of_coming(kind, farthest, call.spec, Program.rows_read)
+            rows_ahead = self._of_coming(kind, farthest, call.spec, Program.look_ahead)
+            if rows_ahead is not None:
+                rows_ahead.copy_rows()
             hints.step(inputs, rows_ahead, self._lookahead.batches)
         try:
             results = run_step(program, inputs, train=train, following=following)
@@ -109,7 +111,11 @@ class GraphCalls:
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
         size = len(leaves)
-        return self._of_coming(kind, coming, spec, lambda of, inputs: of.ahead(inputs, of_objects=len(inputs) - size))
+
+        def read(of: Program, inputs: Sequence[Any]) -> NextBatch | None:
+            return of.look_ahead(inputs, of_objects=len(inputs) - size) if of.overlaps_steps else None
+
+        return self._of_coming(kind, coming, spec, read)
 
     def _of_coming(
         self,

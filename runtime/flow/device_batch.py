@@ -72,7 +72,6 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids on their way to tables whose host needs them
 
     def copy_rows(self) -> None:
-        """Copies its rows to the host, for `rows`."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
             self._copies = [*rows, self._streams.to_host(self._counts)]

@@ -13,7 +13,6 @@ from typing import Any
 
 from embrace_fx import cost
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
-from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -74,10 +73,6 @@ class Flow:
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
         self.awaits_ids = False
-
-    def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of the next batch."""
-        return look_ahead(program, leaves, self.streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,9 @@ class NextBatch:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
+    def copy_rows(self) -> None:
+        """Begins to copy its rows to the host, for `rows`: they are there."""
+
     def rows(self) -> dict[str, Tensor]:
         """Returns the rows (K,) that it reads, on the host, by table. Any thread may ask."""
         return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.flow.device_batch import DeviceBatch, look_ahead
+from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.launch.streams import Streams, streams_of
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
@@ -229,31 +229,26 @@ class Program:
         names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
 
-    def ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> NextBatch | None:
-        """Returns a batch to come, with the rows it reads; None where that cannot be known before its turn.
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of the model's device; None: it is on the host."""
+        if self.flow is not None:
+            return self.flow.streams
+        parameter = self.state.any_parameter()
+        return None if parameter is None else streams_of(parameter.device)
+
+    def look_ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> NextBatch | None:
+        """Finds the rows of a batch to come; None where they cannot be known before its turn.
 
         Args:
             of_objects: how many of the leaves, the last ones, are read from objects: they may change until its turn.
         """
-        if self.ids_program is None or not self.overlaps_steps or not self._ids_are_pure:
+        if self.ids_program is None or not self._ids_are_pure:
             return None
         if any(index >= len(leaves) - of_objects for index in self.ids_program.reads):
             return None
         with torch.no_grad(), autocast_is_in_the_graph():
-            assert self.flow is not None
-            return self.flow.look_ahead(self.ids_program, leaves)
-
-    def rows_read(self, leaves: Sequence[Any]) -> NextBatch | None:
-        """A batch to come with the rows that it reads, on the host; None where that cannot be known before its turn."""
-        if self.ids_program is None or not self._ids_are_pure:
-            return None
-        parameter = self.state.any_parameter()
-        streams = None if parameter is None else streams_of(parameter.device)
-        with torch.no_grad(), autocast_is_in_the_graph():
-            found = look_ahead(self.ids_program, leaves, streams)
-            if isinstance(found, DeviceBatch):
-                found.copy_rows()
-            return found
+            return look_ahead(self.ids_program, leaves, self.streams)
 
     @property
     def result_count(self) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
-from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
@@ -137,14 +136,7 @@ class Step:
 
     def _tells_of_failures(self) -> bool:
         """Whether this rank's failures reach others, from the middle of a phase: the hosts must know where they are."""
-        return self.program.communicator.world_size > 1 and self._streams() is None
-
-    def _streams(self) -> Streams | None:
-        """Returns the streams of the model's device; None: it is on the host."""
-        if self.program.flow is not None:
-            return self.program.flow.streams
-        parameter = self.program.state.any_parameter()
-        return None if parameter is None else streams.streams_of(parameter.device)
+        return self.program.communicator.world_size > 1 and self.program.streams is None
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Returns the values of the ids' phases, and which forward follows on them."""

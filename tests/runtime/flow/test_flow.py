@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -34,7 +35,7 @@ class Steps:
         self.warned += 1
 
     def look_ahead(self, *ids: int) -> NextBatch:
-        return self.flow.look_ahead(self.program, [torch.tensor(ids)])
+        return look_ahead(self.program, [torch.tensor(ids)], None)
 
     def forward(
         self, batch: NextBatch, following: NextBatch | None = None, absent: Sequence[OperationId] = ()
