@@ -19,12 +19,9 @@ MAX_CAPTURES = 32
 """Most captures of one model: each takes seconds, and shapes that never repeat would cost them at every step. Torch's
 own limit of recompilations is of this order."""
 
-MOST_UNUSED = {float: 3}
-"""Type of the value that differs -> most captures in a row of which none has served a second call: a float that
-differs in each call is annealed, and does not return to earlier values."""
-
-MOST_UNUSED_OF_OTHERS = 8
-"""The same for values of other types: a task's number returns after all tasks have had their turn."""
+MOST_UNUSED_OF_FLOATS, MOST_UNUSED = 3, 8
+"""Most captures in a row, for a value that differs, of which none has served a second call. A float that differs in
+each call is annealed, and does not return; a task's number returns after all tasks have had their turn."""
 
 
 class Captures:
@@ -79,7 +76,7 @@ class Captures:
 
     def _check_repeats(self, kind: Kind, changed: Changed) -> None:
         """Raises `RefusedError` where a value that the forward reads differs in each call."""
-        most = MOST_UNUSED.get(type(changed.now), MOST_UNUSED_OF_OTHERS)
+        most = MOST_UNUSED_OF_FLOATS if type(changed.now) is float else MOST_UNUSED
         if len(kind.variants) >= most and not any(variant.reused for variant in kind.variants[-most:]):
             raise RefusedError(
                 f"expected values that repeat from call to call, in {type(self._setting.model).__name__}, found that "

@@ -82,15 +82,11 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
     found: dict[str, str] = {"model": f"{type(model).__name__}{', which is compiled already' if trained else ''}"}
-    for name, parameter in model.named_parameters():
-        if name in ignored:
-            continue
-        frozen = "" if parameter.requires_grad else ", frozen"
-        found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
-    for name, buffer in model.named_buffers():
-        if name in ignored:
-            continue
-        found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, each in named:
+            if name not in ignored:
+                frozen = ", frozen" if kind == "parameter" and not each.requires_grad else ""
+                found[f"{kind} {name}"] = f"{tuple(each.shape)} {each.dtype}{frozen}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             settings = settings_of(group)

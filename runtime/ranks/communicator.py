@@ -87,14 +87,6 @@ def by_row(counts: Tensor) -> Counts:
     return found
 
 
-def _sizes(pieces: Pieces) -> list[int]:
-    return [rows * columns for rows, columns in pieces]
-
-
-def _elements(pieces: Pieces) -> int:
-    return sum(_sizes(pieces))
-
-
 class Communicator(Groups):
     """Issues this rank's collectives.
 
@@ -155,8 +147,6 @@ class Communicator(Groups):
         own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
         own[: len(counts)] = torch.tensor(counts, dtype=dtype, device="cpu")
         torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
-        if self.world_size == 1:
-            return InFlight(own.view(1, -1), None)
         return self.gather_alike(own, group)
 
     def gather_rows_ahead(
@@ -179,12 +169,12 @@ class Communicator(Groups):
         own = counts.new_zeros((counts.numel() + longest,), dtype=dtype)
         packed = torch.cat([counts, *unique])
         own[: packed.numel()] = packed
-        if self.world_size == 1:
-            return InFlight(own.view(1, -1), None)
         return self.gather_alike(own, group)
 
     def gather_alike(self, own: Tensor, group: str) -> InFlight:
-        """Gathers equally many numbers of every rank, (N, n). Of at least two ranks."""
+        """Gathers equally many numbers of every rank, (N, n)."""
+        if self.world_size == 1:
+            return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
         found = self._launch(
             lambda to, sent: gather_single(to, sent, self._group_for(group, own), async_op=True),
@@ -204,10 +194,7 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
         of_owners, of_readers = self._pieces(counts, embedding_dim)
-        if group in LANE_GROUPS and self.rounding.rounds(columns, "rows"):
-            return self._all_to_all_rounded(self.rounding.encode_rows, columns.view(-1), of_owners, of_readers, group)
-        received = columns.new_empty((_elements(of_owners),))
-        return self.all_to_all(received, columns.view(-1), _sizes(of_owners), _sizes(of_readers), group)
+        return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
         """Lists (rows, columns) of this rank's rows that each rank owns, and of each rank's rows that this one owns."""
@@ -216,18 +203,6 @@ class Communicator(Groups):
         widths = column_widths(embedding_dim, grid_columns)
         of_owners = [(rows, width) for rows in counts[self.rank] for width in widths]
         return of_owners, [(of_rank[row], widths[column]) for of_rank in counts]
-
-    def _all_to_all_rounded(
-        self, encode: Callable[[Tensor, Pieces], Tensor], sent: Tensor, come: Pieces, leave: Pieces, group: str
-    ) -> InFlight:
-        """Launches an AlltoAll of rounded pieces of rows: `come` from each rank, `leave` for each."""
-        form = self.rounding.rows
-        coded = encode(sent, leave)
-        coming, leaving = ([wire_elements(*piece, form) for piece in pieces] for pieces in (come, leave))
-        launched = self.all_to_all(coded.new_empty((sum(coming),)), coded, coming, leaving, group)
-        sent_bytes = (coded.numel() - leaving[self.rank]) * coded.element_size()
-        received = sent.new_empty((_elements(come),))
-        return widened(launched, received, sent_bytes, lambda out, codes: decode_into(out, codes, come, form))
 
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
@@ -239,15 +214,40 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(flat, None)
         of_owners, of_readers = self._pieces(counts, embedding_dim)
-        if group in LANE_GROUPS and self.rounding.rounds(flat, "rows"):  # as `round_rows` has rounded them already
-            return self._all_to_all_rounded(self.rounding.encode, flat, of_readers, of_owners, group)
-        narrow, send_sizes = self._narrow(flat), _sizes(of_owners)
-        received = narrow.new_empty((_elements(of_readers),))
-        launched = self.all_to_all(received, narrow, _sizes(of_readers), send_sizes, group)
-        if narrow is flat:
+        # Where they are rounded, `round_rows` has done so already.
+        return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
+
+    def _send_pieces(
+        self,
+        sent: Tensor,
+        leave: Pieces,
+        come: Pieces,
+        encode: Callable[[Tensor, Pieces], Tensor],
+        group: str,
+        *,
+        narrows: bool = False,
+    ) -> InFlight:
+        """Launches an AlltoAll of rows, which may travel in fewer bits.
+
+        Args:
+            leave, come: the piece for each rank, and that of each rank, as (rows, columns).
+            encode: puts rows that are rounded into their form on the wire.
+            narrows: rows that are not rounded travel in the dtype of gradients.
+        """
+        if group in LANE_GROUPS and self.rounding.rounds(sent, "rows"):
+            form, wire = self.rounding.rows, encode(sent, leave)
+            leaving, coming = ([wire_elements(*piece, form) for piece in pieces] for pieces in (leave, come))
+        else:
+            form, wire = None, self._narrow(sent) if narrows else sent
+            leaving, coming = ([rows * columns for rows, columns in pieces] for pieces in (leave, come))
+        launched = self.all_to_all(wire.new_empty((sum(coming),)), wire, coming, leaving, group)
+        if wire is sent:
             return launched
-        sent_bytes = (narrow.numel() - send_sizes[self.rank]) * narrow.element_size()
-        return widened(launched, flat.new_empty(received.shape), sent_bytes)
+        received = sent.new_empty((sum(rows * columns for rows, columns in come),))
+        sent_bytes = (wire.numel() - leaving[self.rank]) * wire.element_size()
+        if form is None:
+            return widened(launched, received, sent_bytes)
+        return widened(launched, received, sent_bytes, lambda out, codes: decode_into(out, codes, come, form))
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
