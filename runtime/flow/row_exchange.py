@@ -22,9 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.flow.in_flight import RowGradient, RowsInFlight, Sent
 from embrace_fx.runtime.flow.routing import Routing, Split, membership
-from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
-from embrace_fx.runtime.flow.rows_in_flight import RowsInFlight
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
