@@ -46,7 +46,7 @@ class Channel:
     """Launches collectives on a process group.
 
     Args:
-        group: the ranks that exchange; None: a single process, whose launches return its own data.
+        group: the ranks that exchange, two at least.
 
     Attributes:
         rank, world_size: this rank's number in the group, and the group's size.
@@ -56,17 +56,14 @@ class Channel:
             gets data, for an AllReduce 2 (N-1).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
         self.messages = 0
 
     def all_reduce_(self, flat: Tensor) -> InFlight:
         """Sums a tensor over ranks, in place."""
-        if self.world_size == 1:
-            return InFlight(flat, None)
         steps = 2 * (self.world_size - 1)
         self.sent_bytes += round(steps * flat.nbytes / self.world_size)
         self.messages += steps
@@ -78,8 +75,6 @@ class Channel:
         Args:
             sent: (N k,), the part for rank 0 first.
         """
-        if self.world_size == 1:
-            return InFlight(sent, None)
         self.sent_bytes += sent.nbytes // self.world_size * (self.world_size - 1)
         self.messages += (self.world_size - 1) * (sent.numel() > 0)
         received = torch.empty_like(sent)
@@ -93,8 +88,6 @@ class Channel:
             send_sizes: elements for each rank.
             receive_sizes: elements from each rank.
         """
-        if self.world_size == 1:
-            return InFlight(sent, None)
         received = sent.new_empty((sum(receive_sizes),))
         own, theirs = sent.split(list(send_sizes)), received.split(list(receive_sizes))
         return InFlight(received, self._messages(own, theirs))
@@ -109,8 +102,6 @@ class Channel:
             own: (sizes[rank],).
             sizes: elements of each rank.
         """
-        if self.world_size == 1:
-            return InFlight(own, None)
         everyone = own.new_empty((sum(sizes),))
         if len(set(sizes)) > 1:
             return InFlight(everyone, self._messages([own] * self.world_size, everyone.split(list(sizes))))
@@ -120,7 +111,6 @@ class Channel:
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
         """Sends a message to, and receives one from, every other rank; empty messages are left out."""
-        assert self._group is not None
         others = [part for rank, part in enumerate(sent) if rank != self.rank]
         self.sent_bytes += sum(part.nbytes for part in others)
         self.messages += sum(part.numel() > 0 for part in others)

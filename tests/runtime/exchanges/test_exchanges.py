@@ -263,13 +263,5 @@ def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
     assert found[2] == ([("recv", 1, 2), ("recv", 0, 2), ("send", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
 
 
-def test_a_single_process_needs_no_group() -> None:
-    dense = torch.arange(6.0).view(3, 2)
-    for way in WAYS.values():
-        channel = Channel(None)
-        assert torch.equal(exchanged(dense, way, channel), dense)
-        assert (channel.sent_bytes, channel.messages) == (0, 0)
-
-
 def test_every_sparse_strategy_of_a_plan_has_an_exchange() -> None:
     assert {strategy for strategy, _ in STRATEGY_OF} == set(EXCHANGES)
