@@ -89,31 +89,58 @@ def _await_rows(
         ids, counts, *_ = ids.all_input_nodes[0].args
         routes[saved[0]] = _Route(ids, counts, saved)
     table, dtype = shard.meta["role"].table, launch.meta["val"].dtype
-    name, rows = table.removesuffix(".weight"), rows_id(table, "whole")
     with rewriter.before(head.next):
-        updated = shard
-        if table in trained:
-            updated = launch_node(
-                rewriter,
-                embrace.update_rows.default,
-                shard,
-                table,
-                launch=gradients_id(table, "whole"),
-                name=f"{name}_updated",
-            )
-        sent = launch_node(
-            rewriter, embrace.submit_rows.default, updated, ids, counts, table, dtype, launch=rows, name=f"{name}_sent"
-        )
+        sent = submit_rows(rewriter, table, (shard, ids, counts), dtype, trained=table in trained)
     with rewriter.before(join):
-        part = launch_node(
-            rewriter, embrace.await_rows.default, ids, counts, table, dtype, launch=rows, name=f"{name}_part"
-        )
-        flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, table, name=f"{name}_arrived")
+        flat = await_rows(rewriter, table, (ids, counts), dtype)
     flat.meta["val"] = wait.meta["val"]  # later nodes read its symbol for the unknown size
     join.target = embrace.join_columns.default
     join.args = (flat, join.meta["val"].shape[1], 1)
     erase_chain(forward.graph, wait, keep={shard, ids})
     return sent
+
+
+def submit_rows(
+    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
+) -> fx.Node:
+    """Inserts the update of a table or stack, if it is trained, and the submission of its rows; returns the latter.
+
+    Args:
+        given: shard, ids and counts.
+    """
+    name, (shard, *read) = what.removesuffix(".weight"), given
+    if trained:
+        launch = gradients_id(what, "whole")
+        shard = launch_node(rewriter, embrace.update_rows.default, shard, what, launch=launch, name=f"{name}_updated")
+    launch = rows_id(what, "whole")
+    return launch_node(
+        rewriter, embrace.submit_rows.default, shard, *read, what, dtype, launch=launch, name=f"{name}_sent"
+    )
+
+
+def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
+    """Inserts the await of the rows of a table or stack, and joins them.
+
+    Args:
+        read: ids and counts.
+    """
+    name, launch = what.removesuffix(".weight"), rows_id(what, "whole")
+    part = launch_node(rewriter, embrace.await_rows.default, *read, what, dtype, launch=launch, name=f"{name}_part")
+    return rewriter.call(embrace.join_rows.default, [part], *read, what, name=f"{name}_arrived")
+
+
+def submit_gradients(
+    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], padding_idx: Any, scale: Any
+) -> fx.Node:
+    """Inserts the submission of the row gradients of a table or stack.
+
+    Args:
+        given: the gradients, ids and counts.
+        padding_idx, scale: those of `coalesce`.
+    """
+    name, launch = f"{what.removesuffix('.weight')}_submitted", gradients_id(what, "whole")
+    target = embrace.submit_gradients.default
+    return launch_node(rewriter, target, *given, what, padding_idx, scale, launch=launch, name=name)
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
@@ -146,17 +173,6 @@ def _submit_gradients(
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):
-        token = launch_node(
-            rewriter,
-            embrace.submit_gradients.default,
-            split.all_input_nodes[0],
-            ids,
-            counts,
-            table,
-            padding_idx,
-            scale,
-            launch=gradients_id(table, "whole"),
-            name=f"{table.removesuffix('.weight')}_submitted",
-        )
+        token = submit_gradients(rewriter, table, (split.all_input_nodes[0], ids, counts), padding_idx, scale)
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
     return [*kept, (token, PendingRows(table))]

@@ -20,10 +20,10 @@ from functools import reduce
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread, launch_node, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread, rewrite_phases
+from embrace_fx.passes.overlap.rows import await_rows, submit_gradients, submit_rows
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import PendingRows, Saved, TrainingGraph, outputs_of, set_outputs
-from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.plan import Stack
 
 aten = torch.ops.aten
@@ -138,20 +138,10 @@ def _saved(rewriter: Rewriter, values: list[fx.Node]) -> list[fx.Node]:
 def _rows_together(rewriter: Rewriter, members: list[_Member], stack: str, stacked: list[fx.Node], rank: int) -> None:
     ids, counts = _saved(rewriter, stacked)
     dtype = reduce(torch.promote_types, (each.dtype for each in members))
-    rows = rows_id(stack, "whole")
     with rewriter.before(min(each.update for each in members)):
-        shard, launch = members[0].update.args[0], gradients_id(stack, "whole")
-        updated = launch_node(
-            rewriter, embrace.update_rows.default, shard, stack, launch=launch, name=f"{stack}_updated"
-        )
-        launch_node(
-            rewriter, embrace.submit_rows.default, updated, ids, counts, stack, dtype, launch=rows, name=f"{stack}_sent"
-        )
+        submit_rows(rewriter, stack, (members[0].update.args[0], ids, counts), dtype, trained=True)
     with rewriter.before(min(each.part for each in members)):
-        part = launch_node(
-            rewriter, embrace.await_rows.default, ids, counts, stack, dtype, launch=rows, name=f"{stack}_part"
-        )
-        flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, stack, name=f"{stack}_arrived")
+        flat = await_rows(rewriter, stack, (ids, counts), dtype)
         parts = rewriter.call(
             embrace.unstack_rows.default, flat, [each.submit.args[2] for each in members], rank, name=f"{stack}_rows"
         )
@@ -184,18 +174,7 @@ def _submit_together(
     *_, padding_idx, scale, _ = nodes[0].args
     with rewriter.before(max(nodes).next):
         rows = rewriter.call(aten.cat.default, [each.args[0] for each in nodes], name=f"{stack}_gradients")
-        token = launch_node(
-            rewriter,
-            embrace.submit_gradients.default,
-            rows,
-            ids,
-            counts,
-            stack,
-            padding_idx,
-            scale,
-            launch=gradients_id(stack, "whole"),
-            name=f"{stack}_submitted",
-        )
+        token = submit_gradients(rewriter, stack, (rows, ids, counts), padding_idx, scale)
     kept = [(value, role) for value, role in outputs_of(module) if value not in nodes]
     set_outputs(module, [*kept, (token, PendingRows(stack, tuple(submissions)))])
     for each in nodes:
