@@ -22,7 +22,7 @@ from typing import Any
 
 from embrace_fx.passes.scheduler.launch_search import refine
 from embrace_fx.passes.scheduler.link_bound import one_link_ms
-from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine
+from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
 
 _WARM_UP_WINDOWS = 3
@@ -78,14 +78,14 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     machine = LinkMachine(steps)
     naive = order(machine, readiness)
     chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
-    picture = machine.picture(machine.run(chosen, WINDOWS), chosen)
+    picture = machine.picture(machine.run(machine.sequence(chosen)), chosen)
     return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
 
 
 def quick_ms(steps: StepGraph) -> float:
     """Simulates the milliseconds of a step in the best policy's order, without a search."""
     machine = LinkMachine(steps)
-    return min(machine.run(order(machine, key), WINDOWS).step_ms for key in POLICIES)
+    return min(machine.run(machine.sequence(order(machine, key))).step_ms for key in POLICIES)
 
 
 # -- list scheduling ---------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ class _Search:
 
     def run(self, order: list[int]) -> WindowTimes | None:
         """Simulates an order; None: it deadlocks."""
-        found = self.machine.run_if_legal(order)
+        sequence = self.machine.sequence_if_legal(order)
+        found = None if sequence is None else self.machine.run(sequence)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])
         return found
 
@@ -76,7 +77,7 @@ class _Search:
         """Returns a legal order a few random moves away, or the order itself."""
         for _ in range(3):
             moved = _moved(order, self._below(len(order)), self._below(len(order)))
-            if self.machine.blocked(moved) is None:
+            if self.machine.sequence_if_legal(moved) is not None:
                 order = moved
         return order
 

@@ -139,13 +139,10 @@ class LinkMachine:
     def names(self, order: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.operations[k].name for k in order)
 
-    def blocked(self, order: Sequence[int]) -> tuple[int, int] | None:
-        """Finds (the first launch that waits for one behind it, that one); None: the order is legal.
-
-        Only dependences inside a window matter, because windows are launched one after the other.
-        """
+    def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
+        """Sorts as `sequence` does; None: there is no such sequence."""
         found = self._sequence(order)
-        return found if isinstance(found, tuple) else None
+        return found if isinstance(found, list) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
         """Sorts all operations of a window so that each comes after those it waits for.
@@ -168,6 +165,10 @@ class LinkMachine:
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
+        """Returns the sequence, or the first launch that waits for one behind it, and that one.
+
+        Only dependences inside a window matter, because windows are launched one after the other.
+        """
         done = [False] * len(self.operations)
         sequence = self._copies_behind.get(-1, [])[:]
         for copy in sequence:
@@ -193,19 +194,8 @@ class LinkMachine:
             sequence += [left, *self._copies_behind.get(left, ())]
         return sequence
 
-    def run(self, order: Sequence[int], windows: int) -> WindowTimes:
-        """Simulates windows in a row.
-
-        Raises:
-            ValueError: the order deadlocks.
-        """
-        return self._time(self.sequence(order), windows)
-
-    def run_if_legal(self, order: Sequence[int]) -> WindowTimes | None:
-        found = self._sequence(order)
-        return self._time(found, WINDOWS) if isinstance(found, list) else None
-
-    def _time(self, sequence: list[int], windows: int) -> WindowTimes:
+    def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
+        """Simulates windows in a row, each in this sequence of operations."""
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
         starts: list[list[float]] = []

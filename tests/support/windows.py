@@ -113,7 +113,7 @@ def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDO
         raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
     machine = LinkMachine(steps)
     order = _indices(machine, launch_order)
-    return machine.picture(machine.run(order, windows), order)
+    return machine.picture(machine.run(machine.sequence(order), windows), order)
 
 
 def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
