@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import fx
 
-from embrace_fx.passes.overlap.variants import PhaseAs, is_steady
+from embrace_fx.passes.overlap.variants import PhaseAs, splits_rows
 from embrace_fx.session.pipeline import Compiled, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
@@ -32,7 +32,7 @@ class StepGraphs:
     @property
     def vary(self) -> bool:
         """Whether steps vary: where no rows are cut, it does not matter whether the next batch is known."""
-        return "backward" in self.steady.graph.phases and is_steady(self.steady.graph)
+        return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
         """Returns a graph with the phase of a variant.

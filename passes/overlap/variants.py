@@ -113,6 +113,6 @@ def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
         module.graph.erase_node(node)
 
 
-def is_steady(graph: TrainingGraph) -> bool:
+def splits_rows(graph: TrainingGraph) -> bool:
     """Tells whether a graph splits rows, so that it has variants."""
     return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))

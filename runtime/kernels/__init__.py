@@ -57,17 +57,12 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
     return found
 
 
-def lookup(shard: Tensor, ids: Tensor) -> Tensor:
-    if shard.is_cuda and gpu.takes(shard):
-        return gpu.lookup_pack(shard, ids)
-    return shard.index_select(0, ids)
-
-
-def lookup_as(shard: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`lookup`, in the type that the rows travel in."""
+def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Looks rows up, in the type that they travel in; None: the shard's."""
     if shard.is_cuda and gpu.takes(shard):
         return gpu.lookup_pack(shard, ids, dtype)
-    return shard.index_select(0, ids).to(dtype)
+    rows = shard.index_select(0, ids)
+    return rows if dtype is None else rows.to(dtype)
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:

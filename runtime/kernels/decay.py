@@ -146,7 +146,10 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if history.moments is None:
         left = [_Left(ids, rested, None)]
     else:
-        left = _leap(shard, averages, ids, rested, history, history.moments)
+        rows = _rows_of_block(shard)
+        blocks = zip(ids.split(rows), rested.split(rows), strict=True)
+        leapt = (_leap(shard, averages, *block, history, history.moments) for block in blocks)
+        left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # those that have rested longest first
         for some in order.split(_rows_of_block(shard)):
@@ -177,22 +180,13 @@ def _rows_of_block(shard: Tensor) -> int:
 
 def _leap(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
-) -> list[_Left]:
+) -> _Left | None:
     """Lets rows (K,) that have taken `taken` (K,) steps take all of their missing steps at once.
 
     Returns:
-        The rows that it leaves as they are, some of whose weights would not be right to the last bit.
+        The rows that it leaves as they are, some of whose weights would not be right to the last bit: each element is
+        done by itself, or is not.
     """
-    rows = _rows_of_block(shard)
-    blocks = zip(ids.split(rows), taken.split(rows), strict=True)
-    left = (_leap_block(shard, averages, block, rested, history, moments) for block, rested in blocks)
-    return [each for each in left if each is not None]
-
-
-def _leap_block(
-    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
-) -> _Left | None:
-    """Moves a block of rows; returns those that are not done. Each element is done by itself or is not."""
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))

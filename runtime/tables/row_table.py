@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.kernels import lookup_as
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
@@ -114,7 +114,7 @@ class RowTable:
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Rows (K, d), once they have taken skipped steps."""
         self.catch_up(ids)
-        return lookup_as(self.local, self.places(ids), dtype or self.local.dtype)
+        return lookup(self.local, self.places(ids), dtype)
 
     def as_they_are(self, ids: Tensor) -> Tensor:
         """Rows (K, d), with what they have skipped still to come."""

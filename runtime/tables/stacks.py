@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.kernels import lookup_as
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part_state import state_of
@@ -164,7 +164,7 @@ class StackedTable:
     def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """As `RowTable.look_up`."""
         self.catch_up(ids)
-        return lookup_as(self.local, ids, dtype)
+        return lookup(self.local, ids, dtype)
 
     def as_they_are(self, ids: Tensor) -> Tensor:
         """As `RowTable.as_they_are`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.kernels import lookup_as
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
@@ -103,7 +103,7 @@ class InSlots:
             self.memory.failure = str(error)
             raise
         self.histories.catch_up(self.local, self.state, slots)
-        return lookup_as(self.local, slots, dtype or self.local.dtype)
+        return lookup(self.local, slots, dtype)
 
     def catch_up(self, ids: Tensor) -> bool:
         return self.histories.catch_up(self.local, self.state, self.places(ids, to_write=self.histories.rest))

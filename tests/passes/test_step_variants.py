@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases
-from embrace_fx.passes.overlap.variants import PhaseAs, is_steady
+from embrace_fx.passes.overlap.variants import PhaseAs, splits_rows
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -68,7 +68,7 @@ def test_each_variant_is_verified(variant: StepVariant, schedule: str) -> None:
 
 
 def test_only_graphs_that_cut_rows_have_variants() -> None:
-    assert [name for name in ("horizontal", *SPLIT) if is_steady(translator(name)[0])] == list(SPLIT)
+    assert [name for name in ("horizontal", *SPLIT) if splits_rows(translator(name)[0])] == list(SPLIT)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def lookup_pack_casts(put: Put) -> None:
     for dtype in (torch.float32, torch.float64):
         table = random(9, 33, dtype=dtype)
         for narrow in (torch.bfloat16, torch.float32):
-            assert_near(kernels.lookup_as(put(table), put(ids), narrow), table[ids], narrow)
+            assert_near(kernels.lookup(put(table), put(ids), narrow), table[ids], narrow)
 
 
 def columns_by_rank(rows: Tensor, ranks: int) -> Tensor:
