@@ -269,13 +269,21 @@ def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
     return {of.name: node for of, node in found if isinstance(of, Parameter)}
 
 
-def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
-    """Walks from some nodes to those that follow, and on from these; returns all, the first ones included."""
+def reached(
+    starts: Iterable[T],
+    following: Callable[[T], Iterable[T]],
+    joins: Callable[[T, set[T]], bool] = lambda each, found: True,
+) -> set[T]:
+    """Walks from some nodes to those that follow, and on from these; returns all, the first ones included.
+
+    Args:
+        joins: (node, those found so far) -> whether it is walked to; asked anew from each node that it follows.
+    """
     found = set(starts)
     waiting = list(found)
     while waiting:
         for each in following(waiting.pop()):
-            if each not in found:
+            if each not in found and joins(each, found):
                 found.add(each)
                 waiting.append(each)
     return found

@@ -77,10 +77,6 @@ class OperationId(NamedTuple):
         return _SPELLED.get(self.kind, {}).get(self.part, "{what}").format(what=self.what, number=self.number)
 
     @property
-    def is_communication(self) -> bool:
-        return self.lane in CLASS_LANES
-
-    @property
     def needs_lookahead(self) -> bool:
         """Whether the operation exists only where the next batch is known: ids, early rows, delayed gradients."""
         return self.part in ("early", "delayed") or self.kind == "ids"

@@ -22,7 +22,7 @@ from torch import fx
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_phases
 from embrace_fx.passes.overlap.submit_early import may_move
-from embrace_fx.vocabulary.graph import Saved, TrainingGraph
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, reached
 from embrace_fx.vocabulary.ops import op_name
 
 
@@ -66,14 +66,11 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
     No node writes into a saved value, so that it is the same further down.
     """
-    found = set(awaits)
-    waiting = [user for node in awaits for user in node.users]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes):
-            found.add(node)
-            waiting += node.users
-    return found
+
+    def joins(node: fx.Node, found: set[fx.Node]) -> bool:
+        return _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
+
+    return reached(awaits, lambda node: node.users, joins)
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_pha
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, reached
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, draws, op_name
 
 
@@ -65,14 +65,9 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 def made_for(readers: list[fx.Node]) -> set[fx.Node]:
     """Returns the readers, and the nodes that only they depend on."""
-    found = set(readers)
-    waiting = [value for node in readers for value in node.all_input_nodes]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and may_move(node) and found.issuperset(node.users):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+    return reached(
+        readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
+    )
 
 
 def may_move(node: fx.Node) -> bool:
