@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CAST = torch.ops.aten._to_copy.default
@@ -76,6 +77,12 @@ class Rewriter:
         if self._region is not None:
             node.meta["region"] = self._region
         self.refresh(node)
+        return node
+
+    def launch(self, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
+        """Inserts, at the current place, a node that begins or awaits a launch or a copy; it prints the id."""
+        node = self.call(target, *args, str(launch), name=name)
+        node.meta["launch"] = launch
         return node
 
     def copy(self, node: fx.Node, reads: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:

@@ -138,8 +138,7 @@ class _Copies:
         leaves = op in (embrace.offload, embrace.await_offload)
         launch = copy_ops.offload_id(name) if leaves else copy_ops.reload_id(name)
         with self._rewriter.before(before):
-            node = self._rewriter.call(op.default, value, str(launch), name=f"{name}_{op.__name__}")
-        node.meta["launch"] = launch
+            node = self._rewriter.launch(op.default, value, launch=launch, name=f"{name}_{op.__name__}")
         if op in (embrace.offload, embrace.reload):
             node.meta["copy_ms"] = self._rate.ms(storage.nbytes)
         return node

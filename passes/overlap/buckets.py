@@ -25,7 +25,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, erase_chain, nodes_of, rewrite_phases
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import (
@@ -73,7 +73,7 @@ def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[f
     awaits = [flat]
     for k in range(count):
         launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"
-        awaits.insert(0, launch_node(rewriter, embrace.await_chunk.default, awaits[0], launch=launch, name=name))
+        awaits.insert(0, rewriter.launch(embrace.await_chunk.default, awaits[0], launch=launch, name=name))
     return awaits
 
 
@@ -83,8 +83,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
     starts = accumulate(chunks, initial=0)
     with rewriter.before(launch):
         for k, (start, length) in enumerate(zip(starts, chunks, strict=False)):
-            flat = launch_node(
-                rewriter,
+            flat = rewriter.launch(
                 embrace.submit_chunk.default,
                 flat,
                 start,

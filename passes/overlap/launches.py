@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
 
-from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import InputRole, Parameter, Shard, TrainingGraph, copy_module, inputs_of
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import id_of
@@ -37,13 +35,6 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
     for module in phases.copied.values():
         drop_unread(module, Parameter, Shard)
     return replace(graph, phases={**graph.phases, **phases.copied})
-
-
-def launch_node(rewriter: Rewriter, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
-    """Inserts a submission or an await of a launch at the current place."""
-    node = rewriter.call(target, *args, str(launch), name=name)
-    node.meta["launch"] = launch
-    return node
 
 
 def rename(node: fx.Node, launch: OperationId) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.narrow import JOINS
-from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, erase_chain, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import (
     GradientOfRows,
@@ -111,11 +111,9 @@ def submit_rows(
     name, (shard, *read) = what.removesuffix(".weight"), given
     if trained:
         launch = gradients_id(what, "whole")
-        shard = launch_node(rewriter, embrace.update_rows.default, shard, what, launch=launch, name=f"{name}_updated")
+        shard = rewriter.launch(embrace.update_rows.default, shard, what, launch=launch, name=f"{name}_updated")
     launch = rows_id(what, "whole")
-    return launch_node(
-        rewriter, embrace.submit_rows.default, shard, *read, what, dtype, launch=launch, name=f"{name}_sent"
-    )
+    return rewriter.launch(embrace.submit_rows.default, shard, *read, what, dtype, launch=launch, name=f"{name}_sent")
 
 
 def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
@@ -125,7 +123,7 @@ def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torc
         read: ids and counts.
     """
     name, launch = what.removesuffix(".weight"), rows_id(what, "whole")
-    part = launch_node(rewriter, embrace.await_rows.default, *read, what, dtype, launch=launch, name=f"{name}_part")
+    part = rewriter.launch(embrace.await_rows.default, *read, what, dtype, launch=launch, name=f"{name}_part")
     return rewriter.call(embrace.join_rows.default, [part], *read, what, name=f"{name}_arrived")
 
 
@@ -140,7 +138,7 @@ def submit_gradients(
     """
     name, launch = f"{what.removesuffix('.weight')}_submitted", gradients_id(what, "whole")
     target = embrace.submit_gradients.default
-    return launch_node(rewriter, target, *given, what, padding_idx, scale, launch=launch, name=name)
+    return rewriter.launch(target, *given, what, padding_idx, scale, launch=launch, name=name)
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:

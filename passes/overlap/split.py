@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from embrace_fx.passes.overlap.launches import Phases, by_table, launch_node, nodes_of, rename, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, by_table, nodes_of, rename, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
@@ -64,7 +64,7 @@ def _split_forward(forward: fx.GraphModule) -> None:
     submitted = by_table(forward, embrace.submit_rows.default)
     with rewriter.before(first_after_placeholders(forward.graph)):
         ids = [node.args[1] for node in submitted.values()]
-        launch_node(rewriter, embrace.submit_ids.default, ids, launch=IDS, name="next_ids_sent")
+        rewriter.launch(embrace.submit_ids.default, ids, launch=IDS, name="next_ids_sent")
     for node in nodes_of(forward, embrace.update_rows.default):
         rename(node, gradients_id(id_of(node).what, "prior"))
     for node in submitted.values():
@@ -73,8 +73,7 @@ def _split_forward(forward: fx.GraphModule) -> None:
         (join,) = late.users
         name = late.name.removesuffix("_part")
         with rewriter.before(late):
-            early = launch_node(
-                rewriter,
+            early = rewriter.launch(
                 embrace.await_rows.default,
                 *late.args[:-1],
                 launch=rows_id(id_of(late).what, "early"),
@@ -93,8 +92,7 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
         place = prior.next
         for k in range(pieces[table]):
             with rewriter.before(place):
-                launch_node(
-                    rewriter,
+                rewriter.launch(
                     embrace.submit_gradients.default,
                     *prior.args[:-1],
                     launch=gradients_id(table, "delayed", k),
@@ -111,8 +109,7 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
         for table, shard in shards.items():
             updated = shard
             for k in range(pieces.get(table, 0)):
-                updated = launch_node(
-                    rewriter,
+                updated = rewriter.launch(
                     embrace.update_rows.default,
                     updated,
                     table,
@@ -121,10 +118,9 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
                 )
             shards[table] = updated
         ids = [of_table for of_table, _ in routes.values()]
-        launch_node(rewriter, embrace.await_ids.default, ids, launch=IDS, name="next_ids_there")
+        rewriter.launch(embrace.await_ids.default, ids, launch=IDS, name="next_ids_there")
         for table, node in submitted.items():
-            launch_node(
-                rewriter,
+            rewriter.launch(
                 embrace.submit_rows.default,
                 shards[table],
                 *routes[table],

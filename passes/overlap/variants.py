@@ -33,7 +33,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, drop_unread, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, drop_unread, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
@@ -88,9 +88,7 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
         with rewriter.before(last.next):
-            last = launch_node(
-                rewriter, update.target, last, launch.what, launch=launch, name=f"{update.name}_delayed_{k}"
-            )
+            last = rewriter.launch(update.target, last, launch.what, launch=launch, name=f"{update.name}_delayed_{k}")
     for reader in readers:
         reader.replace_input_with(update, last)
 

@@ -68,7 +68,7 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
     """Every submission and every await has the id of its launch, and prints it."""
     for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
-            remedy = "make the node with embrace_fx.passes.overlap.launches.launch_node"
+            remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
             yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
 
 
