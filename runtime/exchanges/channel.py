@@ -56,7 +56,8 @@ class Channel:
             gets data, for an AllReduce 2 (N-1).
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        assert group is not None  # it is of a single process
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0

@@ -332,7 +332,6 @@ def _launch(
         received, sizes = torch.empty_like(own), [own.numel() // ranks] * ranks
         return lambda: communicator.all_to_all(received, own, sizes, sizes, _GROUPS[collective])
     if collective == "messages":
-        assert group is not None
         channel, sizes = Channel(group), [own.numel() // ranks] * ranks
         return lambda: channel.all_to_all(own, sizes, sizes)
     everyone: Tensor = own.new_empty(ranks * own.numel())

@@ -273,7 +273,7 @@ def _exchange_gradient_(
     group_size: int,
 ) -> InFlight:
     """Runs the op of that name to its end, where no launcher takes it."""
-    channel = Channel(communicator.open_group(group))
+    channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)
     return InFlight(flat, None)

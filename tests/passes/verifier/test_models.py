@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Adagrad
 
 import embrace_fx
-from embrace_fx.passes.overlap.variants import is_steady
+from embrace_fx.passes.overlap.variants import splits_rows
 from embrace_fx.planning.scheduling import cuts
 from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
@@ -62,7 +62,7 @@ def test_all_that_a_model_runs_is_sound(model: str, schedule: ScheduleName) -> N
     compiled = run_passes(graph, overlap_passes(planned, schedule, 0, found), compiled)
 
     cut = schedule in ("vertical", "2d") and bool(planned.sharded)
-    assert is_steady(compiled.graph) == cut
+    assert splits_rows(compiled.graph) == cut
     steps = StepGraphs(compiled, graph)
     for variant in VARIANTS if cut else ():
         assert variant.phase in steps.graph(variant).phases
