@@ -73,13 +73,7 @@ class DynamoGuards:
 
     def without(self, tensors: Collection[str | int]) -> DynamoGuards:
         """Copies the guards without those on tensors that are no constants of the graph."""
-        names = [name for name in self.tensors.names if name not in tensors]
-        others = [name for name in self.values.names if name not in tensors]
-        return replace(
-            self,
-            tensors=ReadValues.of(names, self.tensors.scope),
-            values=ReadValues.of(others, self.values.scope),
-        )
+        return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def changed(self) -> list[Changed]:
         """Lists the guarded values that have changed."""

@@ -6,10 +6,11 @@ call compares them with the present ones; where one has changed, the graph is in
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,19 +71,17 @@ class ReadValues:
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
         """Evaluates the expressions, and keeps those whose values can be compared."""
-        return ReadValues._of(names, dict(scope), _comparable)
+        own = dict(scope)
+        return ReadValues._made({name: v for name, v in _evaluated(names, own).items() if _comparable(v)}, own)
 
     @staticmethod
-    def _of(names: Iterable[str], scope: dict[str, Any], is_kept: Callable[[Any], bool]) -> ReadValues:
-        kept = {}
-        for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
-            try:
-                value = eval(name, scope)
-            except Exception:  # refers to an object that the trace has made, which is gone
-                continue
-            if is_kept(value):
-                kept[name] = value
-        return ReadValues(tuple(kept), _tuple_of(kept), scope, tuple(kept.values()))
+    def _made(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
+        code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
+        return ReadValues(tuple(values), code, scope, tuple(values.values()))
+
+    def without(self, names: Collection[str | int]) -> ReadValues:
+        """Copies the values without those of these names."""
+        return ReadValues.of([name for name in self.names if name not in names], self.scope)
 
     def of_arrays(self) -> ReadValues:
         """Copies only the tensors and NumPy values: of these Dynamo guards only the type."""
@@ -92,10 +91,9 @@ class ReadValues:
 
     def unchanged(self) -> ReadValues:
         """Copies the values without those that have changed since: the forward writes them, or its tracing did."""
-        now = ReadValues._of(self.names, self.scope, lambda value: True)
-        values = dict(zip(now.names, now.values, strict=True))
-        same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
-        return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()), self.unwritten().numbers)
+        now = _evaluated(self.names, self.scope)
+        same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
+        return replace(ReadValues._made(same, self.scope), numbers=self.unwritten().numbers)
 
     def unwritten(self) -> ReadValues:
         """Copies the values without tensors in `numbers` that have been written since."""
@@ -104,10 +102,8 @@ class ReadValues:
 
     def changed(self) -> list[Changed]:
         """Lists the values that have changed."""
-        now = ReadValues._of(self.names, self.scope, lambda value: True)
-        values = dict(zip(now.names, now.values, strict=True))
-        before = zip(self.names, self.values, strict=True)
-        return [Changed(n, v, values[n]) for n, v in before if n in values and not _same(v, values[n])]
+        now, before = _evaluated(self.names, self.scope), zip(self.names, self.values, strict=True)
+        return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
     def hold(self) -> bool:
         """Tells whether all values are unchanged."""
@@ -157,8 +153,13 @@ def spoken(name: str) -> str:
     return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 
 
-def _tuple_of(names: Iterable[str]) -> types.CodeType:
-    return compile("(" + "".join(f"{name}, " for name in names) + ")", "<values read>", "eval")
+def _evaluated(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
+    """Evaluates those expressions that can be; some refer to an object that the trace has made, which is gone."""
+    found = {}
+    for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
+        with contextlib.suppress(Exception):
+            found[name] = eval(name, scope)
+    return found
 
 
 def _comparable(value: Any) -> bool:

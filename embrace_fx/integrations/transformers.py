@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -46,19 +46,10 @@ class EmbraceTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer: Any = self.optimizer
-        saved: Any = _Saved(optimizer.state_dict())  # made on every rank; one rank writes it
+        state = optimizer.state_dict()  # made on every rank; one rank writes it
+        saved: Any = SimpleNamespace(state_dict=lambda: state)
         self.optimizer = saved
         try:
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer = optimizer
-
-
-@dataclass
-class _Saved:
-    """Stands in for an optimizer, with its state."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
