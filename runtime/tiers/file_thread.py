@@ -3,8 +3,10 @@
 Contract
     What is read sees what was written before it was asked for. Rows that have been read come into slots which nobody
     else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
-    On the host one thread reads and writes. What leaves a device is there once the device has come so far: a thread of
-    its own waits for that, and reads wait for writes of the same records alone.
+    On the host one thread writes, and reads what a disk has to be waited for: what the page cache holds comes at once,
+    for another thread would take Python's lock from the one that trains, and a processor, for as long. What leaves a
+    device is there once the device has come so far: a thread of its own waits for that, and reads wait for writes of
+    the same records alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.initial import FirstOfTables
+from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, Records
 from embrace_fx.runtime.tiers.slots import Leaving, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
@@ -83,6 +86,7 @@ class FileThread:
             self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", start)
         self._writes: deque[tuple[Future[None], Tensor]] = deque()
         self.part = min(max(count // _PARTS, _FEWEST), _MOST)
+        self._cached = file.read_cached if streams is None and isinstance(file, RecordFile) else None
         self._most_waiting = self.part * _WAITING if streams is None else max(self.part, count // _LEAVING)
 
     @property
@@ -109,6 +113,10 @@ class FileThread:
     def read(self, numbers: Tensor) -> Tensor:
         """Reads the records (K, B) at ascending numbers (K,), without checking their rows."""
         behind = self._behind(numbers)
+        if self._cached is not None and not behind:
+            records, there = self._cached(numbers)
+            if bool(there.all()):
+                return records
 
         def read() -> Tensor:
             _end(behind)
@@ -122,10 +130,20 @@ class FileThread:
         Args:
             numbers: (K,) the numbers of their records; -1: the row has its first values.
         """
-        watch = self._watch(self._reading, int((numbers >= 0).sum()))
+        numbers, order = numbers.sort()
+        rows, slots = rows.index_select(0, order), slots.index_select(0, order)
+        begin, taken = int((numbers < 0).sum()), torch.iinfo(torch.int64).max
         with span("submit", self._reading):
-            behind = self._behind(numbers)
-            return self._reader.submit(self._bring, rows, numbers, slots, initial, watch, behind)
+            behind = self._behind(numbers[begin:])
+            if self._cached is not None and not behind and not begin:
+                left, taken = self._bring_cached(rows, numbers, slots, self._cached)
+                if not left.numel():
+                    come: Future[Come] = Future()
+                    come.set_result(Come((), taken))
+                    return come
+                rows, numbers, slots = (each.index_select(0, left) for each in (rows, numbers, slots))
+            watch = self._watch(self._reading, len(rows) - begin)
+            return self._reader.submit(self._bring, rows, numbers, slots, initial, begin, taken, watch, behind)
 
     def has_come(self, coming: Future[Come]) -> bool:
         """Tells whether nobody has to wait for rows that are being brought, and that nothing has failed."""
@@ -159,11 +177,33 @@ class FileThread:
                     self._writes.popleft()[0].result()
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
-        """Returns the writes at any of numbers (K,) that a read has to wait for."""
-        if self._writer is self._reader:
-            return []
-        pending = [each for each in self._writes if not each[0].done()]
-        return [written for written, at in pending if bool(torch.isin(numbers, at).any())]
+        """Returns the writes at any of ascending numbers (K,) that a read has to wait for."""
+        pending = [each for each in self._writes if not each[0].done()] if numbers.numel() else []
+        found = []
+        for written, at in pending:
+            places = torch.searchsorted(numbers, at.to(numbers.dtype)).clamp_(max=len(numbers) - 1)
+            if bool((numbers.index_select(0, places) == at).any()):
+                found.append(written)
+        return found
+
+    def _bring_cached(
+        self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, int]:
+        """Brings rows (K,) for which no disk has to be waited for; returns the places of the others among them, and the
+        fewest steps that any of these has taken."""
+        left, taken = [], torch.iinfo(torch.int64).max
+        with self._watch(self._reading, len(rows)):
+            for first in range(0, len(rows), self.part):
+                part = slice(first, first + self.part)
+                records, there = read(numbers[part], rows[part])
+                own = slots[part]
+                if not bool(there.all()):
+                    left.append(there.logical_not().nonzero().view(-1) + first)
+                    records, own = records[there], own[there]
+                if len(own):
+                    taken = min(taken, int(self._records.unpack(records)[TAKEN].min()))
+                    self._slots.come(own, records)
+        return torch.cat([rows[:0], *left]), taken
 
     def _watch(self, launch: OperationId, rows: int) -> Watch:
         return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
@@ -174,13 +214,19 @@ class FileThread:
         numbers: Tensor,
         slots: Tensor,
         initial: FirstOfTables,
+        begin: int,
+        taken: int,
         watch: Watch,
         behind: Sequence[Future[None]],
     ) -> Come:
+        """Brings rows (K,) by ascending numbers (K,), of which the first `begin` have their first values.
+
+        Args:
+            taken: at most so many steps have been taken by any.
+            behind: writes to wait for.
+        """
         _end(behind)
-        numbers, order = numbers.sort()
-        rows, slots = rows.index_select(0, order), slots.index_select(0, order)
-        begin, arrivals, taken = int((numbers < 0).sum()), [], torch.iinfo(torch.int64).max
+        arrivals = []
         reads: AbstractContextManager[object] = watch if begin < len(rows) else nullcontext()
         with reads:
             for first in range(begin, len(rows), self.part):

@@ -2,6 +2,7 @@
 
 A call for each record would give Python's lock back and take it again as often, and training would wait for it each
 time. Linux's `io_submit` takes all of them at once; those of a file behind a page cache have been done when it returns.
+Where it is told to wait for no disk (RWF_NOWAIT), reads of what that cache lacks are left.
 
 Contract
     Whatever has not been read, where there is no such call or a read has failed, is left to the caller.
@@ -26,10 +27,10 @@ Numbers = NDArray[np.int64]
 _CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 """Numbers of io_setup, io_destroy, io_submit and io_getevents."""
 _AT_ONCE = 256
-_READ = 0
-_CONTROL = np.dtype("u8, u8, u2, i2, u4, u8, u8, i8, u8, u8")
-"""struct iocb: number, key and flags, opcode, priority, descriptor, buffer, bytes, offset; two that stay 0."""
-_NUMBER, _OPCODE, _DESCRIPTOR, _BUFFER, _BYTES, _OFFSET = "f0", "f2", "f4", "f5", "f6", "f7"
+_READ, _WITHOUT_WAIT = 0, 8
+_CONTROL = np.dtype("u8, u4, u4, u2, i2, u4, u8, u8, i8, u8, u8")
+"""struct iocb: number, key, flags, opcode, priority, descriptor, buffer, bytes, offset; two that stay 0."""
+_NUMBER, _FLAGS, _OPCODE, _DESCRIPTOR, _BUFFER, _BYTES, _OFFSET = "f0", "f2", "f3", "f5", "f6", "f7", "f8"
 _EVENT = np.dtype("u8, u8, i8, i8")
 """struct io_event: number, address of the iocb, bytes or an error below 0, 0."""
 _RESULT = "f2"
@@ -38,15 +39,18 @@ _RESULT = "f2"
 class ManyReads:
     """Reads of one thread.
 
+    Args:
+        waits: for a disk; else what needs one is left.
+
     Attributes:
         calls: the system's; None: there are none, or they have failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = True) -> None:
         self._context = ctypes.c_ulong(0)
         self.calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
         self._controls = np.zeros(_AT_ONCE, _CONTROL)
-        self._controls[_OPCODE] = _READ
+        self._controls[_OPCODE], self._controls[_FLAGS] = _READ, 0 if waits else _WITHOUT_WAIT
         self._events = np.zeros(_AT_ONCE, _EVENT)
         first, size = self._controls.ctypes.data, _CONTROL.itemsize
         self._pointers: Numbers = np.arange(first, first + _AT_ONCE * size, size, dtype=np.int64)

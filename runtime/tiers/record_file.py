@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tiers.many_reads import ManyReads
+from embrace_fx.runtime.tiers.many_reads import ManyReads, Numbers
 from embrace_fx.runtime.tiers.records import Records
 
 
@@ -39,7 +39,7 @@ class RecordFile:
         pinned: whether what is read is in memory from which a device copies.
 
     Attributes:
-        reads: by one thread at a time.
+        reads, cached_reads: by one thread at a time; the latter wait for no disk.
 
     Raises:
         TierError: no such file can be made.
@@ -49,7 +49,7 @@ class RecordFile:
         self, directory: str | Path, table: str, count: int, records: Records, *, pinned: bool = False
     ) -> None:
         self._directory, self._table, self._records, self._pinned = str(directory), table, records, pinned
-        self.reads = ManyReads()
+        self.reads, self.cached_reads = ManyReads(), ManyReads(waits=False)
         try:
             self.descriptor, path = tempfile.mkstemp(dir=directory)
             os.unlink(path)
@@ -97,12 +97,8 @@ class RecordFile:
         Raises:
             TierError: some cannot be read, or differ from what was written.
         """
-        nbytes = self._records.nbytes
-        records = torch.empty((numbers.numel(), nbytes), dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        data, found = records.numpy().data.cast("B"), numbers.numpy().astype(np.int64)
-        starts = np.flatnonzero(np.diff(found, prepend=found[:1] - 2) != 1)
-        lengths = np.diff(starts, append=len(found)) * nbytes
-        at, into = found[starts] * nbytes, starts * nbytes
+        records = self._room(numbers)
+        data, (at, into, lengths) = records.numpy().data.cast("B"), self._runs(numbers)
         try:
             done = self.reads(self.descriptor, at, lengths, records.data_ptr() + into)
             for run in np.flatnonzero(done < lengths).tolist():
@@ -113,7 +109,7 @@ class RecordFile:
                 "disk, and go on from the last checkpoint, which is whole."
             ) from error
         expected = self._records.rows(records) if rows is None else rows
-        wrong = self._records.wrong(records).logical_or_(self._records.rows(records) != expected)
+        wrong = self._wrong(records, expected)
         if bool(wrong.any()):
             raise TierError(
                 f"expected row {int(expected[wrong][0])} of {self._table} as it was written to its file in "
@@ -122,6 +118,34 @@ class RecordFile:
                 "disk."
             )
         return records
+
+    def read_cached(self, numbers: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Reads records without waiting for a disk; returns them, and which (K,) are there. `read` has the others.
+
+        Args:
+            numbers, rows: as of `read`.
+        """
+        records, (at, into, lengths) = self._room(numbers), self._runs(numbers)
+        try:
+            done = self.cached_reads(self.descriptor, at, lengths, records.data_ptr() + into)
+        except OSError:
+            done = np.zeros_like(lengths)
+        there = torch.from_numpy((done == lengths).repeat(lengths // self._records.nbytes))
+        return records, there.logical_and_(self._wrong(records, rows).logical_not_())
+
+    def _room(self, numbers: Tensor) -> Tensor:
+        size = numbers.numel(), self._records.nbytes
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+
+    def _runs(self, numbers: Tensor) -> tuple[Numbers, Numbers, Numbers]:
+        """Finds the runs of ascending numbers (K,): where each begins in the file, and in memory; its bytes."""
+        nbytes, found = self._records.nbytes, numbers.numpy().astype(np.int64)
+        starts = np.flatnonzero(np.diff(found, prepend=found[:1] - 2) != 1)
+        return found[starts] * nbytes, starts * nbytes, np.diff(starts, append=len(found)) * nbytes
+
+    def _wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
+        wrong = self._records.wrong(records)
+        return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 
     def _read_rest(self, run: memoryview, at: int, done: int) -> None:
         while done < len(run):

@@ -101,6 +101,28 @@ def test_many_reads_are_one_call(tmp_path: Path) -> None:
     assert torch.equal(RECORDS.unpack(file.read(some, some))["weights"][:, 0], some.float())
 
 
+def test_records_that_a_disk_has_to_be_waited_for_are_left(tmp_path: Path) -> None:
+    """A page of them is dropped from the page cache, where that is possible, and read again by `read`."""
+    file, rows = RecordFile(tmp_path, "t", 2000, RECORDS), torch.arange(2000)
+    written = RECORDS.pack(rows, {"weights": rows.unsqueeze(1).repeat(1, 10).float()})
+    file.write(rows, written)
+    os.fdatasync(file.descriptor)
+    some = rows[rows % 3 > 0]
+    assert bool(file.read_cached(some, some)[1].all())
+    os.posix_fadvise(file.descriptor, 1 << 14, 1 << 14, os.POSIX_FADV_DONTNEED)
+    records, there = file.read_cached(some, some)
+    assert torch.equal(records[there], written[some][there])
+    assert bool(there[some < (1 << 14) // 56].all())
+    assert torch.equal(file.read(some, some), written[some])
+
+
+def test_wrong_records_are_left(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
+    put(file)
+    os.pwrite(file.descriptor, b"?", 3 * 56 + 28)
+    assert file.read_cached(ROWS, ROWS)[1].tolist() == [True, False, True, True]
+
+
 def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
     put(file)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_errors
 from tests.support.tiers import OPTIMIZERS, Run, assert_same_losses, beyond_memory, in_memory, train
 
@@ -49,6 +50,27 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
             assert torch.equal(found.look_up(ids), expected.look_up(ids))
     moved = not optimizer.startswith(("sgd", "adagrad", "row-wise")) or optimizer == "sgd, decayed"
     assert found.memory.counts.written > (V // 2 if moved and share < 0.1 else 0)
+
+
+def test_rows_of_which_the_page_cache_lacks_some_move_as_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads those."""
+    read_cached, read, left = RecordFile.read_cached, RecordFile.read, 0
+
+    def some_cached(file: RecordFile, numbers: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        records, there = read_cached(file, numbers, rows)
+        return records, there & (numbers % 3 > 0)
+
+    def counted(file: RecordFile, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
+        nonlocal left
+        left += numbers.numel()
+        return read(file, numbers, rows)
+
+    monkeypatch.setattr(RecordFile, "read_cached", some_cached)
+    monkeypatch.setattr(RecordFile, "read", counted)
+    test_rows_that_rest_move_as_in_memory("adamw", 0.1, tmp_path)
+    assert left > V
 
 
 @pytest.mark.parametrize(
