@@ -16,3 +16,12 @@ class Counts:
     read: int = 0
     written: int = 0
     most: int = 0
+
+    def told(self, record_bytes: int) -> str:
+        """Tells of them in a report; a row's record has so many bytes."""
+        found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
+        read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
+        return (
+            f"{found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB read and "
+            f"{written:,.3f} written a step"
+        )

@@ -20,6 +20,16 @@ _SPARE = 1.25
 _FEW = 16
 """Number of blocks up to which they need not be half in use."""
 
+_BLOCK_BYTES, _BLOCKS = 1 << 18, 16
+"""Most bytes of a block of the file, and the number of blocks that have as many records as there are slots."""
+_FEWEST = 8
+"""Least records of a block."""
+
+
+def block_size(record_bytes: int, slots: int) -> int:
+    """Returns the records of a block, beside so many slots."""
+    return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, slots // _BLOCKS))
+
 
 class RecordLog:
     """The numbers of a file's records.

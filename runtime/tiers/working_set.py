@@ -32,7 +32,7 @@ from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
-from embrace_fx.runtime.tiers.record_log import RecordLog, numbers_of
+from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leaving, Slots
 
@@ -46,10 +46,6 @@ _AHEAD, _BESIDE = 4, 12
 come are beside their slots until they are put there."""
 _SHARE = 64
 """Slots emptied at a time, those least recently used: a 64th of all."""
-_BLOCK_BYTES, _BLOCKS = 1 << 18, 16
-"""Most bytes of a block of the file, and the number of blocks that have as many records as there are slots."""
-_FEWEST = 8
-"""Least records of a block."""
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they are written one after the other."""
 
@@ -96,8 +92,7 @@ class WorkingSet:
         if directory is None:
             self._log = self.file = HostRecords(rows, self.records)
         else:
-            block = max(_FEWEST, min(_BLOCK_BYTES // self.records.nbytes, slots // _BLOCKS))
-            self._log = RecordLog(rows, max(slots, ROWS_AT_ONCE), block)
+            self._log = RecordLog(rows, max(slots, ROWS_AT_ONCE), block_size(self.records.nbytes, slots))
             self.file = RecordFile(directory, table, self._log.size, self.records, pinned=streams is not None)
         self._slots = (
             Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
@@ -122,6 +117,8 @@ class WorkingSet:
         self.step = 0
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._clock = 0
+        self._before, self._began = 0, 0  # the last calls before the step before this one, and before this one
+        self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and their step
 
     def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
         """Returns the slots (K,) of rows, after bringing missing ones into memory.
@@ -154,19 +151,31 @@ class WorkingSet:
         return slots
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory."""
+        """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory. What finds no room
+        beside rows whose gradients may be still to come is read at a later call, that of nearer steps first."""
+        waiting, self._waiting = [*self._waiting, (ids, due)], []
+        for rows, step in waiting:
+            if step > self.step:
+                left = rows if self._waiting else self._read_some(rows, step)
+                self._waiting += [(left, step)] if left.numel() else []
+
+    def _read_some(self, ids: Tensor, due: int) -> Tensor:
+        """Begins to read those of rows (K,) for which there is room; returns the others."""
         where = self._where.index_select(0, ids)
         missing = where <= 0
         self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
-        rows = ids[missing].unique()[: self._at_once]
-        if rows.numel():
-            self._make_room(rows.numel(), _SOON - due)
-            rows = rows[: self._free.numel()]
-            self._begin(rows, self._take(rows.numel()), _SOON - due)
+        rows = ids[missing].unique()
+        count = min(rows.numel(), self._at_once)
+        if count:
+            self._make_room(count, _SOON - due, self._before)
+            count = min(count, self._free.numel())
+            self._begin(rows[:count], self._take(count), _SOON - due)
+        return rows[count:]
 
     def begin_step(self, number: int) -> None:
         """Begins a step: what has been read for earlier ones may go."""
         self.step = number
+        self._before, self._began = self._began, self._clock
         while self._coming and self._thread.has_come(self._coming[0][0]):
             self._await_jobs(self._jobs - len(self._coming) + 1)
 
@@ -258,16 +267,12 @@ class WorkingSet:
     @property
     def told(self) -> str:
         """What it has done, for a report."""
-        counts, steps = self.counts, max(self.counts.steps, 1)
-        found, waited = (n / max(counts.asked, 1) for n in (counts.asked - counts.brought, counts.missed))
-        read, written = (n * self.records.nbytes / steps / 2**20 for n in (counts.read, counts.written))
         rest = ""
         if isinstance(self.file, HostRecords):
             rest = f", others in the host's, {self.file.nbytes / 2**20:,.2f} MiB once all have moved"
         return (
             f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB"
-            f"{rest}; {found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB "
-            f"read and {written:,.3f} written a step"
+            f"{rest}; {self.counts.told(self.records.nbytes)}"
         )
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
@@ -297,15 +302,16 @@ class WorkingSet:
             self._begin(some, self._take(some.numel()), self._clock)
             self._await_jobs(self._jobs)
 
-    def _make_room(self, count: int, before: int) -> None:
-        """Empties slots until so many are free, or none is left of those that are used `before`."""
+    def _make_room(self, count: int, before: int, last_call: int = _KNOWN) -> None:
+        """Empties slots until so many are free, or none is left that is used `before`, and not since `last_call`."""
         short = count - self._free.numel()
         if short <= 0:
             return
         # Of an earlier step: their gradients may be still to come, so that they go when others do that were used then.
         self._used.masked_fill_((self._used > _SOON - self.step) & (self._used < _FREE), self._clock)
         last, oldest = self._used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
-        for some in oldest[last < before].split(self._thread.part):
+        may_go = (last < before) & ((last <= last_call) | (last > _KNOWN))
+        for some in oldest[may_go].split(self._thread.part):
             self._evict(some)
 
     def _take(self, count: int) -> Tensor:

@@ -62,3 +62,18 @@ def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: P
             if step > 3:
                 table.look_up(steps[step + 1])
     assert table.memory.counts.brought == 10 * len(range(2 + AHEAD, 60 + AHEAD))
+
+
+def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
+    """Rows of six steps do not fit. Those that find no room are read later, in time; none goes that is still needed."""
+    table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 48, tmp_path), torch.arange(V).split(10)
+    with torch.no_grad():
+        for step in range(2, 60):
+            table.memory.begin_step(step)
+            if step > 10:
+                table.update_rows(steps[step - 1], torch.randn(10, 2))
+            table.memory.read_ahead(steps[step + 4], step + 4)
+            if step > 6:
+                table.look_up(steps[step])
+    assert table.memory.counts.missed == 0
+    assert len(table.memory.row_of.unique()) == 48, "all slots are used"

@@ -6,7 +6,9 @@ import os
 import re
 import resource
 import signal
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,18 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
     assert found.memory.counts.written > (V // 2 if moved and share < 0.1 else 0)
 
 
+def _late(write: Callable[..., None]) -> Callable[..., None]:
+    def late(*args: Any) -> None:
+        time.sleep(0.001)
+        write(*args)
+
+    return late
+
+
 def test_rows_of_which_the_page_cache_lacks_some_move_as_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread reads those."""
+    """A thread reads those, which is behind with what it writes."""
     read_cached, read, left = RecordFile.read_cached, RecordFile.read, 0
 
     def some_cached(file: RecordFile, numbers: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -69,6 +79,7 @@ def test_rows_of_which_the_page_cache_lacks_some_move_as_in_memory(
 
     monkeypatch.setattr(RecordFile, "read_cached", some_cached)
     monkeypatch.setattr(RecordFile, "read", counted)
+    monkeypatch.setattr(RecordFile, "write", _late(RecordFile.write))
     test_rows_that_rest_move_as_in_memory("adamw", 0.1, tmp_path)
     assert left > V
 
