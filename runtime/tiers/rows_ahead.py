@@ -38,7 +38,7 @@ class RowsAhead:
         self._number = 0
         self._to_come: deque[tuple[int, ToCome]] = deque()  # of one rank: what its calls will be, by number
         self._coming: deque[tuple[int, Future[list[Tensor]]]] = deque()
-        self._jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
         if communicator.world_size > 1:
             assert communicator.group is not None
@@ -56,7 +56,8 @@ class RowsAhead:
         """
         self._number += 1
         beyond = self._beyond()
-        for memory in {table.memory: None for table in beyond.values()}:
+        sets = {memory: k for k, memory in enumerate(dict.fromkeys(table.memory for table in beyond.values()))}
+        for memory in sets:
             memory.begin_step(self._number)
         if self._group is None:
             self._step_alone(leaves, coming, ahead)
@@ -65,11 +66,14 @@ class RowsAhead:
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
-        self._jobs.put((coming, list(beyond), found))
+        places = {name: (sets[table.memory], table.rows.start) for name, table in beyond.items()}
+        self._jobs.put((coming, places, len(sets), found))
         while self._coming and self._coming[0][1].done():
             due, done = self._coming.popleft()
             if done.exception() is None and due > self._number:
-                self._tell(dict(zip(beyond, done.result(), strict=True)), due)
+                for memory, numbers in zip(sets, done.result(), strict=True):
+                    if numbers.numel():
+                        memory.unless_failed(memory.read_ahead)(numbers, due)
 
     def end_call(self) -> None:
         """Ends a call: what the next lookup reads is not known."""
@@ -104,14 +108,23 @@ class RowsAhead:
             memory.unless_failed(memory.read_ahead)(torch.cat(numbers), due)
 
 
-def _gather(jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:
-    """Gathers rows of all ranks, table by table, until it fails: then a rank is gone, which is reported elsewhere."""
+_Job = tuple[ToCome | None, Mapping[str, tuple[int, int]], int, Future[list[Tensor]]]
+"""A batch to come; by table, the number of its working set and its first row there; how many sets there are; and what
+the rows in each are to be told to."""
+
+
+def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
+    """Gathers rows of all ranks, by working set, until it fails: then a rank is gone, which is reported elsewhere."""
     size, none = dist.get_world_size(group), torch.empty(0, dtype=torch.int64, device="cpu")
     while True:
-        coming, tables, found = jobs.get()
+        coming, places, sets, found = jobs.get()
         try:
-            rows = {} if coming is None else coming.rows()
-            own = [rows.get(name, none).to(torch.int64) for name in tables]
+            of_sets = [[none] for _ in range(sets)]
+            for name, rows in ({} if coming is None else coming.rows()).items():
+                if name in places:
+                    number, first = places[name]
+                    of_sets[number].append(rows.to(torch.int64) + first)
+            own = [torch.cat(of_set) for of_set in of_sets]
             counts = torch.tensor([rows.numel() for rows in own], device="cpu")
             everyone = [torch.empty_like(counts) for _ in range(size)]
             dist.all_gather(everyone, counts, group=group)
@@ -120,7 +133,7 @@ def _gather(jobs: SimpleQueue[tuple[ToCome | None, list[str], Future[list[Tensor
             packed = [torch.empty_like(sent) for _ in range(size)]
             dist.all_gather(packed, sent, group=group)
             parts = [each[: int(n.sum())].split(n.tolist()) for each, n in zip(packed, everyone, strict=True)]
-            found.set_result([torch.cat(of_table).unique() for of_table in zip(*parts, strict=True)])
+            found.set_result([torch.cat(of_set) for of_set in zip(*parts, strict=True)])
         except Exception as error:
             found.set_exception(error)
             return

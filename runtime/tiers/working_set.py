@@ -164,7 +164,7 @@ class WorkingSet:
         where = self._where.index_select(0, ids)
         missing = where <= 0
         self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
-        rows = ids[missing].unique()
+        rows: Tensor = ids[missing].unique()
         count = min(rows.numel(), self._at_once)
         if count:
             self._make_room(count, _SOON - due, self._before)
