@@ -152,7 +152,7 @@ class Accumulation:
         if torch._C._current_graph_task_id() != backward.task:
             self._nests = True
         if self._nests is False and self.parameters[name].grad is not None:
-            backward.step.take(name, self._own(backward, name))
+            backward.step.add(name, self._own(backward, name))
 
     def end(self) -> None:
         """Ends the backward, and exchanges its gradients. Collective."""

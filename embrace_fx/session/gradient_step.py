@@ -73,14 +73,14 @@ class GradientStep(Step):
             run.begin()
         super()._begin_backward(BackwardVariant(), twice=False)
 
-    def take(self, name: str, gradient: Tensor) -> None:
-        """Records a gradient, and sends its bucket if that is complete; on hosts only, and not if `no_sync` left sums.
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds a gradient, and sends its bucket if that is complete; on hosts only, and not if `no_sync` left sums.
 
         Raises:
             RuntimeError: a gradient that was sent is accumulated again.
         """
         run, state = self._opened.phase.run if self._opened is not None else None, self.program.state
-        if not isinstance(run, InPieces) or state.unreduced or not self._tells_of_failures():
+        if not isinstance(run, InPieces) or state.unreduced or not self._shares_failures():
             return
         k = self._places[name]
         if run.has_run(k):
@@ -88,7 +88,7 @@ class GradientStep(Step):
         self._taken[k] = self._as_exchanged(name, gradient)
         if run.may_run(self._taken):
             with torch.no_grad(), autocast_is_in_the_graph():
-                run.take(self._taken)
+                run.run_ready(self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of the accumulated gradients. Collective.
@@ -118,15 +118,19 @@ class GradientStep(Step):
             raise self._failure  # reported to the other ranks as any failure is
 
     def _call_backward(
-        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
+        self,
+        backward: LoweredPhase,
+        values: Values,
+        tangents: Sequence[Tensor | None],
+        announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k not in taken:
                 taken[k] = self._as_exchanged(name, tangent)
         if isinstance(backward.run, InPieces):
-            backward.run.take(taken)
-            tell()  # while the last buckets are in flight
+            backward.run.run_ready(taken)
+            announce_end()  # while the last buckets are in flight
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:

@@ -110,7 +110,7 @@ class Idling(JoinHook):
             if program.has_backward:
                 step.backward([None], for_parameters=False)
             elif activity != EVALUATING:
-                step.tell_nothing()
+                step.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends `join` when all ranks have run out of batches; the last of them have the newest state. Collective."""

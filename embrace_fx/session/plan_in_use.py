@@ -288,7 +288,10 @@ class PlanInUse:
 
         def joined() -> list[Tensor]:
             exchanges = () if (flow := self.flow) is None else flow.exchanges.values()
-            return [*(memory for exchange in exchanges for memory in exchange.table.joined), *state.at_once.joined]
+            return [
+                *(memory for exchange in exchanges for memory in exchange.table.joined),
+                *state.optimizer_stacks.joined,
+            ]
 
         of_tables = Updates(tables, self._tables_may_change, lock, joined)
         return Updates(dense, apply_dense, lock), of_tables

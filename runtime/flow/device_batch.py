@@ -150,7 +150,7 @@ class DeviceBatch(NextBatch):
         self.splits = found
         for table, beyond, ids in self._for_host:
             own, _ = rows[table]
-            beyond.tell(own, ids[: own.numel()].unique())
+            beyond.note_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
         """Cuts this rank's unique rows to their numbers. From here on the stream of compute uses what was prepared."""

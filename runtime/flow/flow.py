@@ -32,8 +32,8 @@ class Flow:
     Args:
         exchanges: by table, or by stack.
         buckets: those of the plan.
-        looks_ahead: whether prior and delayed rows are told apart.
-        warn: told that a batch was not the one looked ahead to.
+        looks_ahead: whether rows are cut into prior and delayed ones.
+        warn: called where a batch was not the one that was prepared.
         after_announcement: called in each step when every rank is known to go on with it.
         streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
 
@@ -83,7 +83,7 @@ class Flow:
 
         Args:
             following: the next batch, where it is known.
-            absent: variant -> launches that its forward leaves out, as `Launcher.absent` tells them.
+            absent: variant -> launches that its forward leaves out, as `Launcher.absent` lists them.
 
         Raises:
             PeerFailure: a rank could not go on, on every rank.
@@ -183,7 +183,7 @@ class Flow:
             return BackwardVariant()
         ahead = self._ahead if self._ahead is not None and not self._ahead.routed else None
         coming = ahead is not None
-        if ahead is not None and self.streams is not None:  # whether it may be used, the host is told with its ids
+        if ahead is not None and self.streams is not None:  # the host learns with its ids whether it may be used
             ahead = self._ahead = self._route(ahead)
         read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
         known = ahead.program.routes if ahead is not None else ()
@@ -196,8 +196,8 @@ class Flow:
         """Opens the window of a backward, at its head.
 
         Args:
-            gate: what tells whether every rank is in it: nothing leaves before.
-            absent: launches that the backward leaves out, as `Launcher.absent` tells them.
+            gate: finds out whether every rank is in it: nothing leaves before.
+            absent: launches that the backward leaves out, as `Launcher.absent` lists them.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)

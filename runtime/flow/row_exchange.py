@@ -9,8 +9,8 @@
 The nodes of a program say which of these is sent, awaited or applied when; here is how.
 
 Contract
-    A call of a node takes what its op takes, behind the launch that it is of, and tells the recorder what the calling
-    thread has computed up to there.
+    A call of a node takes what its op takes, behind the launch that it is of, and marks for the recorder what the
+    calling thread has computed up to there.
     A row is looked up after its last update; each row is updated once per step, with the options of that step.
     Every rank knows which rows every rank reads, so that all cut alike and no sizes are exchanged.
 
@@ -39,7 +39,7 @@ class RowExchange:
 
     Args:
         table: the shard.
-        delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
+        delayed_chunks: in how many pieces delayed gradients travel, where rows are cut.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RowExchange:
         """Looks a batch's rows up and sends them: all of them, or late ones if early ones have left.
 
         Args:
-            launch: which part. Early ones are those of the batch that `cut` was told of.
+            launch: which part. Early ones are those of the batch that `cut` was given.
             ids, counts: of the batch whose rows they are, unless they are early.
         """
         self._submit_rows(launch, ids, counts, dtype)

@@ -54,7 +54,7 @@ class SingleProcessRows:
     """The unique rows of one process's batches, and how many they are.
 
     Args:
-        tables: of the model, told which ids are among which.
+        tables: of the model, which note which ids are among which.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, RowTable]) -> None:

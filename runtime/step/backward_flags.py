@@ -35,13 +35,13 @@ def launch_flags(
 
     Args:
         scalars: the step's scalar results.
-        used: what this rank tells of the parameters that its backward reaches (`UsedParameters.words`).
+        used: the parameters that its backward reaches, as `UsedParameters.words` encodes them.
         written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
         What ends it. Told in words what was written on this rank, and why it failed, it returns the sums over ranks of
-        what they tell of parameters. On every rank it raises
+        `used`. On every rank it raises
             PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite.

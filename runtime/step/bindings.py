@@ -40,7 +40,7 @@ class Bindings:
         flow: launches the exchanges; None: they are launched on the spot.
         links: those that exchanges are cut for.
         copies: what copies saved values out of memory and back; None: nothing does.
-        recorder: told of them.
+        recorder: records them.
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.

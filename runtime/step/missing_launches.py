@@ -3,7 +3,7 @@
 Contract
     A rank that fails in the middle of a phase (out of memory, a label outside of its classes) submits what it has not
     submitted yet, in the order of the phase, in the sizes that all ranks know. So no other rank is left waiting in a
-    collective; what they receive is thrown away, for this rank tells them of its failure before anything is applied.
+    collective; what they receive is thrown away, for this rank shares its failure before anything is applied.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 """
@@ -91,7 +91,7 @@ class MissingLaunches:
             values: what `begin` returned.
         """
         if self._flow is not None and self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
-            self._flow.await_ids()  # what leaves early or later has not been told apart yet
+            self._flow.await_ids()  # early and late rows are not known apart yet
         made, under_way = self._made, []
         for each in self._launches:
             if each.id is None and made:

@@ -50,7 +50,7 @@ class InPieces:
         """Whether the gradients of the next piece are there."""
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
-    def take(self, tangents: Mapping[int, Tensor]) -> None:
+    def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
         """Runs the pieces whose gradients are there, in their order."""
         while self.may_run(tangents):
             piece, _ = self._pieces[self._run]
@@ -63,7 +63,7 @@ class InPieces:
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         """Runs what is left of the backward; the next one begins anew."""
-        self.take(tangents)
+        self.run_ready(tangents)
         saved = {**values, **self._values}
         self.begin()
         return self._rest(leaves, saved, tangents)

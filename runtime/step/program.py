@@ -212,7 +212,7 @@ class Program:
 
     def catch_up(self, values: Values) -> None:
         """Has rows of tables that step together take what they have skipped, before the forward reads them."""
-        self.state.at_once.catch_up({table: values[ids] for table, ids in self._lookups.items()})
+        self.state.optimizer_stacks.catch_up({table: values[ids] for table, ids in self._lookups.items()})
 
     def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
         """Returns the tensors that the backward reads: views of parameters and results among them."""

@@ -68,7 +68,7 @@ class Opened:
     """A backward that has begun.
 
     Attributes:
-        gate: tells whether all ranks are in it; None: there are no others, or they are not waited for.
+        gate: finds out whether all ranks are in it; None: there are no others, or they are not waited for.
         needed: values of which the launches that the others wait for are made, should it fail.
     """
 
@@ -125,7 +125,7 @@ class Step:
         try:
             return forward.run(self._leaves, values, {})
         except Exception as error:
-            if is_of_ranks(error) or not self._tells_of_failures():
+            if is_of_ranks(error) or not self._shares_failures():
                 raise
             forward.missing.submit(needed)
             if program.flow is not None:
@@ -134,7 +134,7 @@ class Step:
             error.add_note(TOLD)
             raise
 
-    def _tells_of_failures(self) -> bool:
+    def _shares_failures(self) -> bool:
         """Whether this rank's failures reach others, from the middle of a phase: the hosts must know where they are."""
         return self.program.communicator.world_size > 1 and self.program.streams is None
 
@@ -181,7 +181,7 @@ class Step:
                 "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
                 "or add the losses and call backward once."
             )
-        if twice and not self._tells_of_failures():
+        if twice and not self._shares_failures():
             raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
@@ -208,18 +208,18 @@ class Step:
         self._mark_end()
         return self._of_batch(roles, outputs)
 
-    def tell_nothing(self) -> None:
-        """Takes part in a backward with nothing to compute or to send, while the other ranks run theirs."""
+    def join_backward(self) -> None:
+        """Joins the backward of the other ranks, with nothing to compute or to send."""
         self._enter(0)
         self._launch_flags(self.program.used.words(()), 0)("", None)
 
     def _enter(self, call: int) -> Gate | None:
-        """Tells the others that this rank is in its backward; None: there are none, or they are not waited for.
+        """Announces that this rank is in its backward; None: there are no other ranks, or they are not waited for.
 
         Args:
             call: as of `Gate`.
         """
-        if not self._tells_of_failures():
+        if not self._shares_failures():
             return None
         program = self.program
         if program.flow is not None:
@@ -230,7 +230,7 @@ class Step:
         return gate
 
     def _open(self, values: Values) -> Opened:
-        """Begins a backward: tells the others of it, and opens its window.
+        """Begins a backward: announces it to the other ranks, and opens its window.
 
         Raises:
             PeerFailure: a rank is not in this backward, where that is known at once; on every rank that is.
@@ -250,7 +250,7 @@ class Step:
         """Runs what has been opened, to its end.
 
         Args:
-            used: what this rank tells of the parameters that its backward reaches.
+            used: the parameters that its backward reaches, as `UsedParameters.words` encodes them.
 
         Returns:
             The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
@@ -265,16 +265,16 @@ class Step:
         try:
             self._begin_backward(opened.variant, twice)
             written, names = self._written()
-            if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
+            if gate is None:  # on the host, the flags of ranks are read at the end, those of failures too
                 finish = self._launch_flags(used, written)
 
-            def tell() -> None:
+            def announce_end() -> None:
                 nonlocal finish
                 if gate is not None:
                     self._check_gate(gate)
                 finish = finish or self._launch_flags(used, written)
 
-            outputs = self._call_backward(backward, values, tangents, tell)
+            outputs = self._call_backward(backward, values, tangents, announce_end)
         except Dropped:
             pass
         except Exception as failure:
@@ -303,7 +303,7 @@ class Step:
         if program.flow is not None:
             assert program.ids_program is not None
             program.flow.begin_backward(program.ids_program, variant)
-        if twice:  # told to the others as any failure is
+        if twice:  # the others learn of it as of any failure
             raise RuntimeError(TWICE)
 
     def _mark_end(self) -> None:
@@ -317,7 +317,7 @@ class Step:
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which this rank stands still until all are here; the host of a device does not."""
         flow = self.program.flow
-        if flow is None or not self._tells_of_failures():
+        if flow is None or not self._shares_failures():
             return contextlib.nullcontext()
         return flow.recorder.waiting(ANNOUNCEMENT)
 
@@ -332,9 +332,17 @@ class Step:
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(
-        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
+        self,
+        backward: LoweredPhase,
+        values: Values,
+        tangents: Sequence[Tensor | None],
+        announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """The backward's outputs; `tell` tells the others of its end, and may do so once it cannot fail any more."""
+        """Returns the backward's outputs.
+
+        Args:
+            announce_end: announces the end to the other ranks. It may be called once the backward cannot fail any more.
+        """
         program = self.program
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
@@ -355,7 +363,7 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: Gate, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Launches what the others wait for, and tells them at the end of their backward."""
+        """Launches what the others wait for, and shares the failure at the end of their backward."""
         flow = self.program.flow
         self._check_gate(gate)
         backward.missing.submit(needed)
@@ -368,7 +376,7 @@ class Step:
         failure.add_note(TOLD)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
-        """Tells the ranks of this backward; the result tells of theirs."""
+        """Begins the exchange of the flags of this backward; the result ends it."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         flow = self.program.flow
         on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None

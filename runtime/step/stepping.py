@@ -84,12 +84,12 @@ class Stepping:
 
     Args:
         state: the model's, with its sharded tables.
-        make_whole: told of tables that an optimizer needs whole, and why; makes them so. Collective.
+        make_whole: (tables, reason) -> None: makes tables whole that an optimizer needs whole. Collective.
 
     Attributes:
         holders: the optimizers that are known.
         replicas: data-parallel tables updated by rows: their gradients are turned into rows at the step.
-        recorder: told of the time of each step.
+        recorder: records the time of each step.
         of_any_layout: whether gradients are as autograd makes them, some of rows alone.
     """
 
@@ -107,7 +107,7 @@ class Stepping:
         self._steps: dict[int, _Step] = {}  # by the id of an optimizer
 
     def follow(self, flow: Flow | None, recorder: Recorder) -> None:
-        """Takes over what runs from one step into the next, where there is such, and who is told of times."""
+        """Follows another flow, where there is one, and records times by its recorder."""
         self._flow, self.recorder = flow, recorder
 
     def listen(self) -> None:
@@ -295,12 +295,12 @@ class Stepping:
         self.recorder.mark(OPTIMIZER)
 
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
-        """Steps tables by what has been taken away from torch's own step, and tells their exchanges."""
+        """Steps tables by the gradients that were hidden from torch's own step, and notes it at their exchanges."""
         moved_all = {id(table) for table in step.own + step.dense}
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for table, rows in self._state.at_once.of(step.rows):
+            for table, rows in self._state.optimizer_stacks.of(step.rows):
                 if table.update_rows(*rows).moves_all:
                     moved_all.update(map(id, table.members))
         for table in step.dense:

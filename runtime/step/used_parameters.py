@@ -1,6 +1,6 @@
 """Counts over ranks the parameters that a backward gives a gradient, in a few numbers that are summed.
 
-DDP tells its ranks the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
+DDP finds the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
 as it was.
 """
 
@@ -29,7 +29,7 @@ class UsedParameters:
         names: every parameter of the model, in the model's order.
         behind: parameter -> the results that its gradient comes from; of those that get none, nothing.
         delivered: the parameters whose gradients the program delivers.
-        local: parameters that each rank has for itself, of which it tells nothing.
+        local: parameters that each rank has for itself, which it leaves out.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class UsedParameters:
         """Returns the parameters that no rank's backward reaches, of those whose gradients are delivered.
 
         Args:
-            counts: the sums over ranks of what they told.
+            counts: the sums over ranks of their words.
         """
         found = self._absent.get(counts)
         return _remember(self._absent, counts, self._without(counts)) if found is None else found

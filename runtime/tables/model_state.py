@@ -14,11 +14,11 @@ from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import StacksAtOnce
+from embrace_fx.runtime.tables.stacks import OptimizerStacks
 
 
 class Hints(Protocol):
-    """Is told, at each call for training under `lookahead`, of the rows that a batch to come reads."""
+    """Takes, at each call for training under `lookahead`, the rows that a batch to come reads."""
 
     def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None: ...
 
@@ -54,8 +54,8 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.hints: Hints | None = None
         """Takes what rows batches to come read, where tables lie beyond memory."""
-        self.at_once = StacksAtOnce(joins=False)
-        """Stacks of tables whose rows travel by themselves."""
+        self.optimizer_stacks = OptimizerStacks(joins=False)
+        """Tables whose rows travel by themselves, and which their optimizer steps together."""
         self.reads = ParameterReads()
         """How often the training loop reads all parameters."""
         self.pending = PendingUpdates()

@@ -105,8 +105,8 @@ class RowTable:
     needs_host = False
     """Whether its host has to know which rows of a device are looked up."""
 
-    def tell(self, ids: Tensor, rows: Tensor) -> None:
-        """Tells it among which rows of the host (K,) ids of the device are, where it `needs_host`."""
+    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Notes among which rows of the host (K,) ids of the device are, where it `needs_host`."""
 
     def note(self, ids: Tensor, among: Tensor) -> None:
         """Notes that ids are among others, likewise."""
@@ -137,7 +137,7 @@ class RowTable:
 
     @property
     def failure(self) -> str:
-        """What has gone wrong with its rows on this rank, for good; all ranks are told at the head of the next step."""
+        """What has gone wrong with its rows on this rank, for good; the next announcement tells all ranks."""
         return ""
 
     no_dense = ""

@@ -214,7 +214,7 @@ class StackedTable:
         return step.rows, step.options
 
 
-class StacksAtOnce:
+class OptimizerStacks:
     """Tables whose gradients are there when their optimizer steps: in stacks, as far as they step together.
 
     Args:

@@ -165,7 +165,7 @@ class TieredTable(InSlots, RowTable):
         """Tells among which rows of the host (K,) the ids of the next lookup are; None: that is not known."""
         self._expected = rows
 
-    def tell(self, ids: Tensor, rows: Tensor) -> None:
+    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
         self._on_host[ids] = rows
         self.read_ahead(rows, self.memory.step + 1)
 
