@@ -2,8 +2,8 @@
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
-    The invariants run in the order of `_OF_A_MODULE`, `_AGAINST_THE_CAPTURED`, `_OF_THE_GRAPH`: each may rely on those
-    before it. The first broken one is raised, by the name of its function.
+    The invariants run in the order of `_OF_A_MODULE`, `_AGAINST_THE_CAPTURED`, `_OF_THE_GRAPH`, then those of
+    windows: each may rely on those before it. The first broken one is raised, by the name of its function.
 
 A graph that has been partitioned has several modules: the joint one, kept for reading, and the phases, which run. Each
 must be legal by itself; what the whole graph yields is counted over the modules that run.
@@ -48,6 +48,7 @@ from embrace_fx.vocabulary.graph import (
     source_of,
 )
 from embrace_fx.vocabulary.ops import LAUNCHES, op_name
+from embrace_fx.vocabulary.submissions import overlaps_steps
 
 _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {
@@ -96,7 +97,8 @@ def verify(
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
     for against_the_captured in _AGAINST_THE_CAPTURED:
         _raise_first(against_the_captured(graph, captured or graph), against_the_captured.__name__, f"pass {after}")
-    for of_the_graph in _OF_THE_GRAPH:
+    of_windows = WINDOW_INVARIANTS if graph.varied is not None or overlaps_steps(graph) else ()
+    for of_the_graph in (*_OF_THE_GRAPH, *of_windows):
         _raise_first(of_the_graph(graph), of_the_graph.__name__, f"pass {after}")
 
 
@@ -254,7 +256,6 @@ _AGAINST_THE_CAPTURED: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[V
 
 _OF_THE_GRAPH: tuple[Callable[[TrainingGraph], Iterator[Violation]], ...] = (
     collectives_in_one_order,
-    *WINDOW_INVARIANTS,
     computed_again_alike,
     drawn_again_alike,
     copies_in_pairs,

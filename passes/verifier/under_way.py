@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, Varied
-from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
+from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 Launches = frozenset[OperationId]
 
@@ -49,11 +49,9 @@ def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
     if varied is not None:
         where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)
         before, after = ends(varied)
-    elif overlaps_steps(graph):
+    else:
         where, nodes = "window", window(graph)
         before = after = frozenset(filter(crosses, submitted(graph.phases["backward"], graph.phases["forward"])))
-    else:
-        return
     under_way = set(before)
     for node in nodes:
         launch = launch_of(node)

@@ -1,8 +1,8 @@
 """Invariants of communication that overlaps the next step, over two windows: a backward and the forward after it.
 
 Contract
-    Each is a function of a graph's phases, which are the same under any schedule. What holds from one window to the
-    next holds for all.
+    Each is a function of the phases of a graph whose communication overlaps steps; they are the same under any
+    schedule. What holds from one window to the next holds for all; a variant's phase runs only once in between.
 
 `blocked` checks what only a schedule decides: that no await waits for ever behind the launch order.
 """
@@ -19,13 +19,7 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import PendingGradients, PendingRows, TrainingGraph, outputs_of, parameters_of
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, id_of, launch_of, op_name
-from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
-
-
-def _is_steady(graph: TrainingGraph) -> bool:
-    """Tells whether windows of an overlapped graph repeat; a graph with a variant's phase runs only once in between."""
-    return graph.varied is None and overlaps_steps(graph)
-
+from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 # ---- launches ----
 
@@ -35,8 +29,6 @@ def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
 
     A stack's exchange counts for each of its tables. Early and delayed parts, and further chunks, are not counted.
     """
-    if not overlaps_steps(graph):
-        return
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
     after: Counter[str] = Counter()
     for module in graph.phases.values():
@@ -66,7 +58,7 @@ _HANDED_OVER = {
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
     """Every submission and every await has the id of its launch, and prints it."""
-    for node in window(graph) if overlaps_steps(graph) else ():
+    for node in window(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
             yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
@@ -77,7 +69,7 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
 
 def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
     """Rows are looked up in the result of every update that stands before the lookup, and of no earlier shard."""
-    for phase in ("backward", "forward") if overlaps_steps(graph) else ():
+    for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
             if op_name(node) == "embrace::update_rows":
@@ -97,9 +89,9 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
     """A forward joins all parts of a table's rows that were sent."""
-    sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if _is_steady(graph) else []
-    for node in graph.phases["forward"].graph.nodes if _is_steady(graph) else ():
-        if op_name(node) != "embrace::join_rows":
+    sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
+    for node in graph.phases["forward"].graph.nodes:
+        if op_name(node) != "embrace::join_rows" or graph.varied is not None:
             continue
         table = node.args[3]
         parts = {launch for value in node.all_input_nodes if (launch := awaited(value)) is not None}
@@ -112,7 +104,7 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
     """A table's gradient travels whole, or as prior and all pieces of delayed gradients: each row once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
-    for launch in _submitted(graph) if _is_steady(graph) else ():
+    for launch in _submitted(graph) if graph.varied is None else ():
         if launch.kind in ("gradients", "delayed"):
             by_table[launch.what].append(launch)
     for table, launches in by_table.items():
@@ -135,7 +127,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
     """The chunks of a bucket cover each of its elements once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in window(graph) if overlaps_steps(graph) else ():
+    for node in window(graph):
         if op_name(node) == "embrace::submit_chunk":
             chunks[id_of(node).what].append(node)
     for bucket, nodes in chunks.items():
@@ -153,8 +145,6 @@ def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
 
 def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
     """No node reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
-    if not overlaps_steps(graph):
-        return
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
         above = frozenset[OperationId]().union(*(flying.get(value, frozenset()) for value in node.all_input_nodes))
@@ -176,8 +166,6 @@ def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
 
 def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
     """A parameter that the next forward updates is read there after its update, which follows all chunks' awaits."""
-    if not overlaps_steps(graph):
-        return
     forward = graph.phases["forward"]
     parameters = parameters_of(forward)
     sent = _submitted(graph)
