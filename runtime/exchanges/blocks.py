@@ -28,14 +28,9 @@ def block_bitmap(blocks: Tensor) -> Tensor:
     return (blocks.amax(dim=1) != 0) | (blocks.amin(dim=1) != 0)
 
 
-def row_width(dense: Tensor) -> int:
-    """Counts the elements per index of the first dimension."""
-    return max(1, dense.shape[1:].numel())
-
-
 def cut_rows(dense: Tensor, _cluster: Cluster) -> RowSet:
     """Returns the non-zero rows of a gradient (rows, width)."""
-    return cut_blocks(dense, row_width(dense))
+    return cut_blocks(dense, max(1, dense.shape[1]))
 
 
 def cut_blocks(dense: Tensor, block_size: int) -> RowSet:

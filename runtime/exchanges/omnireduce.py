@@ -28,7 +28,7 @@ from torch import Tensor
 from embrace_fx.cost.blocks import STREAMS, cheapest_block, place_bytes, places_of_lane, record_bytes, streaming_of
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
-from embrace_fx.runtime.exchanges.blocks import cut_blocks, row_width
+from embrace_fx.runtime.exchanges.blocks import cut_blocks
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
@@ -37,7 +37,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 def units(dense: Tensor, cluster: Cluster) -> RowSet:
     """Returns the non-zero blocks of a gradient (rows, width), of the cheapest length on these links."""
-    return cut_blocks(dense, cheapest_block(row_width(dense), dense.itemsize, cluster))
+    return cut_blocks(dense, cheapest_block(max(1, dense.shape[1]), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
