@@ -1,4 +1,4 @@
-"""Wraps a model so that its results are trees of tensors, as tracing needs them."""
+"""Wraps Dynamo's graph of a forward so that its results are trees of tensors, as tracing needs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATES = "__states"
 
 
 class OpenResults(nn.Module):
-    """A module with the wrapped one's names, whose results are trees of tensors, each with its own memory.
+    """A module with the names of Dynamo's graph, whose results are trees of tensors, each with its own memory.
 
     Args:
         states: positions, among the inputs of Dynamo's graph, of the values that come as `STATES`; an item is None
@@ -24,13 +24,13 @@ class OpenResults(nn.Module):
             forward has no effects to be replayed.
     """
 
-    def __init__(self, module: nn.Module, states: tuple[int | None, ...] | None = None) -> None:
+    def __init__(self, graph: Any, states: tuple[int | None, ...] | None = None) -> None:
         super().__init__()
-        self._call = [module]  # in a list: as a submodule it would give each parameter a second name
+        self._graph = [graph]  # in a list: as a submodule it would give each parameter a second name
         self._states = states
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._modules = module._modules
+        self._parameters = graph._parameters
+        self._buffers = graph._buffers
+        self._modules = graph._modules
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -41,33 +41,14 @@ class OpenResults(nn.Module):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop(STATES, ())
-        if self._states is None:
-            results = _run_by_node(self._call[0], args, kwargs)
-        else:
-            results = _run_graph(self._call[0], args, kwargs, dict(zip(self._states, given, strict=True)))
-        every = self._states is not None
-        inputs = (*self.parameters(), *pytree.tree_leaves((args, kwargs)), *given)
-        return open_objects(results, inputs, every=every)
-
-
-def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs the module; a graph node by node, because only then ATen nodes inherit the user's lines."""
-    if not isinstance(module, fx.GraphModule):
-        return module(*args, **kwargs)
-    inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    with fx.traceback.preserve_node_meta():
-        return fx.Interpreter(module).run(*inputs.values())
-
-
-def _run_graph(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int | None, Any]
-) -> tuple[Any, ...]:
-    """Runs a graph of Dynamo's, with some inputs replaced by `states` (position -> value); returns its own results."""
-    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    inputs = list(module._dynamo_bytecode_flatten(*arguments.values()))
-    for position, state in states.items():
-        if position is not None:
-            inputs[position] = state
-    with fx.traceback.preserve_node_meta():
-        return tuple(fx.Interpreter(module).run(*inputs, enable_io_processing=False))
+        """Runs the graph node by node, because only then ATen nodes inherit the user's lines."""
+        given, graph, effects = kwargs.pop(STATES, ()), self._graph[0], self._states is not None
+        arguments = inspect.signature(graph.forward).bind(*args, **kwargs).arguments.values()
+        inputs = [*graph._dynamo_bytecode_flatten(*arguments)] if effects else [*arguments]
+        for position, state in zip(self._states or (), given, strict=True):
+            if position is not None:
+                inputs[position] = state
+        with fx.traceback.preserve_node_meta():
+            results = fx.Interpreter(graph).run(*inputs, enable_io_processing=not effects)
+        of_forward = (*self.parameters(), *pytree.tree_leaves((args, kwargs)), *given)
+        return open_objects(tuple(results) if effects else results, of_forward, every=effects)

@@ -24,6 +24,7 @@ from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
 from embrace_fx.planning.summary import summary
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
@@ -80,6 +81,12 @@ class PlanInUse:
         """The communication between steps; None before the first training program, and on one rank."""
         return None if self.builder is None else self.builder.flow
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder of the steps; None before the first training program, and if nothing is scheduled."""
+        scheduling = None if self.builder is None else self.builder.scheduling
+        return None if scheduling is None else scheduling.recorder
+
     def _in_use(self) -> Plan:
         assert self.plan is not None
         return self.plan
@@ -109,7 +116,7 @@ class PlanInUse:
 
     def start_recording(self) -> None:
         """Starts the recording that was asked for, once there is a recorder."""
-        recorder = None if self.builder is None else self.builder.recorder
+        recorder = self.recorder
         if self.records and recorder is not None and recorder.recording is None:
             recorder.start()
 

@@ -21,7 +21,6 @@ from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
@@ -121,11 +120,6 @@ class ProgramBuilder:
     def schedule(self) -> Schedule | None:
         """The predicted schedule; None before the first training program, and if nothing is scheduled."""
         return None if self.scheduling is None else self.scheduling.schedule
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder of the steps; None before the first training program, and if nothing is scheduled."""
-        return None if self.scheduling is None else self.scheduling.recorder
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
         """Shows the user the graphs of a training program, and the phases of its other step variants."""
@@ -315,7 +309,7 @@ class ProgramBuilder:
             head,
             flow,
             share_buffers=share,
-            recorder=self.recorder if self.flow is None and train else None,
+            recorder=self.scheduling.recorder if self.scheduling is not None and self.flow is None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None and of_steps.vary else None,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from embrace_fx.planning.background import background_of
 from embrace_fx.planning.summary import advice
 from embrace_fx.planning.timeline import gather_timeline
-from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.session.comm_hooks import told_of
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse
@@ -120,7 +119,7 @@ class Views:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        if self._recorder is None and self.graphs_of_training:
+        if self._planned.recorder is None and self.graphs_of_training:
             raise RuntimeError(_NOT_SCHEDULED)
         self._planned.records = True
         self._planned.start_recording()
@@ -129,18 +128,14 @@ class Views:
             yield
         finally:
             self._planned.records = False
-            if self._recorder is not None and self._recorder.recording is not None:
-                recording = self._recorder.stop()
+            if (recorder := self._planned.recorder) is not None and recorder.recording is not None:
+                recording = recorder.stop()
         if recording is None:
             raise RuntimeError(
                 "expected training steps to be recorded, under `with model.record():`, found none. Train a few steps "
                 "inside of it."
             )
         self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        return None if self._planned.builder is None else self._planned.builder.recorder
 
     @property
     def graphs_of_training(self) -> Graphs:

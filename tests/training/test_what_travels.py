@@ -121,12 +121,11 @@ def _train(training: Training) -> Seen:
     training.step(training.batches(1))
     flow = compiled._session.planned.flow
     if flow is None:  # one process: nothing is submitted, and nothing leaves
-        builder = compiled._session.planned.builder
-        assert builder is not None
-        assert builder.recorder is not None
-        recording = builder.recorder.start()
+        recorder = compiled._session.planned.recorder
+        assert recorder is not None
+        recording = recorder.start()
         _epochs(training)
-        builder.recorder.stop()
+        recorder.stop()
         launching = [n for module in compiled.graphs.values() for n in module.graph.nodes if op_name(n) in SUBMISSIONS]
         assert recording.transfers == launching == []
         return Seen([], (), {})
