@@ -174,6 +174,8 @@ class Cluster:
         inside: the link between two ranks of one machine; None where each rank has its own machine.
         handling: the speed at which a rank's processor gathers, adds up and writes.
         compute: the speed at which a rank computes its model, for schedules before measurement.
+        pace: how many of `compute`'s milliseconds a rank computes in one, while all ranks do.
+        busy: the share of a transfer's time that it takes from the compute beside it, as both share processors.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -183,8 +185,14 @@ class Cluster:
     inside: Link | None = None
     handling: Handling = Handling()
     compute: Compute = CORE
+    pace: float = 1.0
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (self.pace > 0 and 0 <= self.busy <= 1):
+            raise ValueError(
+                f"expected a positive pace, and busy from 0 to 1, in Cluster, found {self.pace} and {self.busy}."
+            )
         names = [name for name, _ in self.links]
         if not set(names) <= set(COLLECTIVES) or len(set(names)) != len(names):
             raise ValueError(

@@ -11,6 +11,7 @@ from embrace_fx.cost.links import Compute
 
 PRODUCT, MOVED = 512, 4 * 2**20
 """The reference work: the rows of square matrices that are multiplied, and the float32 elements that are copied."""
+ELEMENT_BYTES = 4
 LONG_MS, TIMES = 10.0, 5
 """Least time of a measurement, and number of measurements, of which the shortest counts: an idle core is slow for tens
 of ms."""
@@ -24,16 +25,13 @@ def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -
     Args:
         settle: waits until the device has done all of its work.
     """
-    matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
-    source = torch.ones_like(target)
-    element = target.element_size()
+    run = reference(device)
 
     def taken_ms(count: int) -> float:
         settle()
         began = time.perf_counter()
         for _ in range(count):
-            torch.mm(matrix, matrix)
-            torch.add(source, 1.0, out=target)
+            run()
         settle()
         return (time.perf_counter() - began) * 1e3
 
@@ -41,6 +39,22 @@ def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -
     count = 1
     while taken_ms(count) < LONG_MS:
         count *= 2
-    product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * element)
-    expected_ms = product_ms + estimated.time_ms(0, 2 * MOVED * element)
-    return count * expected_ms / min(taken_ms(count) for _ in range(TIMES))
+    return count * expected_ms(estimated) / min(taken_ms(count) for _ in range(TIMES))
+
+
+def reference(device: torch.device) -> Callable[[], None]:
+    """Makes a run of the reference work."""
+    matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
+    source = torch.ones_like(target)
+
+    def run() -> None:
+        torch.mm(matrix, matrix)
+        torch.add(source, 1.0, out=target)
+
+    return run
+
+
+def expected_ms(estimated: Compute) -> float:
+    """Estimates the milliseconds of the reference work."""
+    product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * ELEMENT_BYTES)
+    return product_ms + estimated.time_ms(0, 2 * MOVED * ELEMENT_BYTES)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import ceil
 from statistics import median
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from embrace_fx.cost.links import (
     COLLECTIVES,
+    CORE,
     LARGE_BLOCK_BYTES,
     MIN_CHUNK_BYTES,
     Cluster,
@@ -45,6 +46,8 @@ from embrace_fx.runtime.probe.handling import (
     handling_of,
     scanning,
 )
+from embrace_fx.runtime.probe.pace import expected_ms, reference
+from embrace_fx.runtime.probe.processors import Load, taken_share
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -98,8 +101,11 @@ class Sample:
     time_ms: float
 
 
-def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
+def probe(communicator: Communicator, device: torch.device = CPU, computes_on: torch.device | None = None) -> Cluster:
     """Measures the links of each way to send, and the processors' handling, on this device.
+
+    Args:
+        computes_on: the model's device, where tensors are sent from another one.
 
     Returns: a cluster whose `links` are measured with launches in a row, and whose own figures with one AllReduce at
         a time. A single rank, which has no network, gets the default.
@@ -114,14 +120,32 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
     bandwidth = links[0].bandwidth_bytes_per_ms
     links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
     handling = probe_handling(communicator, device)
+    computes_on = computes_on or device
+    pace = expected_ms(CORE) / together_ms(communicator, reference(computes_on), computes_on)
     figures = torch.tensor(
-        [*(value for link in links for value in astuple(link)), *astuple(handling)], dtype=torch.float64, device=device
+        [pace, *(value for link in links for value in astuple(link)), *astuple(handling)],
+        dtype=torch.float64,
+        device=device,
     )
     communicator.broadcast([figures])
-    values = iter(figures.tolist())
+    pace, *rest = figures.tolist()
+    values = iter(rest)
     *in_a_row, own = (Link(next(values), next(values), next(values)) for _ in links)
     by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
-    return Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values))
+    found = Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values), pace=pace)
+    return replace(found, busy=_busy(communicator, found)) if computes_on.type == "cpu" else found
+
+
+def _busy(communicator: Communicator, links: Cluster) -> float:
+    """Measures `Cluster.busy` by large AllReduces with nothing beside them. Collective."""
+    own_bytes = telling_bytes(links, communicator.world_size)
+    launch = _launch(communicator, "all_reduce", own_bytes, CPU)
+    runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
+    _meet(communicator, CPU)
+    began_s = time.process_time()
+    wall_ms = runs * _time_ms(communicator, launch, runs, IN_FLIGHT, CPU)
+    own = Load.of((time.process_time() - began_s) * 1e3, wall_ms)
+    return taken_share(communicator.gather(own, Load))
 
 
 def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
@@ -161,7 +185,7 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
 
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
-"""Group -> type of device -> the links found."""
+"""Group -> type of the device that computes -> the links found."""
 
 
 def probed_links(
@@ -180,13 +204,13 @@ def probed_links(
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return None
-    found = _PROBED.setdefault(group, {})
+    found, computes_on = _PROBED.setdefault(group, {}), device
     device = device if communicator.uses_nccl(device) else CPU
-    if device.type not in found:
+    if computes_on.type not in found:
         recalled = earlier()
         holds = recalled is not None and still_holds(communicator, recalled, device)
-        found[device.type] = recalled if recalled is not None and holds else probe(communicator, device)
-    return found[device.type]
+        found[computes_on.type] = recalled if recalled and holds else probe(communicator, device, computes_on)
+    return found[computes_on.type]
 
 
 def still_holds(communicator: Communicator, links: Cluster, device: torch.device = CPU) -> bool:

@@ -189,6 +189,8 @@ def test_two_ranks_get_one_answer() -> None:
     rates = cluster.handling
     assert min(rates.scan_bytes_per_ms, rates.pass_bytes_per_ms, rates.claim_bytes_per_ms) > 1e4  # 10 MB/s, or more
     assert 0 <= rates.unit_ms < 0.1
+    assert 1e-3 < cluster.pace < 1e3
+    assert 0 <= cluster.busy <= 1
 
 
 def test_a_single_rank_has_no_network() -> None:

@@ -1,0 +1,35 @@
+"""What transfers take of processors that compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from embrace_fx.runtime.probe.processors import Load, taken_share
+
+ONE = Load("a", (0, 1), threads=1, took_ms=50.0, wall_ms=100.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ([ONE, ONE], 0.5),  # two ranks on two cores, each with half a core of transfers
+        ([ONE], 0.0),  # a core that nobody computes on takes them
+        ([replace(ONE, threads=2)], 0.25),  # one rank computes on both cores
+        ([ONE] * 8, 1.0),  # no more than all of the time
+        ([replace(ONE, took_ms=150.0)], 0.25),  # half a core more than the idle one
+        ([replace(ONE, cores=(0,)), replace(ONE, cores=(1,))], 0.5),  # each rank kept to its own core
+        ([replace(ONE, host="b"), ONE, ONE], 0.5),  # the busiest host counts
+    ],
+)
+def test_the_share_of_a_transfer_that_compute_loses(ranks: list[Load], share: float) -> None:
+    assert taken_share(ranks) == pytest.approx(share)
+
+
+def test_a_rank_knows_its_cores() -> None:
+    own = Load.of(1.0, 2.0)
+
+    assert own.cores
+    assert own.threads >= 1
+    assert (own.took_ms, own.wall_ms) == (1.0, 2.0)
