@@ -18,7 +18,7 @@ from embrace_fx.setup.options import Optimizers, Options, as_tuple
 from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import ScheduleName
+from embrace_fx.vocabulary.schedule import ScheduleOption
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ def compile(
     optimizer: Optimizers = None,
     process_group: dist.ProcessGroup | None = None,
     strategy: Strategy = "auto",
-    schedule: ScheduleName = "2d",
+    schedule: ScheduleOption = "auto",
     row_updates: RowUpdatesOption = "exact",
     backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
@@ -59,7 +59,7 @@ def compile(
         optimizer: one, or several; None: whichever steps the model is adopted at its first step.
         process_group: the ranks that train together; None: the default group, or a single process.
         strategy: "auto", one strategy or grid for every table, or {parameter name pattern: strategy or grid}.
-        schedule: communication that may run into the next step: "none", "horizontal", "vertical", "2d".
+        schedule: what may run into the next step: "none", "horizontal", "vertical", "2d"; "auto": the fastest.
         row_updates: of rows without gradient: "exact" (as the optimizer does), "sweep", "replay" or "lazy".
         backend: "eager": ATen calls; "inductor": fused kernels between communications.
         dynamic: as of `torch.compile`: sizes that differ between batches.

@@ -43,7 +43,7 @@ from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.random_state import random_state_kept
-from embrace_fx.vocabulary.schedule import ScheduleName
+from embrace_fx.vocabulary.schedule import ScheduleOption
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class Forecast(Plan):
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
         found = cuts(self._setting, self)
-        passes = overlap_passes(self, self._setting.options.schedule, 0, found)
+        passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         schedule = Scheduling(self._setting, self, compiled.graph, found, ahead=LOADER_AHEAD).schedule
         return drawn(schedule, background=lambda: background_of(self, schedule))
@@ -125,7 +125,7 @@ def plan(  # noqa: PLR0913
     cluster: Cluster = Cluster(),
     optimizer: Optimizers = None,
     strategy: Strategy = "auto",
-    schedule: ScheduleName = "2d",
+    schedule: ScheduleOption = "auto",
     row_updates: RowUpdatesOption = "exact",
     rows: Format = "exact",
     buckets: Format = "exact",
@@ -181,7 +181,7 @@ def plan(  # noqa: PLR0913
         facts_of(model, stepping.holders, row_updates, used, {}),
         {n: each.rows for n, each in known.items()},
     )
-    findings = Findings(graph, facts, own_rows, ranks, strategy, schedule, lies, at_home, rows, buckets)
+    findings = Findings(graph, facts, own_rows, ranks, strategy, options.weighed_schedule, lies, at_home, rows, buckets)
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)

@@ -41,7 +41,7 @@ def main() -> None:
 @click.option("--bandwidth", help="in place of a cluster file: of the links, as in 25Gb/s or 3GB/s")
 @click.option("--device", help="in place of a cluster file: what computes, as embrace_fx.cost knows it: h100")
 @click.option(
-    "--schedule", default="2d", show_default=True, type=click.Choice(["2d", "horizontal", "vertical", "none"])
+    "--schedule", default="auto", show_default=True, type=click.Choice(["auto", "2d", "horizontal", "vertical", "none"])
 )
 @click.option(
     "--row-updates", default="exact", show_default=True, type=click.Choice(["exact", "sweep", "replay", "lazy"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.planning.findings import facts_of
@@ -10,10 +11,11 @@ from embrace_fx.planning.reads import used_parameters
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import AUTO
 
 
 def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
-    """Returns the plan if it fits model, optimizers and ranks. Collective.
+    """Returns the plan, with the schedule asked for, if it fits model, optimizers and ranks. Collective.
 
     Raises:
         ValueError: it does not fit on some rank; on every rank, with the first disagreement.
@@ -26,7 +28,8 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
             f"expected a plan of this model, optimizer and number of ranks, in the first call, found {found}. Save a "
             "plan of this very run, or leave out plan=."
         )
-    return plan
+    asked = setting.options.schedule
+    return plan if asked in (AUTO, plan.schedule_name) else replace(plan, schedule_name=asked, chosen_because="")
 
 
 def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str]:

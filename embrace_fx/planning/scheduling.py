@@ -144,7 +144,7 @@ class Scheduling:
         communicator.in_turn = queue.in_turn
         pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # drops the residuals of other buckets
-        state.optimizer_stacks = OptimizerStacks(joins=self._setting.options.schedule == "none")
+        state.optimizer_stacks = OptimizerStacks(joins=plan.schedule_name == "none")
         stacks = {stack.name: stacked([state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
@@ -237,7 +237,7 @@ class Scheduling:
     def _search(self, profiled: Profile | None) -> _Ordered:
         steps = self._step_graph(profiled)
         alone = self._gradients_alone and self._plan.world_size > 1
-        name = "none" if alone else self._setting.options.schedule
+        name = "none" if alone else self._plan.schedule_name
         if profiled is None or not self._may_reorder():
             return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
         measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
@@ -285,7 +285,7 @@ def cuts(setting: Setting, plan: Plan) -> Cuts:
     if plan.world_size == 1:
         return Cuts((), ())
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
-    exchanged = _exchanged(plan).items() if setting.options.schedule in LOOKS_AHEAD else ()
+    exchanged = _exchanged(plan).items() if plan.schedule_name in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
 
 
@@ -297,7 +297,7 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
     """
     parameters = [setting.state.parameter(name) for name in bucket]
     elements = sum(parameter.numel() for parameter in parameters)
-    if setting.options.schedule == "none" or bucket[0] in plan.exchanged:
+    if plan.schedule_name == "none" or bucket[0] in plan.exchanged:
         return [elements]
     wanted = cost.chunk_bytes(cluster, setting.communicator.world_size) / parameters[0].element_size()
     count = max(1, round(elements / wanted))

@@ -25,6 +25,7 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
+from embrace_fx.vocabulary.schedule import AUTO, FULL
 
 MANY_PARAMETERS = 40
 """Least number of trained parameters: capturing this many takes more than a second."""
@@ -44,7 +45,7 @@ def run_as_written(setting: Setting) -> str:
     """Returns the reason why a model's first steps are not captured, in one line; "": they are."""
     options, model, state = setting.options, setting.model, setting.state
     asks = options.route, options.memory_budget, options.given_plan, setting.communicator.comm_hook
-    usual = options.strategy == "auto" and options.schedule == "2d" and options.row_updates == "exact"
+    usual = options.strategy == "auto" and options.schedule in (AUTO, FULL) and options.row_updates == "exact"
     if setting.communicator.world_size == 1 or any(each is not None for each in asks) or not usual:
         return ""
     exact = options.rows == options.buckets == "exact" and options.table_memory is None

@@ -165,8 +165,8 @@ class PlanInUse:
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a new plan in use, without programs."""
         self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
-        self.plan, self._findings = plan, findings
-        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
+        self.plan, self._findings = plan, findings and replace(findings, schedule=plan.schedule_name)
+        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, self._findings)
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
@@ -189,7 +189,7 @@ class PlanInUse:
             return
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
         with stage("planning again", setting.communicator.rank):
-            findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
+            findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used, old.schedule_name)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
         drift = self._drift

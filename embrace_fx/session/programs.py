@@ -201,7 +201,7 @@ class ProgramBuilder:
         if variant.captured.route == EAGER:
             whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
             return run_passes(analysed, (ChunkBuckets(whole),), compiled)
-        passes = overlap_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
+        passes = overlap_passes(self._plan, self._plan.schedule_name, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
     @cached_property
@@ -221,7 +221,7 @@ class ProgramBuilder:
         Args:
             gradients_alone: as in `Scheduling`.
         """
-        name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
+        name, devices = self._plan.schedule_name, {p.device for p in self._setting.model.parameters()}
         several = self._communicator.world_size > 1
         if self.scheduling is not None or (several and self._communicator.comm_hook is not None):
             return

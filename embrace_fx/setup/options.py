@@ -15,7 +15,7 @@ from embrace_fx.cost.wire import FORMATS, Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import SCHEDULES
+from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,9 +32,10 @@ class Options:
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
             table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
             exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
-        schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
-            gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
-            next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
+        schedule: how much of a step's communication may run into the next step. "auto": "2d", or what is predicted to
+            be clearly faster on known links. "none": nothing. "horizontal": dense gradients are reduced and applied
+            until the next forward needs the parameters. "vertical": rows that the next batch does not read are
+            exchanged and applied later; needs `lookahead`. "2d": both.
         row_updates: "exact": the optimizer's own semantics; where it moves rows without gradient too, all move at each
             step ("sweep" asks for it), or each takes the steps it has skipped when it is read next ("replay"),
             whichever is predicted to take less time. "lazy": rows without gradient stand still.
@@ -93,6 +94,11 @@ class Options:
     tables_in: str | Path | None = None
 
     @property
+    def weighed_schedule(self) -> str:
+        """The schedule that plans are made for, "auto" where it is chosen; "2d" hides reads of rows beyond memory."""
+        return FULL if self.schedule == AUTO and self.table_memory is not None else self.schedule
+
+    @property
     def shares_buffers(self) -> bool:
         """Whether forwards read rank 0's buffers."""
         return self.broadcast_buffers and self.forward_sync_buffers
@@ -119,7 +125,7 @@ class Options:
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a wrong value; `where`: the call that the error names."""
         allowed = {
-            "schedule": SCHEDULES,
+            "schedule": (AUTO, *SCHEDULES),
             "row_updates": ("exact", "sweep", "replay", "lazy"),
             "backend": ("eager", "inductor"),
             "route": (None, "graph", "eager"),

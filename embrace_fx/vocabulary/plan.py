@@ -13,6 +13,7 @@ from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
 from embrace_fx.vocabulary.json_files import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
+from embrace_fx.vocabulary.schedule import FULL
 from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
@@ -191,6 +192,8 @@ class Plan:
         watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
         history: why earlier plans were replaced, one line each.
         stacks: tables of `sharded` whose rows travel together wherever communication overlaps the next step.
+        schedule_name: the schedule that steps follow, one of `SCHEDULES`.
+        chosen_because: why it was chosen, in one line; "": it was not weighed.
     """
 
     world_size: int
@@ -202,6 +205,8 @@ class Plan:
     watched: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     stacks: tuple[Stack, ...] = ()
+    schedule_name: str = FULL
+    chosen_because: str = ""
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -254,7 +259,7 @@ class Plan:
     def digest(self) -> str:
         """Hashes everything the ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
-        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks)
+        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks, self.schedule_name)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:

@@ -61,6 +61,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
         f"{len(plan.buckets)} bucket(s)",
     )
     told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
+    told += [f"schedule {plan.chosen_because}"] if plan.chosen_because else []
     told += _formats(plan)
     if not any(d.is_table for d in plan.decisions):
         told.append("no tables: every gradient is reduced densely")

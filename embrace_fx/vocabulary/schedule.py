@@ -31,6 +31,9 @@ second one's start-up would gain less, because a chunk takes many times a start-
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The paper's ablation (EmbRace, ICPP 2022, section 4)."""
+ScheduleOption = ScheduleName | Literal["auto"]
+AUTO, FULL = "auto", "2d"
+"""The option by which the planner chooses one of them, and the one that hides most."""
 
 LOOKS_AHEAD: frozenset[str] = frozenset({"vertical", "2d"})
 """Schedules that cut a batch's rows by what the next batch reads."""

@@ -16,8 +16,10 @@ from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.passes.planner.step_cost import compared, has_backward, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
+from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
@@ -28,6 +30,10 @@ DENSELY = 0.5
 """Share of a table's rows, read by each rank at every step, at which AllReduce sends about as much as AlltoAll. Below
 it shards win unless whole tables are clearly faster, so that small differences between two probes of the links do not
 change the strategy."""
+
+
+SHORTER = 0.97
+"""Factor on the predicted step of "2d", or of the schedule in use, that another schedule's step must stay below."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,10 @@ def decide(
     current: Plan | None = None,
     links_are: LinksAre = "assumed",
 ) -> Plan:
-    """Decides the plan for a graph.
+    """Decides the plan for a graph: for the schedule asked for, or under "auto" for the one with the shortest step.
+
+    "2d", or the schedule in use, stands unless another's step is clearly shorter, and where there is nothing to
+    compare: one rank, links that nobody knows, no compute to hide behind.
 
     Args:
         links: the links that strategies are compared on, and buckets and blocks cut for.
@@ -81,6 +90,21 @@ def decide(
     Raises:
         ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
     """
+    if findings.schedule != AUTO:
+        return _decide(findings, links, current, links_are)
+    if findings.world_size == 1 or links_are == "assumed" or not has_backward(findings.graph):
+        return _decide(replace(findings, schedule=FULL), links, current, links_are)
+    weighed: dict[str, Plan] = {
+        name: _decide(replace(findings, schedule=name), links, current, links_are) for name in reversed(SCHEDULES)
+    }
+    price = prices(findings.graph, weighed)
+    best, usual = min(price, key=lambda name: price[name].step_ms), FULL if current is None else current.schedule_name
+    best = best if price[best].step_ms < SHORTER * price[usual].step_ms else usual
+    return replace(weighed[best], chosen_because=compared(price, best))
+
+
+def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
+    """Decides the plan for a graph under a schedule."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     in_use = {d.parameter: d for d in current} if current is not None else {}
     tables = {table.parameter: table for table in graph.tables}
@@ -110,7 +134,8 @@ def decide(
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
     fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if findings.schedule != "none"]
     stacks = plan_stacks(graph, fit)
-    return Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, stacks=stacks)
+    plan = Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, stacks=stacks)
+    return replace(plan, schedule_name=findings.schedule)
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:

@@ -60,7 +60,7 @@ def test_a_plan_in_every_form_and_its_pictures_converted(folder: Path) -> None:
     files = ("plan.txt", "plan.json", "plan.html", "plan.svg")
     outputs = [argument for name in files for argument in ("--output", name)]
 
-    run("plan", "made_here:make", "--world-size", "64", "--cluster", "cluster.json", *outputs)
+    run("plan", "made_here:make", "--world-size", "64", "--schedule", "2d", "--cluster", "cluster.json", *outputs)
 
     text = (folder / "plan.txt").read_text()
     assert "embrace_fx plan, 64 rank(s)" in text

@@ -1,0 +1,195 @@
+"""Prices what communication adds to a step under each schedule, so that the cheapest can be chosen.
+
+Contract
+    A pure function of a captured graph, a plan for it, and the plan's links.
+
+    waits    transfers that compute waits for
+    beside   the other transfers, of whose time a processor that they share with compute loses `Cluster.busy`
+    work     a processor's work for tables (`shard_cost`), and for what a schedule does beyond "none"
+
+    A window's transfers share one link. Under "none" and "horizontal" ids and rows are awaited at the head of the
+    forward; under "vertical" and "2d" half of the rows have come, and half of their gradients may come later. Under
+    "none" and "vertical" the backward waits for buckets, under the others the next forward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import fx
+
+from embrace_fx import cost
+from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.planner.shard_cost import ONE_WAY, ROUNDS, launches_of
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Tangent, TrainingGraph
+from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Plan
+from embrace_fx.vocabulary.schedule import FULL, INTO_FORWARD, LOOKS_AHEAD
+
+STEP_ROUNDS = {"none": 0.0, "horizontal": 6.0, "vertical": 8.0, "2d": 10.0}
+UPDATE_ROUNDS = 2.5
+"""Units of handling (`Handling.round_ms`) that a step takes beyond "none", besides its tables: once, and for each
+bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What communication adds to a step, in milliseconds.
+
+    Attributes:
+        waits_ms: compute waits for transfers.
+        beside_ms: transfers beside compute.
+        work_ms: work of a rank's processor, the part of `beside_ms` that they share included.
+        compute_ms: the compute of the step that it adds to.
+    """
+
+    waits_ms: float
+    beside_ms: float
+    work_ms: float
+    compute_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.compute_ms + self.waits_ms + self.work_ms
+
+
+def compared(price: Mapping[str, Added], chosen: str) -> str:
+    """Explains a schedule in one line: what it hides or, of "none", what "2d" would hide, and for how much work."""
+    shown = chosen if chosen != "none" else FULL
+    hides_ms = price["none"].waits_ms - price[shown].waits_ms
+    costs_ms = price[shown].work_ms - price["none"].work_ms
+    hides, costs = ("hides", "costs") if chosen != "none" else (f'"{FULL}" would hide', "cost")
+    return f'"{chosen}": {hides} {hides_ms:.1f} ms of transfers a step and {costs} {costs_ms:.1f} ms of a processor'
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """The compute of a step, in milliseconds.
+
+    Attributes:
+        backward_ms: of its backward.
+        ready_ms: parameter -> the backward's compute before its gradient is there.
+    """
+
+    step_ms: float
+    backward_ms: float
+    ready_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The transfers of a table or stack: of rows one way, and of ids; and when the last of its gradients is there."""
+
+    one_way_ms: float
+    ids_ms: float
+    ready_ms: float
+
+
+def has_backward(graph: TrainingGraph) -> bool:
+    """Tells whether a graph has compute beside which transfers could be: one of gradients alone has none."""
+    return any(isinstance(role, Tangent) for _, role in graph.inputs())
+
+
+def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
+    """Predicts what communication adds to a step: schedule -> its price, under the plan that was made for it."""
+    node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
+    return {name: _added(plan, name, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
+
+
+def _added(plan: Plan, schedule: str, compute: _Compute) -> Added:
+    cluster = plan.links.among(plan.world_size)
+    rows = [_rows(plan, tables, cluster, compute, schedule) for tables in exchanged(plan, schedule)]
+    buckets = [_bucket(plan, names, cluster, compute) for names in plan.buckets]
+    awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0
+    head_ms = sum(awaited * each.one_way_ms for each in rows)
+    head_ms += 0.0 if schedule in LOOKS_AHEAD else sum(each.ids_ms for each in rows)
+    at_end = [(each.ready_ms, awaited * each.one_way_ms) for each in rows]
+    end_ms = _end_ms(at_end if schedule in INTO_FORWARD else chain(at_end, buckets))
+    waits_ms = head_ms + max(end_ms - compute.backward_ms, 0.0)
+    sent_ms = sum(2 * each.one_way_ms + each.ids_ms for each in rows) + sum(ms for _, ms in buckets)
+    waits_ms += max(sent_ms - compute.step_ms - waits_ms, 0.0)
+    beside_ms = max(sent_ms - waits_ms, 0.0)
+    shared = sum(len(tables) - 1 for tables in exchanged(plan, schedule))
+    rounds = STEP_ROUNDS[schedule] - shared * ROUNDS * launches_of(schedule)
+    rounds += UPDATE_ROUNDS * len(buckets) if schedule in INTO_FORWARD else 0.0
+    tables_ms = sum(_table_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
+    work_ms = rounds * cluster.handling.round_ms + tables_ms + cluster.busy * beside_ms
+    return Added(waits_ms, beside_ms, work_ms, compute.step_ms)
+
+
+def exchanged(plan: Plan, schedule: str) -> list[tuple[str, ...]]:
+    """Lists the sharded tables whose rows travel together: those of a stack, but under "none" each alone."""
+    stacks = [stack.tables for stack in plan.stacks] if schedule != "none" else []
+    stacked = {name for tables in stacks for name in tables}
+    return [*stacks, *((name,) for name in plan.sharded if name not in stacked)]
+
+
+def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
+    """Estimates the compute of a step, at the pace of this plan's processors.
+
+    The lookups' own backward counts only where the table is whole.
+    """
+    left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
+    of_backward = {node for node, role in graph.inputs() if isinstance(role, Tangent)}
+    step_ms = backward_ms = 0.0
+    done_ms: dict[fx.Node, float] = {}
+    for node in graph.graph.nodes:
+        ms = 0.0 if node.name in left_out else node_ms(node) / plan.links.pace
+        step_ms += ms
+        if not of_backward.isdisjoint(node.all_input_nodes):
+            of_backward.add(node)
+            backward_ms += ms
+        done_ms[node] = backward_ms
+    ready_ms = {
+        role.of.name: done_ms[node]
+        for node, role in graph.outputs()
+        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
+    }
+    return _Compute(step_ms, backward_ms, ready_ms)
+
+
+def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute, schedule: str) -> _Rows:
+    ids = [_ids(plan[name], plan.world_size) for name in tables]
+    rows_bytes = sum(plan[name].sent_bytes_per_step for name in tables) - sum(each.sent_bytes for each in ids)
+    messages = ONE_WAY[schedule] * (plan.world_size - 1)
+    together = cost.Exchange(sum(each.sent_bytes for each in ids), ids[0].messages)
+    return _Rows(
+        cost.Exchange(max(rows_bytes, 0) // 2, messages).time_ms(cluster, "all_to_all"),
+        together.time_ms(cluster, "all_gather"),
+        max(compute.ready_ms.get(name, 0.0) for name in tables),
+    )
+
+
+def _ids(decision: Decision, world_size: int) -> cost.Exchange:
+    own = decision.rows.own if decision.rows is not None else 0
+    return cost.gather_ids((own,) * world_size, decision.shape[0])
+
+
+def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> tuple[float, float]:
+    """Predicts (the backward's compute before a bucket is full, its transfer) in milliseconds."""
+    ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
+    if plan[names[0]].strategy in EXCHANGES:
+        return ready_ms, plan[names[0]].predicted_ms
+    sent = cost.Exchange(sum(plan[name].sent_bytes_per_step for name in names), 2 * (plan.world_size - 1))
+    return ready_ms, sent.time_ms(cluster, "all_reduce")
+
+
+def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
+    """Simulates when the last of the backward's transfers ends, each leaving when it is ready and the link is free."""
+    end_ms = 0.0
+    for ready_ms, transfer_ms in sorted(transfers):
+        end_ms = max(end_ms, ready_ms) + transfer_ms
+    return end_ms
+
+
+def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
+    """Takes a table's transfers off its predicted time: the rest is work."""
+    sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
+    if decision.strategy == "alltoall":
+        sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")
+    elif decision.strategy == "allreduce":
+        sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")
+    else:  # a sparse exchange counts as a transfer, with all of its work
+        return 0.0
+    return max(decision.predicted_ms - sent_ms, 0.0)

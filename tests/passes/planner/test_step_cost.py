@@ -1,0 +1,177 @@
+"""What communication adds to a step under each schedule, and which schedule is chosen for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import embrace_fx
+from embrace_fx.cost.links import Cluster, Handling
+from embrace_fx.passes.planner import decide as deciding
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.passes.planner.step_cost import Added, exchanged, prices
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import SCHEDULES
+from tests.support.planned import FACTS, OTHER, TABLE, graph_of
+from tests.support.ranks import run_ranks
+
+ROWS, WIDTH = 20_000, 256
+OWN_CORES = Handling()
+SHORT = Cluster(25e3, 0.2, handling=OWN_CORES, pace=0.1)
+"""200 Mb/s between ranks with a core each, which compute twice as long as they send."""
+SHARED = Cluster(2.5e6, 0.02, handling=replace(OWN_CORES, round_ms=0.4), pace=0.25, busy=0.9)
+"""20 Gb/s between ranks that share a core: whatever is hidden takes as long."""
+
+
+class Deep(nn.Module):
+    """A table under layers of a quarter MiB each."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.layers(self.table(ids))).square().mean()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(ROWS, (16, 20), generator=torch.Generator().manual_seed(rank))
+
+
+def planned(cluster: Cluster, **options: Any) -> Plan:
+    model = Deep()
+    optimizer = SGD(model.parameters(), 0.1)
+    return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
+
+
+# ---- which schedule is chosen ----
+
+
+def test_short_links_are_hidden() -> None:
+    plan = planned(SHORT)
+
+    assert plan.schedule_name == "2d"
+    assert plan["table.weight"].strategy == "alltoall"
+    assert plan.chosen_because.startswith('"2d": hides ')
+    assert f"schedule {plan.chosen_because}" in " ".join(str(plan).split())
+
+
+def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
+    plan = planned(SHARED)
+
+    assert plan.schedule_name == "none"
+    assert plan.stacks == ()
+    assert plan.chosen_because.startswith('"none": "2d" would hide ')
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cluster", [SHORT, SHARED])
+def test_whoever_names_a_schedule_keeps_it(schedule: Any, cluster: Cluster) -> None:
+    plan = planned(cluster, schedule=schedule)
+
+    assert (plan.schedule_name, plan.chosen_because) == (schedule, "")
+
+
+def test_of_unknown_links_nothing_is_weighed() -> None:
+    assert (planned(Cluster()).schedule_name, planned(Cluster()).chosen_because) == ("2d", "")
+
+
+def test_one_rank_has_nothing_to_weigh() -> None:
+    model = Deep()
+
+    assert embrace_fx.plan(model, batch(0), cluster=SHARED).chosen_because == ""
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [(9.8, "none"), (9.6, "2d")])
+def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, ms: float, chosen: str
+) -> None:
+    """The other schedules take 10 ms."""
+    facts = tuple(replace(FACTS, name=name, shape=(10, 4)) for name in (TABLE, OTHER))
+    auto = Findings(graph_of(1_000_000), facts, {TABLE: (120, 120)}, 2, schedule="auto")
+    found = {name: Added(ms if name == "2d" else 10.0, 0.0, 0.0, 0.0) for name in SCHEDULES}
+    monkeypatch.setattr(deciding, "prices", lambda *_: found)
+    in_use = decide(replace(auto, schedule="none"))
+
+    assert decide(auto, SHARED, in_use, "given").schedule_name == chosen
+    assert decide(auto, SHARED, None, "given").schedule_name == "2d"
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [(9.8, "2d"), (9.6, "none")])
+def test_2d_stays_unless_another_is_clearly_faster(monkeypatch: pytest.MonkeyPatch, ms: float, chosen: str) -> None:
+    found = {name: Added(ms if name == "none" else 10.0, 0.0, 0.0, 0.0) for name in SCHEDULES}
+    monkeypatch.setattr(deciding, "prices", lambda *_: found)
+
+    assert planned(SHORT).schedule_name == chosen
+
+
+# ---- what is added ----
+
+
+def priced(cluster: Cluster) -> dict[str, Added]:
+    plans: dict[str, Any] = {name: planned(cluster, schedule=name) for name in SCHEDULES}
+    return prices(plans["none"]._graph, plans)
+
+
+def test_what_is_hidden_is_not_waited_for() -> None:
+    found = priced(SHORT)
+
+    assert found["2d"].waits_ms < found["horizontal"].waits_ms < found["none"].waits_ms
+    assert found["2d"].waits_ms < found["vertical"].waits_ms < found["none"].waits_ms
+    assert found["2d"].beside_ms > found["none"].beside_ms
+
+
+def test_shared_processors_pay_for_what_is_hidden() -> None:
+    idle, busy = priced(SHORT), priced(replace(SHORT, busy=0.5))
+
+    for name in SCHEDULES:
+        assert busy[name].work_ms == pytest.approx(idle[name].work_ms + 0.5 * idle[name].beside_ms)
+        assert busy[name].waits_ms == idle[name].waits_ms
+
+
+def test_a_slow_processor_hides_more() -> None:
+    fast = replace(SHORT, pace=1.0)
+
+    assert priced(SHORT)["2d"].waits_ms < priced(fast)["2d"].waits_ms
+
+
+def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
+    none, horizontal = (priced(replace(SHORT, busy=0.0))[name].work_ms for name in ("none", "horizontal"))
+
+    assert horizontal > none
+
+
+def test_under_none_each_table_has_its_own_messages() -> None:
+    plan = replace(planned(SHORT), stacks=())
+
+    assert exchanged(plan, "none") == exchanged(plan, "2d") == [("table.weight",)]
+
+
+# ---- on ranks ----
+
+
+def decided(rank: int, world_size: int) -> tuple[str, str]:
+    """Ranks whose probes have found different links, of which rank 0's count."""
+    from embrace_fx.planning import findings  # noqa: PLC0415
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(findings, "links_between", lambda *_: SHARED if rank == 0 else SHORT)
+        torch.manual_seed(0)
+        model = Deep()
+        compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+        for _ in range(2):
+            compiled(batch(rank)).backward()
+            compiled.optimizer.step()
+            compiled.optimizer.zero_grad()
+    return compiled.plan.schedule_name, compiled.schedule.name
+
+
+def test_rank_0_decides() -> None:
+    assert run_ranks(2, decided) == [("none", "none")] * 2
