@@ -236,6 +236,7 @@ GROUPS = {
         "embrace_vertical",
         "embrace_horizontal",
         "embrace_2d",
+        "embrace_auto",
         "embrace_2d_rows10",
     ),
 }

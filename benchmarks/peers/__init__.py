@@ -80,6 +80,7 @@ SYSTEMS: dict[str, System] = {
     "embrace_vertical": embrace(schedule="vertical"),
     "embrace_horizontal": embrace(schedule="horizontal"),
     "embrace_2d": embrace(schedule="2d"),
+    "embrace_auto": embrace(schedule="auto"),
     "embrace_2d_rows10": embrace(rows=10, schedule="2d"),
     **{f"forced_{strategy}": embrace(schedule="2d", strategy=strategy) for strategy in FORCED_STRATEGIES},
 }
