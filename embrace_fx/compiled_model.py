@@ -78,7 +78,7 @@ class CompiledModel(nn.Module, Joinable):
     def _is_as_asked(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
     ) -> bool:
-        """Whether `compile` with these arguments would make the same of the model that this is."""
+        """Tells whether `compile` with these arguments would make this same model again."""
         session = self._session
         of_group = group is None or group is session.group
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
@@ -233,8 +233,8 @@ class CompiledModel(nn.Module, Joinable):
         """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
 
         Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
-        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
-        made for the model stay until the job ends.
+        that nothing refers to is closed by itself. Where fewer ranks train than the job has, the groups made for the
+        model stay until the job ends.
         """
         self._session.close()
 
@@ -242,8 +242,7 @@ class CompiledModel(nn.Module, Joinable):
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
         self._session.state.unreduced.clear()  # what backwards under `no_sync` left is gone
 
-    # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
-    # is not used.
+    # Parameters are handed out after every pending update. The caller may write them: rows fetched ahead are dropped.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._session.parameters_may_change()

@@ -62,7 +62,8 @@ def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, 
 def _reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: str = "sum", group: Group = None, async_op: bool = False
 ) -> None:
-    own = input.detach().reshape(_size(group) * output.shape[0] if output.dim() else _size(group), *output.shape[1:])
+    parts = dist.get_world_size(group) * (output.shape[0] if output.dim() else 1)
+    own = input.detach().reshape(parts, *output.shape[1:])
     _write(output, functional.reduce_scatter_single(own, op, 0, _of(group)).view(output.shape))
 
 
@@ -158,10 +159,6 @@ def _exchanged(tensor: Tensor, output_sizes: list[int] | None, input_sizes: list
 def _of(group: Group) -> Any:
     """Returns the group, or the default one for None."""
     return group or dist.group.WORLD
-
-
-def _size(group: Group) -> int:
-    return dist.get_world_size(group)
 
 
 def _source(src: int | None, group_src: int | None, group: Group) -> int:

@@ -152,7 +152,7 @@ class Groups:
             if name in self._groups or lane not in lanes:
                 continue
             if not self.uses_nccl(device):
-                self._groups[name] = self._new_group(name)
+                self.open_group(name)
                 continue
             shares = [LANE_GROUP[other] for other in CLASS_LANES if _OF_NCCL[other] == _OF_NCCL[lane]]
             made = next((self._groups[each] for each in shares if each in self._groups), None)
@@ -170,10 +170,10 @@ class Groups:
             self._connected = True
             self._connect(CLASSES[0], device)
 
-    def open_group(self, name: str) -> dist.ProcessGroup:
+    def open_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup:
         """Returns the group of that name; makes it of the same ranks at first. Collective, of at least two ranks."""
         if name not in self._groups:
-            self._groups[name] = self._new_group(name)
+            self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
 
     def group_of_joins(self) -> dist.ProcessGroup:
@@ -181,11 +181,7 @@ class Groups:
         Collective.
         """
         assert self.group is not None
-        if carries(self.group, CPU):
-            return self.group
-        if "joins" not in self._groups:
-            self._groups["joins"] = self._new_group("joins", backend="gloo")
-        return self._groups["joins"]
+        return self.group if carries(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
         """Returns a communication class's group; None: a single process."""

@@ -113,7 +113,7 @@ class Waiter:
     """A thread that waits for messages, in the order in which it is asked to: gloo does not tell of their end."""
 
     def __init__(self) -> None:
-        self._asked: _Asked = queue.SimpleQueue()
+        self._asked = queue.SimpleQueue[Any]()
         threading.Thread(target=_serve, args=(self._asked,), name="embrace_fx messages", daemon=True).start()
         # Not at the end of the interpreter, where launches may still be on their way: the thread ends with it.
         weakref.finalize(self, self._asked.put, None).atexit = False
@@ -125,10 +125,7 @@ class Waiter:
         return end
 
 
-_Asked = queue.SimpleQueue[Any]
-
-
-def _serve(asked: _Asked) -> None:
+def _serve(asked: queue.SimpleQueue[Any]) -> None:
     while (next_ := asked.get()) is not None:
         works, end = next_
         try:
