@@ -176,12 +176,14 @@ def plan(  # noqa: PLR0913
     read = {table.parameter: _read_of(table, measured, ranks) for table in graph.tables}
     known = {name: of_table for name, of_table in read.items() if of_table is not None}
     lies = {name: of_table.sparsity for name, of_table in known.items()}
-    at_home = {name: of_table.at_home for name, of_table in known.items() if of_table.at_home is not None}
+    local_rows = {name: of_table.local_rows for name, of_table in known.items() if of_table.local_rows is not None}
     facts, own_rows = (
         facts_of(model, stepping.holders, row_updates, used, {}),
         {n: each.rows for n, each in known.items()},
     )
-    findings = Findings(graph, facts, own_rows, ranks, strategy, options.weighed_schedule, lies, at_home, rows, buckets)
+    findings = Findings(
+        graph, facts, own_rows, ranks, strategy, options.weighed_schedule, lies, local_rows, rows, buckets
+    )
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)
@@ -201,12 +203,12 @@ class _OfTable:
 
     Attributes:
         rows: by rank; of ranks without a batch of their own, the mean.
-        at_home: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
+        local_rows: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
     """
 
     rows: tuple[int, ...]
     sparsity: Sparsity
-    at_home: dict[int, tuple[int, ...]] | None
+    local_rows: dict[int, tuple[int, ...]] | None
 
 
 def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
@@ -216,11 +218,11 @@ def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTabl
         return None
     mean_rows = round(sum(read.rows for read in reads) / len(reads))
     rows = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
-    at_home = None
+    local_rows = None
     if len(reads) == ranks:
-        by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
-        at_home = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
-    return _OfTable(rows, _sparsity(table, reads, ranks), at_home)
+        by_rank = [read.local_rows(rank, ranks) for rank, read in enumerate(reads)]
+        local_rows = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
+    return _OfTable(rows, _sparsity(table, reads, ranks), local_rows)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:

@@ -164,14 +164,14 @@ def _findings(
         if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
     }
     ranks = setting.communicator.world_size
-    at_home = {
-        name: {each: tuple(own[name].at_home[each] for own in reads) for each in grid_rows(ranks)}
+    local_rows = {
+        name: {each: tuple(own[name].local_rows[each] for own in reads) for each in grid_rows(ranks)}
         for name in everyone[0].tables
         if all(name in own for own in reads)
     }
     options = setting.options
     asked = options.strategy, schedule
-    findings = Findings(graph, facts, rows, ranks, *asked, sparsity, at_home, options.rows, options.buckets)
+    findings = Findings(graph, facts, rows, ranks, *asked, sparsity, local_rows, options.rows, options.buckets)
     if setting.communicator.comm_hook is None:
         return findings
     return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")
@@ -225,7 +225,7 @@ class _Reported:
     rows: int
     ids: Tensor | None
     draws: int
-    at_home: dict[int, int]
+    local_rows: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]
     for name, read in reads_of(setting.state, graph, leaves).items():
         ids = read.drawn.unique().cpu()
         told = _narrow(ids) if ids.numel() <= limit else None
-        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.at_home(rank, ranks))
+        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.local_rows(rank, ranks))
     return reported
 
 

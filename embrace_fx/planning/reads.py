@@ -32,7 +32,7 @@ class Read:
     drawn: Tensor
     unique: Tensor
 
-    def at_home(self, rank: int, ranks: int) -> dict[int, int]:
+    def local_rows(self, rank: int, ranks: int) -> dict[int, int]:
         """Counts, for each grid, how many rows are in this rank's own row of it: rows of the grid -> count."""
         sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
         return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}

@@ -19,7 +19,7 @@ from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
-    RowsAtHome,
+    LocalRows,
     replay_work,
     replica_work,
     shard_exchange,
@@ -77,7 +77,7 @@ class Findings:
             can be summed in the order of the reference.
         sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for as
             many random rows as `rows` says.
-        rows_at_home: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
+        local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
             random share.
         rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
     """
@@ -89,7 +89,7 @@ class Findings:
     strategy: Strategy = "auto"
     schedule: str = "2d"
     sparsity: Mapping[str, Sparsity] = field(default_factory=dict)
-    rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
+    local_rows: Mapping[str, LocalRows] = field(default_factory=dict)
     rows_as: Format = "exact"
     buckets_as: Format = "exact"
 
@@ -103,8 +103,8 @@ class Findings:
         lying = {
             name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
         }
-        at_home = {name: found for name, found in self.rows_at_home.items() if name not in rows}
-        return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
+        local_rows = {name: found for name, found in self.local_rows.items() if name not in rows}
+        return replace(self, rows={**self.rows, **rows}, sparsity=lying, local_rows=local_rows)
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,9 @@ class Pricing:
         """Prices shards on a grid; by columns where it is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
-        at_home = self.findings.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
+        local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
         wire = Wire(itemsize, self.findings.rows_as)
-        exchange = shard_exchange(table, rows, wire, self.world_size, grid, at_home, self.findings.schedule)
+        exchange = shard_exchange(table, rows, wire, self.world_size, grid, local_rows, self.findings.schedule)
         norms = self._norms(table, fact, rows)
         exchange += norms
         rests, moving = self._moving(table, fact, rows)

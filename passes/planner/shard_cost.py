@@ -35,7 +35,7 @@ ROUNDS = 7.0
 """Units of handling (`Handling.round_ms`) per launch of a table: rows or gradients are selected, cut, handed over to
 the launching thread, awaited and joined (`python -m benchmarks.micro.table_rounds`)."""
 
-RowsAtHome = Mapping[int, tuple[int, ...]]
+LocalRows = Mapping[int, tuple[int, ...]]
 """Number of rows of a grid -> for each rank, how many of the rows it reads are in its own row of the grid."""
 
 
@@ -58,7 +58,7 @@ def shard_exchange(
     wire: Wire,
     world_size: int,
     grid: Grid | None = None,
-    at_home: tuple[int, ...] | None = None,
+    local_rows: tuple[int, ...] | None = None,
     schedule: str = "2d",
 ) -> cost.Exchange:
     """Counts what one rank sends per step for a sharded table (ids, rows, gradients), the mean over ranks.
@@ -66,7 +66,7 @@ def shard_exchange(
     Args:
         wire: the format of its rows' columns on the wire.
         grid: the grid of its shards; None: by columns.
-        at_home: how many of the rows that each rank reads are in its own row of the grid; None: an even share.
+        local_rows: how many of the rows that each rank reads are in its own row of the grid; None: an even share.
         schedule: whether rows and gradients are cut in two follows from it.
     """
     if world_size == 1 or not rows_by_rank:
@@ -82,7 +82,7 @@ def shard_exchange(
             sent_bytes += cost.all_to_all_rows(rows_by_rank, own_bytes, 1, rank).sent_bytes
             sent_bytes += cost.all_to_all_gradients(rows, row_bytes - own_bytes, 1, world_size).sent_bytes
         else:  # each row that a rank reads arrives once and leaves once, except those it owns
-            own_rows = at_home[rank] if at_home is not None else rows / grid.rows
+            own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
             sent_bytes += 2 * (rows * row_bytes - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)

@@ -27,12 +27,12 @@ from tests.support.wire import OneTableWorkload, assert_predicted, on_ranks
 class OwnRowsWorkload(OneTableWorkload):
     """Of the rows that a rank reads, its own row of a grid of two has five sixths, or one sixth."""
 
-    at_home: bool = True
+    local_rows: bool = True
 
     def batches(self, step: int, rank: int, seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(rank)
         different = torch.randperm(self.num_rows // 2, generator=generator)[: self.num_ids]
-        own = (torch.arange(self.num_ids) % 6 > 0) == self.at_home
+        own = (torch.arange(self.num_ids) % 6 > 0) == self.local_rows
         return (2 * different + torch.where(own, rank, 1 - rank),)
 
 
@@ -42,7 +42,7 @@ class OwnRowsWorkload(OneTableWorkload):
         ("its own rows",),
         {
             "its own rows": (Grid(2, 1), OwnRowsWorkload(), False),
-            "the others' rows": (Grid(2, 1), OwnRowsWorkload(at_home=False), False),
+            "the others' rows": (Grid(2, 1), OwnRowsWorkload(local_rows=False), False),
             "uneven columns": (Grid(2, 2), OneTableWorkload(embedding_dim=101, padding_idx=0), False),
             "bfloat16": (Grid(4, 1), OneTableWorkload(2000, num_ids=600), True),
         },
