@@ -116,6 +116,13 @@ def draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def device_of(node: fx.Node) -> torch.device:
+    """Returns the device of a node's result, or of its first one."""
+    results = node.meta["val"]
+    first: Tensor = results[0] if isinstance(results, list | tuple) else results
+    return first.device
+
+
 def launch_of(node: fx.Node) -> OperationId | None:
     """Returns the launch that a node submits or awaits; None: neither."""
     found = node.meta.get("launch")

@@ -32,7 +32,7 @@ from embrace_fx.passes.partition import members_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
-from embrace_fx.vocabulary.ops import draws, op_name
+from embrace_fx.vocabulary.ops import device_of, draws, op_name
 
 embrace = torch.ops.embrace
 
@@ -172,7 +172,7 @@ class _Copies:
         for node in self._graph.nodes:
             if not draws(node) or _is_own(node) or node not in forward:
                 continue
-            device, path = _device(node), self._paths.get(node)
+            device, path = device_of(node), self._paths.get(node)
             before = last.get(device)
             if path is not None:
                 follows = before is not None and self._paths.get(before) == path
@@ -200,7 +200,7 @@ class _Copies:
                 self._copy(node, region)
                 if node in ends:
                     now = replays[ends[node]]
-                    self._rewriter.call(embrace.end_replay.default, now, _device(node), name=f"{node.name}_replayed")
+                    self._rewriter.call(embrace.end_replay.default, now, device_of(node), name=f"{node.name}_replayed")
 
     def _copy(self, node: fx.Node, region: Path) -> None:
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
@@ -219,7 +219,7 @@ class _Copies:
 
     def _begin(self, first: fx.Node) -> fx.Node:
         """Inserts the begin of a chain's replay, and saves the random state before the chain's first draw."""
-        device = _device(first)
+        device = device_of(first)
         if first not in self._states:
             with self._rewriter.before(first):
                 self._states[first] = self._rewriter.call(
@@ -251,10 +251,3 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _is_own(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "embrace"
-
-
-def _device(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    tensor = value[0] if isinstance(value, list | tuple) else value
-    device: torch.device = tensor.device
-    return device

@@ -17,7 +17,7 @@ from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, draws, op_name
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, device_of, draws, op_name
 
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 
@@ -69,7 +69,7 @@ def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
                 remedy = "draw again all that was drawn from that state on, in that order"
                 yield Violation(node, f"draws of {', '.join(earlier)}", f"{', '.join(replay.draws)}", remedy)
         elif draws(node):
-            device = _device(node)
+            device = device_of(node)
             if device in replays:
                 replays[device].draws.append(node.meta.get("again", node.name))
             elif "again" in node.meta:
@@ -101,8 +101,3 @@ def _origin(node: fx.Node) -> str:
     while op_name(node) in COPY_OPS:  # an offloaded and reloaded value stands for the value itself
         node = node.all_input_nodes[0]
     return str(node.meta.get("again", node.name))
-
-
-def _device(node: fx.Node) -> torch.device:
-    leaf = next(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
-    return leaf.device
