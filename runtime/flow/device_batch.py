@@ -29,10 +29,8 @@ from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams, first_true
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.graph import Values
-from embrace_fx.vocabulary.operation_id import IDS
 
 
 def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | None) -> NextBatch:
@@ -60,9 +58,8 @@ class DeviceBatch(NextBatch):
     """
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
-        super().__init__(program, leaves, values)
-        self._streams = streams
-        self._counts = counts
+        super().__init__(program, leaves, values, counts)
+        self._streams, self._of_tables = streams, counts
         self._copies: list[Tensor] = []  # rows by table, and how many they are, on their way to the host
         self._copied: Event = None
         self._rank = 0
@@ -74,7 +71,7 @@ class DeviceBatch(NextBatch):
     def copy_rows(self) -> None:
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
-            self._copies = [*rows, self._streams.to_host(self._counts)]
+            self._copies = [*rows, self._streams.to_host(self._of_tables)]
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
@@ -93,12 +90,10 @@ class DeviceBatch(NextBatch):
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Exchanges the ids, cuts both batches, and has the sizes copied to the host; all on the ids' stream."""
-        unique, num_rows = self.program.rows_of_batch(self.values), self.program.num_rows
-        sizes, current = self.announced, self.current
-        self._rank = communicator.rank
-        launched = communicator.gather_rows_ahead(unique, self._counts, sizes, num_rows, LANE_GROUP[IDS.lane])
+        current, self._rank = self.current, communicator.rank
+        launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
-        self._tables = [routed(packed, sizes, [(table, 0)]) for table in range(len(unique))]
+        self._tables = [routed(packed, self.announced, [(table, 0)]) for table in range(len(self.program.tables))]
         for table in self.program.routes:
             exchange = exchanges[table]
             if table in current and exchange.splits_ahead:

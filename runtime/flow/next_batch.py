@@ -74,6 +74,9 @@ class IdsProgram:
 class NextBatch:
     """The next batch, of which all is known on the host.
 
+    Args:
+        counts: (T,) unique rows by table, where only the device knows; None: all are.
+
     Attributes:
         values: those of its unique phase; once it is `routed`, those of the ids phase too.
         ticket: of its exchange of ids.
@@ -83,7 +86,9 @@ class NextBatch:
         current: table -> the routing of the batch before it.
     """
 
-    def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values) -> None:
+    def __init__(
+        self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor | None = None
+    ) -> None:
         self.program = program
         self.values = values
         self.ticket: Ticket | None = None
@@ -92,6 +97,7 @@ class NextBatch:
         self.splits: Mapping[str, Split] = {}
         self.announced: Sequence[Sequence[int]] = ()
         self.current: Mapping[str, Routing] = {}
+        self._counts = counts
         self._read = [leaves[k] for k in program.reads]
         self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
 
@@ -118,7 +124,8 @@ class NextBatch:
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Launches the exchange of ids."""
         rows = self.program.rows_of_batch(self.values)
-        return communicator.gather_rows_read(rows, self.announced, self.program.num_rows, LANE_GROUP[IDS.lane])
+        sizes, group = self.announced, LANE_GROUP[IDS.lane]
+        return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
         """Waits for the exchange of ids and runs the ids phase, once; returns whether the batch is usable."""

@@ -138,37 +138,24 @@ class Communicator(Groups):
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 
     def gather_rows_read(
-        self, unique: Sequence[Tensor], sizes: Sequence[Sequence[int]], num_rows: Sequence[int], group: str
-    ) -> InFlight:
-        """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known."""
-        counts = [u.numel() for u in unique]
-        longest = max(map(sum, sizes))
-        dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
-        own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
-        own[: len(counts)] = torch.tensor(counts, dtype=dtype, device="cpu")
-        torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
-        return self.gather_alike(own, group)
-
-    def gather_rows_ahead(
         self,
         unique: Sequence[Tensor],
-        counts: Tensor,
-        capacities: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
         num_rows: Sequence[int],
         group: str,
+        counts: Tensor | None = None,
     ) -> InFlight:
-        """Gathers as `gather_rows_read` does, where only the device knows the number of rows.
+        """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known.
 
         Args:
-            unique: by table, as long as the rank's capacity.
-            counts: (T,) how many of them are rows.
-            capacities: by rank, by table.
+            counts: (T,) how many of `unique` are rows, by table, where only the device knows; None: all are.
         """
+        tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
-        longest = max(map(sum, capacities))
-        own = counts.new_zeros((counts.numel() + longest,), dtype=dtype)
-        packed = torch.cat([counts, *unique])
-        own[: packed.numel()] = packed
+        own = torch.empty((tables + longest,), dtype=dtype, device=unique[0].device)
+        lengths = [u.numel() for u in unique]
+        own[:tables] = torch.tensor(lengths, dtype=dtype, device="cpu") if counts is None else counts
+        torch.cat([u.to(dtype) for u in unique], out=own[tables : tables + sum(lengths)])
         return self.gather_alike(own, group)
 
     def gather_alike(self, own: Tensor, group: str) -> InFlight:
