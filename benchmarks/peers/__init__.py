@@ -32,7 +32,7 @@ class System:
         alone: the system that computes the same without communication; empty for those themselves.
         options: of the peer.
         warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
-            Under "2d" it may take twelve steps before those as the model is written, and capture it after them.
+            Under "2d" and "auto" it may take twelve steps before as the model is written, and capture it after them.
         slow_warm_up_steps: the same in slow motion, where fewer are profiled.
         rows: how many times the rows of the model's tables; batches read the same ones.
         measures_links: while it opens, and goes by what it finds.
@@ -57,7 +57,7 @@ def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **o
     """`ours`: a stand-in for another system, which orders nothing."""
     settles_late = bool(alone) and not ours
     warm_up = (13, 6) if settles_late else (3, 3)
-    if settles_late and options.get("schedule") == "2d" and "strategy" not in options:
+    if settles_late and options.get("schedule") in ("2d", "auto") and "strategy" not in options:
         warm_up = AS_WRITTEN + warm_up[0], AS_WRITTEN + warm_up[1]
     return System("embrace.EmbraceFx", "project", alone, options, *warm_up, rows=rows, measures_links=True)
 
