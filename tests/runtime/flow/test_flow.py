@@ -167,3 +167,13 @@ def test_an_id_outside_the_table_is_refused_at_its_turn_and_not_before(steps: St
     steps.backward()
     with pytest.raises(PeerFailure, match=f"expected ids from 0 to {ROWS - 1}"):
         steps.forward(bad)
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_gradients_that_no_step_has_taken_become_ordinary_ones(steps: Steps, waiting: bool) -> None:
+    steps.table.waiting = waiting
+    steps.table.told.clear()
+
+    steps.flow.materialise()
+
+    assert ("materialise" in steps.table.told) is waiting
