@@ -107,7 +107,7 @@ class Moments:
         root[before] = fade * correction / self.centre[before]
         self._correction = correction
         faded *= beta1
-        factors = (1.0 - root).repeat(self.TERMS + 1, 1)
+        factors = root.neg().add_(1.0).repeat(self.TERMS + 1, 1)
         torch.mul(faded, size, out=factors[0])
         terms = factors.cumprod_(0)  # of a f u^n: one after the other, as they would be by hand
         terms[-1].abs_().div_(root.clamp(max=1.0))

@@ -120,7 +120,10 @@ def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) ->
 def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:
     """The capture made the casts of an autocast region nodes: running them under autocast would cast twice."""
     enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _without_autocast() if enabled else contextlib.nullcontext()
+    return _without_autocast() if enabled else _AS_IT_IS
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -217,7 +217,7 @@ class Program:
     def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
         """Returns the tensors that the backward reads: views of parameters and results among them."""
         found = [leaves[index] for index in self._leaves_read]
-        found += map(self.state.parameter, self._parameters_read)
+        found += self.state.parameters(self._parameters_read)
         found += [values[name] for name in self._saved_read]
         return AsSeen.of(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -114,9 +114,10 @@ class ModelState:
         found: nn.Parameter = owner[key]
         return found
 
-    def parameters(self) -> list[nn.Parameter]:
-        """All of them, as the model holds them now, without a walk through its modules."""
-        return [owner[key] for owner, key in self._parameters.values()]
+    def parameters(self, names: Iterable[str] | None = None) -> list[nn.Parameter]:
+        """Returns those of some names, or all, as the model holds them now, without a walk through its modules."""
+        places = self._parameters.values() if names is None else map(self._parameters.__getitem__, names)
+        return [owner[key] for owner, key in places]
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Lists the parameters of the tables."""

@@ -258,7 +258,8 @@ class PendingUpdates:
         if self._inside:
             return
         with self.lock:
-            self.close()
+            if self._states or self._is_open():
+                self.close()
             for kind in self._kinds:
                 kind.open()
             if self._is_open():
