@@ -85,7 +85,7 @@ def fit_plan(
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """Gives tables beyond memory stacks of their own, and adds the prediction for their rows. Collective.
+    """Splits stacks by working sets, and adds the prediction for rows of tables beyond memory. Collective.
 
     Args:
         sparsity: on rank 0.

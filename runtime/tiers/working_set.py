@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ class WorkingSet:
     def read_ahead(self, ids: Tensor, due: int) -> None:
         """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory. What finds no room
         beside rows whose gradients may be still to come is read at a later call, that of nearer steps first."""
-        waiting, self._waiting = [*self._waiting, (ids, due)], []
+        waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
             if step > self.step:
                 left = rows if self._waiting else self._read_some(rows, step)

@@ -77,3 +77,13 @@ def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
                 table.look_up(steps[step])
     assert table.memory.counts.missed == 0
     assert len(table.memory.row_of.unique()) == 48, "all slots are used"
+
+
+def test_rows_of_the_nearest_step_are_read_first(tmp_path: Path) -> None:
+    """A farther step's, which have been told before and fill all slots, make room, and those that wait go on to."""
+    memory = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 20, tmp_path).memory
+    memory.begin_step(1)
+    for due, rows in ((4, torch.arange(40)), (2, torch.arange(40, 60))):
+        for _ in range(4):  # a fourth of the slots at a time
+            memory.read_ahead(rows, due)
+    assert sorted(memory.row_of.tolist()) == [*range(40, 60)]
