@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from embrace_fx.runtime.tables.part import local_part
+
 
 class CountedMemory(TorchDispatchMode):
     """Counts, while active, the bytes of the storages that ops make, on all devices, the host's included.
@@ -31,7 +33,7 @@ class CountedMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.by_op: list[int] = []
-        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._ignored = {local_part(tensor).untyped_storage()._cdata for tensor in ignored}
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -60,6 +62,6 @@ class CountedMemory(TorchDispatchMode):
         return results
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage._cdata not in self._ignored:
             self._held[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

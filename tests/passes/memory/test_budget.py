@@ -160,7 +160,7 @@ def test_rows_that_the_batch_reads_count() -> None:
     assert_equal_gradients(found, expected)
     builder: Any = compiled._session.planned.builder
     assert any("again" in node.meta for node in builder.step_memory().nodes)
-    assert counted.peak_bytes <= builder._joint.memory_limit
+    assert counted.peak_bytes <= builder._shown.graph.memory_limit
     assert counted.peak_bytes == pytest.approx(builder.step_memory().peak_bytes, rel=1e-3)
 
 
@@ -214,7 +214,7 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
     wide(x).sum().backward()
 
     builder: Any = compiled._session.planned.builder
-    graph = builder._joint
+    graph = builder._shown.graph
     assert step_memory(graph).peak_bytes == graph.memory_limit
     assert graph.memory_limit >= 4 * 2 * 64 * 512  # the gradients
     assert caplog.text.count("memory_budget=0.2 asks for") == 1

@@ -55,7 +55,7 @@ def _trains(
         optimizer.step()
         optimizer.zero_grad()
     builder: Any = compiled._session.planned.builder
-    limit = builder._joint.memory_limit
+    limit = builder._shown.graph.memory_limit
     # Of the scheduled graph: what only the data knows is as the plan expects it.
     predicted = builder.step_memory().peak_bytes
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)
