@@ -182,7 +182,7 @@ def plan(  # noqa: PLR0913
         {n: each.rows for n, each in known.items()},
     )
     findings = Findings(
-        graph, facts, own_rows, ranks, strategy, options.weighed_schedule, lies, local_rows, rows, buckets
+        graph, facts, own_rows, ranks, strategy, options.schedule, lies, local_rows, rows, buckets
     )
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)

@@ -147,6 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     told["calls of Python"] = {room: round(count / args.steps) for room, count in calls.by_room.most_common()}
     told |= {"anonymous_mib": most - before}
     told["tables"] = [line.strip() for line in training.notes().splitlines() if "rows in memory" in line]
+    told["schedule"] = training.compiled and training.compiled.plan.schedule_name
     dist.barrier()
     dist.destroy_process_group()
     return told

@@ -100,7 +100,7 @@ def find(
         raise PeerFailure(failures)
     if setting.communicator.rank:
         return None
-    return _findings(setting, graph, everyone, used, schedule or setting.options.weighed_schedule)
+    return _findings(setting, graph, everyone, used, schedule or setting.options.schedule)
 
 
 def _probed(setting: Setting, plan: Plan) -> Cluster | None:

@@ -15,7 +15,7 @@ from embrace_fx.cost.wire import FORMATS, Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
+from embrace_fx.vocabulary.schedule import AUTO, SCHEDULES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,11 +92,6 @@ class Options:
     buckets: Format = "exact"
     table_memory: float | Mapping[str, float] | None = None
     tables_in: str | Path | None = None
-
-    @property
-    def weighed_schedule(self) -> str:
-        """The schedule that plans are made for, "auto" where it is chosen; "2d" hides reads of rows beyond memory."""
-        return FULL if self.schedule == AUTO and self.table_memory is not None else self.schedule
 
     @property
     def shares_buffers(self) -> bool:
