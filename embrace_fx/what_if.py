@@ -181,9 +181,7 @@ def plan(  # noqa: PLR0913
         facts_of(model, stepping.holders, row_updates, used, {}),
         {n: each.rows for n, each in known.items()},
     )
-    findings = Findings(
-        graph, facts, own_rows, ranks, strategy, options.schedule, lies, local_rows, rows, buckets
-    )
+    findings = Findings(graph, facts, own_rows, ranks, strategy, options.schedule, lies, local_rows, rows, buckets)
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)

@@ -20,7 +20,7 @@ The work of a rank's processor before, between and after (`Work`) is added at th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from typing import Literal
 
 Collective = Literal["all_reduce", "all_to_all", "all_gather", "messages"]
@@ -325,33 +325,35 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
     return exchange(collective, own_bytes, world_size).time_ms(cluster.among(world_size), collective)
 
 
-def chunk_bytes(
-    cluster: Cluster, world_size: int, collective: Collective = "all_reduce", share: float = START_UP_SHARE
-) -> int:
+def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
     """Chooses the size of chunks, between two of which an urgent transfer can pass.
 
-    It is the smallest size for which start-up takes at most `share` of a launch's time, so that the urgent transfer
-    waits for 1 / `share` start-ups, 10 by default, or for `MIN_CHUNK_BYTES` to pass. A single rank cuts as two would.
+    It is the smallest size for which start-up takes at most `START_UP_SHARE` of a launch's time, so that the urgent
+    transfer waits for 10 start-ups, or for `MIN_CHUNK_BYTES` to pass. A single rank cuts as two would.
 
     Returns: bytes of the tensor on each rank, whatever part of them is sent.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)
-    return max(MIN_CHUNK_BYTES, ceil((1 / share - 1) * start_up_ms / ms_per_byte))
+    return max(MIN_CHUNK_BYTES, ceil((1 / START_UP_SHARE - 1) * start_up_ms / ms_per_byte))
 
 
 def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
-    """Chooses the size of the buckets of dense gradients, of `total_bytes` together: that of a chunk.
+    """Chooses the size of the buckets of dense gradients, of `total_bytes` together.
 
-    Smaller ones would pay more start-ups. Larger ones would be cut into chunks, but be launched later, and the first
-    parameter that is read would wait for all of its bucket.
+    Where a forward waits for each bucket by itself, that is the size of a chunk. Smaller ones would pay more start-ups.
+    Larger ones would be cut into chunks, but be launched later, and the first parameter that is read would wait for all
+    of its bucket. Where the backward waits for all at its end, it waits for the last one, and all have paid a start-up:
+    for T ms of transfers and start-ups of s, T / k + k s is least with sqrt(T / s) buckets.
 
     Args:
-        read_later: whether a forward waits for each bucket by itself; else the backward waits for all at its end, and
-            no transfer passes between two of them.
+        read_later: whether a forward waits for each bucket by itself.
     """
-    share = START_UP_SHARE if read_later else START_UP_SHARE / 5
-    return max(1, min(total_bytes, chunk_bytes(cluster, world_size, share=share)))
+    if read_later:
+        return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
+    start_up_ms, ms_per_byte = _affine(replace(cluster, links=()), max(world_size, 2), "all_reduce")
+    least_bytes = max(sqrt(total_bytes * start_up_ms / ms_per_byte), MIN_CHUNK_BYTES)
+    return max(1, ceil(total_bytes / max(1, round(total_bytes / least_bytes))))
 
 
 def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:

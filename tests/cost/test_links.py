@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import pytest
@@ -253,7 +254,6 @@ def test_chunks_on_a_slow_network() -> None:
 
     assert size == pytest.approx(90_000, rel=1e-3)
     assert launch_ms(SLOW, "all_reduce", size, 4) == pytest.approx(6.0, rel=1e-3)
-    assert chunk_bytes(SLOW, 4, share=0.05) == pytest.approx(19 / 9 * size, rel=1e-3)
 
 
 def test_a_single_rank_cuts_as_two_would() -> None:
@@ -265,6 +265,20 @@ def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
     assert bucket_bytes(SLOW, 4, 10**8) == chunk_bytes(SLOW, 4)
     assert bucket_bytes(SLOW, 4, 1000) == 1000
     assert bucket_bytes(SLOW, 4, 0) == 1
+
+
+@given(RANKS, st.integers(10**7, 10**9), st.floats(1e5, 1e7), st.floats(0.2, 2.0))
+def test_buckets_that_the_end_of_the_backward_awaits_are_as_many_as_end_first(
+    ranks: int, total: int, bandwidth: float, latency_ms: float
+) -> None:
+    cluster = Cluster(bandwidth, latency_ms)
+
+    def late_ms(count: int) -> float:
+        start_up_ms = launch_ms(cluster, "all_reduce", 0, max(ranks, 2))
+        return launch_ms(cluster, "all_reduce", ceil(total / count), max(ranks, 2)) + count * start_up_ms
+
+    count = ceil(total / bucket_bytes(cluster, ranks, total, read_later=False))
+    assert late_ms(count) <= 1.05 * min(map(late_ms, (1, *range(max(count - 3, 1), count + 4), 2 * count)))
 
 
 def test_chunks_are_cut_for_one_launch_alone_whatever_a_row_of_them_reaches() -> None:
