@@ -43,8 +43,8 @@ CHANGES: Mapping[Share, str] = {
     "model.clip_grad_norm_() for clipping",
     "ids": "ranks that come together: the same amount of data, and of work with it, on each; a step is as slow as its "
     "slowest rank",
-    "embedding": "rows that travel earlier: for batch in model.lookahead(loader), if it is not used yet; else "
-    + _FASTER_LINKS,
+    "embedding": "rows that travel earlier: schedule='2d' and for batch in model.lookahead(loader), if not in use yet; "
+    "else " + _FASTER_LINKS,
     "dense": _FASTER_LINKS,
     "delayed": _FASTER_LINKS,
     "offload": "a larger memory_budget, or a faster store in offload_to",

@@ -32,6 +32,9 @@ UPDATE_ROUNDS = 2.5
 """Units of handling (`Handling.round_ms`) that a step takes beyond "none", besides its tables: once, and for each
 bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
 
+LEAST_MS = 0.05
+"""What is hidden below this is printed as nothing."""
+
 
 @dataclass(frozen=True)
 class Added:
@@ -59,8 +62,10 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
     costs_ms = price[shown].work_ms - price["none"].work_ms
-    hides, costs = ("hides", "costs") if chosen != "none" else (f'"{FULL}" would hide', "cost")
-    return f'"{chosen}": {hides} {hides_ms:.1f} ms of transfers a step and {costs} {costs_ms:.1f} ms of a processor'
+    hides, costs, saves = ("hides", "costs", "saves") if chosen != "none" else (f'"{FULL}" would hide', "cost", "save")
+    hidden = f"{hides_ms:.1f} ms of transfers a step" if hides_ms >= LEAST_MS else "no transfers"
+    work = f"{costs} {costs_ms:.1f}" if costs_ms >= 0 else f"{saves} {-costs_ms:.1f}"
+    return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import Added, exchanged, prices
+from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, prices
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
@@ -69,6 +69,17 @@ def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
     assert plan.schedule_name == "none"
     assert plan.stacks == ()
     assert plan.chosen_because.startswith('"none": "2d" would hide ')
+
+
+def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
+    none, full = Added(3.0, 0.0, 2.0, 9.0), Added(4.0, 0.0, 5.5, 9.0)
+
+    assert compared({"none": none, "2d": full}, "none") == (
+        '"none": "2d" would hide no transfers and cost 3.5 ms of a processor'
+    )
+    assert compared({"none": full, "horizontal": none}, "horizontal") == (
+        '"horizontal": hides 1.0 ms of transfers a step and saves 3.5 ms of a processor'
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
