@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.pricing import shard_blocker
@@ -93,5 +92,4 @@ def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
 
 def stack_of(plan: Plan, tables: Sequence[str]) -> Stack:
     """Makes a stack of tables in this order."""
-    ends = list(accumulate(plan[name].shape[0] for name in tables))
-    return Stack(tuple(tables), (0, *ends[:-1]))
+    return Stack.of({name: plan[name].shape[0] for name in tables})

@@ -163,10 +163,11 @@ class PlanInUse:
             tell("%s", summary(plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Puts a new plan in use, without programs."""
-        self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
-        self.plan, self._findings = plan, findings and replace(findings, schedule=plan.schedule_name)
-        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, self._findings)
+        """Puts a new plan in use, without programs: all at once, or on an error nothing."""
+        findings = findings and replace(findings, schedule=plan.schedule_name)
+        drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
+        builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        self.plan, self.builder, self._findings, self._drift = plan, builder, findings, drift
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -80,6 +81,15 @@ class Stack:
 
     tables: tuple[str, ...]
     first_rows: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Mapping[str, int]) -> Stack:
+        """Makes a stack of tables in this order: parameter name -> number of rows.
+
+        >>> Stack.of({"user.weight": 10, "item.weight": 20})
+        Stack(tables=('user.weight', 'item.weight'), first_rows=(0, 10))
+        """
+        return Stack(tuple(rows), tuple(accumulate(rows.values(), initial=0))[:-1])
 
     @property
     def name(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import fx
 
@@ -52,16 +51,11 @@ def plan_stacks(graph: TrainingGraph, tables: Collection[Stackable]) -> tuple[St
             runs.append([each])
         else:
             run.append(each)
-    return tuple(_stack([each.table for each in run]) for run in runs if len(run) > 1)
+    return tuple(Stack.of({s.table.parameter: s.table.num_rows for s in run}) for run in runs if len(run) > 1)
 
 
 def _room(run: list[Stackable], table: Stackable) -> bool:
     return sum(each.part_bytes for each in run) + table.part_bytes <= STACK_BYTES
-
-
-def _stack(tables: list[Table]) -> Stack:
-    ends = list(accumulate(table.num_rows for table in tables))
-    return Stack(tuple(table.parameter for table in tables), (0, *ends[:-1]))
 
 
 class _Order:

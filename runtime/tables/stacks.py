@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,8 +252,7 @@ class OptimizerStacks:
         known = {self._stack_of.get(table) for table in run}
         stack = known.pop()
         if stack is None and not known and len(run) > 1 and sum(t.local.nbytes for t in run) <= STACK_BYTES:
-            ends = accumulate([len(table.local) for table in run], initial=0)
-            stack = StackedTable(Stack(tuple([table.name for table in run]), tuple(ends)[:-1]), run)
+            stack = StackedTable(Stack.of({table.name: len(table.local) for table in run}), run)
             self._stack_of |= dict.fromkeys(run, stack)
         if known or (stack is not None and stack.members != tuple(run)):
             self._apart.update(run, *(each.members for each in (stack, *known) if each is not None))

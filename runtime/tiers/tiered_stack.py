@@ -6,7 +6,6 @@ Shape legend: V' rows of the stack, d columns that this rank owns; K rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ def stacked(tables: Sequence[RowTable]) -> StackedTable:
     """Makes a stack of tables that travel together, of which those beyond memory come first."""
     beyond = [table for table in tables if isinstance(table, TieredTable)]
     others = tables[len(beyond) :]
-    ends = accumulate([table.shape[0] for table in tables], initial=0)
-    stack = Stack(tuple([table.name for table in tables]), tuple(ends)[:-1])
+    stack = Stack.of({table.name: table.shape[0] for table in tables})
     if beyond and others:
         return MixedStack(stack, (stacked(beyond), stacked(others)))
     return TieredStack(stack, beyond) if beyond else StackedTable(stack, tables)
