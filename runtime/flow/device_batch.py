@@ -15,7 +15,7 @@ ids; R of a routing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch
-from embrace_fx.runtime.flow.routing import Among, Routing, Split, by_rank
+from embrace_fx.runtime.flow.routing import Among, Routing, by_rank
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams, first_true
@@ -140,9 +140,9 @@ class DeviceBatch(NextBatch):
         rest, rows, found = sizes[len(self._tables) * ranks :], self.program.rows_of_ranks(self.values), {}
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
-            found[table] = split.split(split.current.of_batch(*rows[table]), rest)
+            found[table] = split.cut(split.current.of_batch(*rows[table]), rest)
             rest = rest[split.length :]
-        self.splits = found
+        self.cuts = found
         for table, beyond, ids in self._for_host:
             own, _ = rows[table]
             beyond.note_rows(own, ids[: own.numel()].unique())
@@ -276,7 +276,7 @@ class SplitAhead:
         return self._following.counts.numel() * (2 + len(self._parts)) + len(self._merges)
 
     def sizes(self) -> Tensor:
-        """All sizes, in the order in which `split` takes them: int64, of a length that the host knows."""
+        """All sizes, in the order in which `cut` takes them: int64, of a length that the host knows."""
         selected = (self._late, self._early, *self._parts)
         return torch.cat([*(each.counts for each in selected), torch.stack([merge.size for merge in self._merges])])
 
@@ -289,21 +289,20 @@ class SplitAhead:
             *(t for m in self._merges for t in (m.ids, m.places)),
         ]
 
-    def split(self, following: Routing, sizes: Sequence[int]) -> Split:
-        """The same with the sizes that the host has read by now."""
+    def cut(self, following: Routing, sizes: Sequence[int]) -> tuple[Routing, Routing]:
+        """As `routing.cut`, with the sizes that the host has read by now."""
         ranks = len(following.counts)
         rows = [tuple(sizes[start : start + ranks]) for start in range(0, ranks * (2 + len(self._parts)), ranks)]
         late, early, *parts = rows
         merged = sizes[ranks * len(rows) : self.length]
-        selections = [
+        prior, *delayed = [
             self.current.at(part.positions[: sum(counts)], counts, _sliced(merge, part, sum(counts), size))
             for part, counts, merge, size in zip(self._parts, parts, self._merges, merged, strict=True)
         ]
-        return Split(
-            following.at(self._early.positions[: sum(early)], early),
-            following.at(self._late.positions[: sum(late)], late),
-            selections[0],
-            lambda: selections[1:],
+        late_rows = following.at(self._late.positions[: sum(late)], late)
+        return (
+            replace(prior, rest=lambda: delayed),
+            following.at(self._early.positions[: sum(early)], early, rest=lambda: (late_rows,)),
         )
 
 

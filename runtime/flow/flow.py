@@ -15,6 +15,7 @@ from embrace_fx import cost
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.flow.row_gradient import RowGradient
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -62,7 +63,7 @@ class Flow:
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
-        self._late: tuple[RowExchange | BucketUpdates, ...] = (*exchanges.values(), buckets)
+        self._late: tuple[RowGradient | BucketUpdates, ...] = (*(each.gradient for each in exchanges.values()), buckets)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement
@@ -133,11 +134,10 @@ class Flow:
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         exchanges = self.exchanges.values()
-        if not self._valid or not all(exchange.in_flight.usable for exchange in exchanges):
+        if not self._valid or not all(exchange.usable for exchange in exchanges):
             return None
         if ahead is not None and self._handed_out:
-            equal = all(exchange.in_flight.still_equal(stepped=exchange.stepped) for exchange in exchanges)
-            return ahead if equal else None
+            return ahead if all(exchange.still_equal() for exchange in exchanges) else None
         return ahead
 
     def _arrives(self) -> Arrival:
@@ -154,11 +154,11 @@ class Flow:
 
     def _land_waiting(self) -> None:
         """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
-        waiting = [exchange for exchange in self.exchanges.values() if exchange.waiting]
+        waiting = [each.gradient for each in self.exchanges.values() if each.gradient.waiting]
         if waiting:
             with self.launcher.hurrying():
-                for exchange in waiting:
-                    exchange.materialise()
+                for gradient in waiting:
+                    gradient.materialise()
 
     def begin_plain_forward(self) -> None:
         """Begins a forward that leaves nothing to the next step and has found nothing of the last one."""
@@ -213,10 +213,9 @@ class Flow:
         self.buckets.apply_pending()
         nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
-            exchange.forget_cut()
-            exchange.apply_prior()
+            exchange.gradient.begin_backward()
             if name not in program.routes or not nodes_apply:
-                exchange.apply_pending()
+                exchange.gradient.apply_pending()
         self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
@@ -257,7 +256,7 @@ class Flow:
         ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None
         if ahead is not None and self._has_cut:
             for table, found in ahead.program.rows_of_ranks(ahead.values).items():
-                self.exchanges[table].cut(*found, ahead.splits.get(table))
+                self.exchanges[table].cut(*found, ahead.cuts.get(table))
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -325,4 +324,4 @@ class Flow:
     def _forget_rows(self) -> None:
         self._has_cut = False
         for exchange in self.exchanges.values():
-            exchange.in_flight.drop()
+            exchange.drop()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Routing, Split
+from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -81,7 +81,8 @@ class NextBatch:
         values: those of its unique phase; once it is `routed`, those of the ids phase too.
         ticket: of its exchange of ids.
         usable: whether the ids of every rank's batch are ids of its tables, as far as that is known.
-        splits: table -> its rows and those of the batch before it, cut by use, where that is known before the backward.
+        cuts: table -> prior rows of the batch before it, and early ones of its own, where that is known before the
+            backward.
         announced: the most rows that it reads, by rank, by table.
         current: table -> the routing of the batch before it.
     """
@@ -94,7 +95,7 @@ class NextBatch:
         self.ticket: Ticket | None = None
         self.routed = False
         self.usable = True
-        self.splits: Mapping[str, Split] = {}
+        self.cuts: Mapping[str, tuple[Routing, Routing]] = {}
         self.announced: Sequence[Sequence[int]] = ()
         self.current: Mapping[str, Routing] = {}
         self._counts = counts

@@ -47,6 +47,7 @@ class Routing:
         whole: all of the batch's, where these are some; None: these are all.
         positions: (R,) of some among all of them, ascending.
         sums: how their gradients are summed up; None: found when they arrive.
+        rest: of some that leave before the others, finds the others, in pieces.
     """
 
     ids: Tensor
@@ -56,21 +57,33 @@ class Routing:
     whole: Routing | None = None
     positions: Tensor | None = None
     sums: Sums | None = None
+    rest: Callable[[], Sequence[Routing]] = tuple
 
     def of_batch(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns all rows of another batch of the same table."""
         return Routing(ids, tuple(counts.tolist()), self.grid, self.rank)
 
-    def where(self, mask: Tensor) -> Routing:
+    def where(self, mask: Tensor, rest: Callable[[], Sequence[Routing]] = tuple) -> Routing:
         """Returns the rows that a mask (R,) bool selects."""
         positions, ends = mask.nonzero().view(-1), [*accumulate(self.counts)]
         # One host read for all ranks: where the positions of each end.
         cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
-        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
+        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]), rest=rest)
 
-    def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
+    def at(
+        self,
+        positions: Tensor,
+        counts: tuple[int, ...],
+        sums: Sums | None = None,
+        rest: Callable[[], Sequence[Routing]] = tuple,
+    ) -> Routing:
         """Returns the rows at positions (K,), ascending, of which so many are whose."""
-        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums)
+        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums, rest)
+
+    @property
+    def all_ids(self) -> Tensor:
+        """The ids of all rows of its batch."""
+        return self.ids if self.whole is None else self.whole.ids
 
     def own(self) -> slice:
         """Returns the places of this rank's rows."""
@@ -145,37 +158,21 @@ class Routing:
         return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
 
 
-@dataclass(frozen=True)
-class Split:
-    """The rows of this batch and of the next one, cut by use (EmbRace, ICPP 2022, section 4.2).
+def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tuple[Routing, Routing]:
+    """Cuts two batches in a row by use, reading the sizes of their pieces (EmbRace, ICPP 2022, section 4.2).
 
-    Attributes:
-        early, late: of the next batch's rows, those that this batch does not read and those it does.
-        prior: of this batch's rows, those the next one reads.
-        delayed: finds the others, in chunks, once.
+    Args:
+        among: of the table's rows.
+        chunks: in how many pieces delayed gradients travel.
+
+    Returns: of this batch's rows, the prior ones, which the next one reads; their rest are delayed, in chunks. Of the
+        next batch's rows, the early ones, which this one does not read; their rest are late, in one piece.
     """
-
-    early: Routing
-    late: Routing
-    prior: Routing
-    delayed: Callable[[], list[Routing]]
-
-    @staticmethod
-    def of(current: Routing, following: Routing, among: Among, chunks: int) -> Split:
-        """Cuts two batches, reading the sizes of their parts.
-
-        Args:
-            among: of the table's rows.
-            chunks: in how many pieces delayed gradients travel.
-        """
-        late = among(following.ids, current.ids)
-        prior = among(current.ids, following.ids)
-        return Split(
-            following.where(~late),
-            following.where(late),
-            current.where(prior),
-            cache(lambda: [current.where(mask) for mask in chunks_of(current.ids, ~prior, chunks)]),
-        )
+    is_late = among(following.ids, current.ids)
+    is_prior = among(current.ids, following.ids)
+    late = following.where(is_late)
+    delayed = cache(lambda: [current.where(mask) for mask in chunks_of(current.ids, ~is_prior, chunks)])
+    return current.where(is_prior, delayed), following.where(~is_late, lambda: (late,))
 
 
 MOST_MARKED = 1 << 22

@@ -167,13 +167,9 @@ class Bindings:
         return all_gather_ids
 
 
-_OF_EXCHANGE = frozenset(
-    {
-        *("embrace::submit_rows", "embrace::await_rows", "embrace::all_to_all_rows"),
-        *("embrace::submit_gradients", "embrace::update_rows", "embrace::all_to_all_gradients"),
-    }
-)
-"""Ops that are methods of a table's exchange."""
+_OF_ROWS = frozenset({"embrace::submit_rows", "embrace::await_rows", "embrace::all_to_all_rows"})
+_OF_GRADIENT = frozenset({"embrace::submit_gradients", "embrace::update_rows", "embrace::all_to_all_gradients"})
+"""Ops that are methods of a table's exchange, and of the gradient of its rows."""
 
 
 def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
@@ -188,8 +184,10 @@ def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
         return partial(flow.buckets.hand_over if op == "embrace::hand_over" else flow.buckets.update_bucket)
     if launch is None:
         return None
-    if op in _OF_EXCHANGE:
-        return partial(getattr(flow.exchanges[launch.what], op.removeprefix("embrace::")), launch)
+    if op in _OF_ROWS or op in _OF_GRADIENT:
+        exchange = flow.exchanges[launch.what]
+        owner = exchange if op in _OF_ROWS else exchange.gradient
+        return partial(getattr(owner, op.removeprefix("embrace::")), launch)
     match op:
         case "embrace::submit_ids":
             return partial(flow.submit_ids)

@@ -190,7 +190,7 @@ class Stepping:
         may_wait = self._may_wait(optimizer)
         step.late = self._in_flight(tables) if may_wait else []
         for exchange in self._exchanges(tables):
-            exchange.apply_pending()  # of the last step
+            exchange.gradient.apply_pending()  # of the last step
         are_late = {id(table) for exchange in step.late for table in exchange.table.members}
         for table in tables:
             if table.parameter.grad is None:
@@ -237,7 +237,7 @@ class Stepping:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
-                    exchange.apply_pending()  # what another one has stepped is applied as its step
+                    exchange.gradient.apply_pending()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
@@ -273,7 +273,7 @@ class Stepping:
         return [
             exchange
             for exchange in self._exchanges(tables)
-            if all(member.name in names for member in exchange.table.members) and exchange.may_step()
+            if all(member.name in names for member in exchange.table.members) and exchange.gradient.may_wait()
         ]
 
     @torch.no_grad()
@@ -288,7 +288,7 @@ class Stepping:
             self._flow.buckets.step(optimizer, step.buckets)
         is_row_wise = type(optimizer) is RowWiseAdagrad
         for exchange in () if is_row_wise else step.late:
-            exchange.step()
+            exchange.note_step(moved_all=exchange.gradient.begin_step().moves_all)
         if self._unscale(optimizer, step):
             self._step_at_once(optimizer, step)
         self._state.pending.open()
@@ -311,7 +311,7 @@ class Stepping:
         for exchange in self._exchanges(stepped):
             tables = exchange.table.members
             of_all = all(any(table is each for each in stepped) for table in tables)
-            exchange.in_flight.note_step(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
+            exchange.note_step(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
 
     def _step_row_wise(self, step: _Step) -> None:
         """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.
@@ -325,7 +325,8 @@ class Stepping:
             found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
             at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
             if exchanges and exchanges[k] in step.late:
-                found += exchanges[k].step().with_rows()
+                exchanges[k].note_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
+                found += exchanges[k].gradient.with_rows()
         add_up_squares(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])

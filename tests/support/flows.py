@@ -36,20 +36,19 @@ class Listening:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.heard: list[tuple[str, OperationId]] = []
-        self.stepped = self.waiting = False
+        self.waiting = False
         self.usable = self.holds = self.splits = True
-        self.stale = False
-        self.in_flight, self.table, self.name = self, self, "t"
+        self.gradient, self.table, self.name = self, self, "t"
         self.members = (self,)
 
-    def still_equal(self, *, stepped: bool) -> bool:
+    def still_equal(self) -> bool:
         self.told.append("still_equal")
         return self.holds
 
     def can_split(self, ids: Tensor | None) -> bool:
         return self.splits and ids is not None
 
-    def cut(self, ids: Tensor, counts: Tensor, split: object) -> None:
+    def cut(self, ids: Tensor, counts: Tensor, found: object) -> None:
         self.told.append(f"cut for {ids.tolist()}")
 
     def __getattr__(self, name: str) -> Any:

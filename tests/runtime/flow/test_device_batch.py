@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.flow.device_batch import SplitAhead, routed, unique_ids
-from embrace_fx.runtime.flow.routing import Routing, Split, membership
+from embrace_fx.runtime.flow.routing import Routing, cut, membership
 from embrace_fx.runtime.launch.streams import first_true
 from embrace_fx.vocabulary.plan import Grid
 
@@ -64,6 +64,11 @@ def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:
     return torch.tensor(rows, dtype=torch.int32), capacities, routing
 
 
+def _pieces(first: Routing) -> list[Routing]:
+    """All pieces of a batch that has been cut."""
+    return [first, *first.rest()]
+
+
 @given(st.integers(1, 3), st.data(), st.integers(1, 4), paddings)
 def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, chunks: int, padding_idx: int) -> None:
     ids = st.lists(st.integers(0, V - 1), max_size=12)
@@ -71,22 +76,21 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     current = packed(one)[2]
     gathered, capacities, following = packed(other)
     among = membership(V, CPU)
-    expected = Split.of(current, following, among, chunks)
+    expected = cut(current, following, among, chunks)
 
     ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), among, V, chunks, padding_idx)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
-    found = ahead.split(following, ahead.sizes().tolist())
+    found = ahead.cut(following, ahead.sizes().tolist())
 
-    parts = [(found.late, expected.late), (found.early, expected.early), (found.prior, expected.prior)]
-    parts += zip(found.delayed(), expected.delayed(), strict=True)
-    for part, each in parts:
+    of_current, of_following = zip(map(_pieces, found), map(_pieces, expected), strict=True)
+    for part, each in (*zip(*of_current, strict=True), *zip(*of_following, strict=True)):
         assert part.counts == each.counts
         assert part.positions is not None
         assert each.positions is not None
         assert torch.equal(part.positions, each.positions)
         assert torch.equal(part.ids, each.ids)
-    for part, _ in parts[2:]:
+    for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
         summed = part.summed(rows.view(-1), rows.dtype, 3, padding_idx, 0.5)

@@ -217,13 +217,13 @@ class Training:
     def forward(self, batch: Batch) -> Tensor:
         """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
         exchange = self.exchange
-        if not exchange.in_flight.usable:
-            exchange.in_flight.drop()
-        self.early += bool(exchange.in_flight.sent)
+        if not exchange.usable:
+            exchange.drop()
+        self.early += bool(exchange.sent)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
-            shard = exchange.update_rows(PRIOR, self.table.local)
-            assert shard is self.table.local
+            shard = self.table.local
+            assert exchange.gradient.update_rows(PRIOR, shard) is shard
             exchange.submit_rows(LATE, shard, batch.ids, batch.counts, "t", torch.float64, "")
         for launch in (EARLY, LATE):
             exchange.await_rows(launch, batch.ids, batch.counts, "t", torch.float64, "")
@@ -234,14 +234,13 @@ class Training:
 
     def backward(self, batch: Batch, gradients: Tensor, following: Batch | None) -> None:
         self.launcher.open_window()
-        self.exchange.apply_prior()  # of a forward that was not this program's
+        self.exchange.gradient.begin_backward()  # of a forward that was not this program's
         for launch in self.pieces:
-            self.exchange.update(launch)
+            self.exchange.gradient.update(launch)
         cut = following is not None and self.exchange.can_split(batch.ids)
         if following is not None and cut:
             self.exchange.cut(following.ids, following.counts)
         else:
-            self.exchange.forget_cut()
             self.launcher.skip([EARLY, *self.pieces])
         if cut:
             self.exchange.submit_rows(EARLY, self.table.local, batch.ids, batch.counts, "t", torch.float64, "")
@@ -249,7 +248,7 @@ class Training:
         own = gradients[batch.own(self.communicator.rank)].contiguous()
         for launch in (PRIOR, *self.pieces) if cut else (PRIOR,):
             of_batch = (own, batch.ids, batch.counts, "t")
-            found = self.exchange.submit_gradients(launch, *of_batch, self.padding_idx, scale, "")
+            found = self.exchange.gradient.submit_gradients(launch, *of_batch, self.padding_idx, scale, "")
         self.launcher.leave_backward()
         found.deliver()
         parts = [part.ids.tolist() for _, part in found.parts.values()]
@@ -268,15 +267,15 @@ class Training:
         if not self.moves or self.draw.random() < 0.3:  # the options are those of this moment
             self.group["lr"] *= 0.9
             self.reference.optimizer.param_groups[0]["lr"] *= 0.9
-        self.exchange.apply_pending()
-        if self.exchange.may_step():
-            self.exchange.step()
+        self.exchange.gradient.apply_pending()
+        if self.exchange.gradient.may_wait():
+            self.exchange.note_step(moved_all=self.exchange.gradient.begin_step().moves_all)
         elif self.table.parameter.grad is not None:
             if self.moves:
                 self.table.step_dense()
             else:
                 self.table.update_rows(*self.table.open_gradient().rows())
-            self.exchange.in_flight.note_step(moved_all=self.moves)
+            self.exchange.note_step(moved_all=self.moves)
         if not self.moves:
             self.group["number"] = -1
         self.reference.step(self.number)
@@ -287,7 +286,7 @@ class Training:
 
     def finish(self) -> None:
         self.launcher.open_window()
-        self.exchange.apply_pending()
+        self.exchange.gradient.apply_pending()
         while self.launcher.queue.under_way():  # discarded ones too: the next training uses the same groups
             time.sleep(0.001)
         mine = self.table.local
@@ -326,14 +325,14 @@ def train(training: Training, steps: int = 7) -> None:
         training.backward(batch, gradients, None if event == "do not" else following)
         if event == "clip":
             with training.launcher.hurrying():
-                training.exchange.materialise()
+                training.exchange.gradient.materialise()
         if event not in ("drop", "sum up"):
             training.step()
         if event != "sum up":
             training.zero_grad()
         if event == "other batch":  # than the one looked ahead to
             following = another()
-            training.exchange.in_flight.drop()
+            training.exchange.drop()
         batch = following
     training.finish()
 
@@ -370,3 +369,23 @@ def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns
     for split, early in run_ranks(3, trains_at_random, columns, kind):
         assert split > EXAMPLES
         assert early > EXAMPLES / 2
+
+
+def test_early_rows_are_stale_once_the_gradient_of_another_batch_leaves() -> None:
+    training = Training(Communicator(None), 0, 6, Adagrad)
+    exchange, found = training.exchange, []
+    first, second, other = (
+        Batch(torch.tensor(ids), torch.tensor([2]), torch.ones((2, 6), dtype=torch.float64))
+        for ids in ([2, 5], [5, 6], [1, 3])
+    )
+    training.backward(first, training.forward(first), second)
+    found.append((bool(exchange.sent), exchange.usable))
+
+    training.launcher.open_window()
+    exchange.gradient.submit_gradients(PRIOR, other.factors, other.ids, other.counts, "t", -1, 1.0, "")
+
+    found.append((bool(exchange.sent), exchange.usable))
+    exchange.drop()
+    found.append((bool(exchange.sent), exchange.usable))
+    assert found == [(True, True), (True, False), (False, True)]
+    training.launcher.close()

@@ -1,0 +1,267 @@
+"""The gradient of a table's rows, or of a stack's, on its way from a backward to the table.
+
+    sent        its parts leave: prior rows first (row 5, which batch 2 reads), then delayed ones (row 2), in chunks
+    delivered   `.grad` of each table is on its way; whoever looks at it waits, and has an ordinary gradient
+    taken       an optimizer has stepped: the update waits for the next forward, under the options of that moment
+    applied     part by part, as the forward and the backward after it come to need the rows
+
+Batch 1 reads rows [2, 5], batch 2 rows [5, 9]: `row_exchange.py` has the whole way.
+
+Contract
+    Each row is updated once per step, with the options of that step.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.flow.routing import Routing
+from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.ticket import Ticket
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.tables.held_gradient import GONE, Late, Rows, merged
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
+from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
+from embrace_fx.vocabulary.plan import Grid
+
+Sent = tuple[Ticket, Routing]
+"""Some of a batch's rows in flight, or of their gradients; and which."""
+
+How = tuple[torch.dtype, int, int, float]
+"""How gradients are summed up: the table's dtype, this rank's columns, the row without gradient or -1, a factor."""
+
+
+class RowGradient:
+    """The row gradient of one table, or of the tables of a stack: of one backward at a time.
+
+    Args:
+        table: whose it is.
+        grid: that it lies on.
+
+    Attributes:
+        batch: the rows of the batch whose forward runs or ran last; None: another batch's gradient has left since.
+        prior: of those, the ones whose gradients leave first; None: all gradients leave together.
+        parts: those that no step has applied, by their launches, in the order in which they left.
+        step: the step that has taken it; None before one.
+    """
+
+    def __init__(self, table: RowTable | StackedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
+        self._table, self._communicator = table, communicator
+        self._launcher, self._recorder = launcher, launcher.recorder
+        self._grid = grid
+        local = table.local
+        self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
+        self.batch: Routing | None = None
+        self.prior: Routing | None = None
+        self.parts: dict[OperationId, Sent] = {}
+        self.step: UpdateRule | None = None
+        self._late: Late[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
+        self._how: How = (local.dtype, 0, -1, 1.0)
+
+    # -- from its backward ---------------------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: Routing) -> None:
+        """Begins a forward on these rows."""
+        self.batch, self.prior = batch, None
+
+    def begin_backward(self) -> None:
+        """Applies all parts that a step has taken but delayed ones, where no node of a program has applied them.
+
+        Gradients of this backward leave together, unless rows are cut.
+        """
+        self.prior = None
+        if self.step is not None:
+            with self._launcher.hurrying():  # rows of this forward stand before them
+                for launch in list(self.parts):
+                    if launch.part != "delayed":
+                        self.update(launch)
+
+    def submit_gradients(
+        self,
+        launch: OperationId,
+        rows: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        table: str,
+        padding_idx: int,
+        scale: float,
+        name: str,
+    ) -> RowGradient:
+        """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed.
+
+        Returns: itself, to be delivered at the end of the backward.
+        """
+        self._recorder.mark(compute_id("backward", launch.what))
+        if launch.part == "delayed":
+            assert self.prior is not None
+            self._send(launch, rows, self.prior.rest()[launch.number])
+            return self
+        self.apply_pending()
+        self.materialise()  # of an earlier backward: the step will want the sum
+        batch = self.batch
+        if batch is None or batch.ids is not ids:  # not the batch of the last forward
+            batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
+            self.batch = self.prior = None
+        self._how = self._dtype, self._columns, padding_idx, scale
+        self._send(launch, rows, batch if self.prior is None else self.prior)
+        return self
+
+    def _send(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
+        self._table.note(routing.held_ids, routing.all_ids)
+        ticket = self._launch(launch, routing.split(rows), routing.counts_by_row, rows.shape[1])
+        self.parts[launch] = ticket, routing
+
+    def all_to_all_gradients(
+        self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
+    ) -> Ticket:
+        """Launches all gradients of a batch's rows, which are waited for at once: flat (U * D,) by destination."""
+        self._recorder.mark(compute_id("backward", launch.what))
+        return self._launch(launch, flat, by_row(counts), embedding_dim)
+
+    def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
+        rank = self._communicator.rank
+        kept = counts[rank][self._grid.place(rank)[0]] * self._columns
+        return self._launcher.submit(
+            launch,
+            lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
+            (flat.numel() - kept) * flat.element_size(),
+        )
+
+    def deliver(self, absent: Collection[str] = ()) -> None:
+        """Makes it what `.grad` of the tables is, or adds it to what that was.
+
+        Args:
+            absent: names of tables that this backward gives no gradient, of those of a stack.
+        """
+        late = self._late = Late(self._landing())
+        for k, table in enumerate(self._table.members):
+            if table.name in absent:
+                continue
+            held = table.open_gradient()
+            if held.is_zero:
+                held.will_be(late, k)
+            else:
+                for rows in late.now()[k]:
+                    held.add_rows(*rows)
+
+    def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
+        """Makes what waits for the rows of each table; it refers to the model weakly."""
+        found, by = ref(self._table), ref(self._launcher)
+        parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
+
+        def land() -> list[Sequence[Rows]]:
+            table, launcher = found(), by()
+            if table is None or launcher is None:
+                raise RuntimeError(GONE)
+            split = [table.split(*rows) for rows in _in_a_hurry(parts, table, launcher, how)]
+            return [list(rows) for rows in zip(*split, strict=True)]
+
+        return land
+
+    # -- until a step has taken it -------------------------------------------------------------------------------------
+
+    def _stands_at(self, table: RowTable) -> bool:
+        """Tells whether a table's `.grad` is this one, nobody having looked at it."""
+        held = table.held
+        return held is not None and self._late is not None and held.waits_for(self._late)
+
+    @property
+    def waiting(self) -> bool:
+        """Tells whether it is on its way, no step has taken it, and `.grad` of any of the tables still is of it."""
+        if self.step is not None or self._late is None:
+            return False
+        if not any(map(self._stands_at, self._table.members)):  # dropped, or someone has looked at it
+            self._forget()
+        return self._late is not None
+
+    def may_wait(self) -> bool:
+        """Tells whether a step can take it as it is, on its way, and leave the update to the next forward."""
+        return self.waiting and all(map(self._stands_at, self._table.members)) and self._table.can_wait()
+
+    def begin_step(self) -> UpdateRule:
+        """Keeps the options of this moment for its update: the optimizer has stepped."""
+        self.step = self._table.begin_step()
+        return self.step
+
+    def materialise(self) -> None:
+        """Waits for it, if no step has taken it: it was asked for, or is summed up."""
+        if self.waiting:
+            for table in self._table.members:
+                if self._stands_at(table):
+                    table.open_gradient().land()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets it, if no step has taken it."""
+        if self.step is None:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.parts, self.step, self._late = {}, None, None
+
+    # -- the update ----------------------------------------------------------------------------------------------------
+
+    def with_rows(self) -> list[tuple[RowsAlone, Rows]]:
+        """Waits for all of it, and leaves it to the steps that have taken it, which are returned with it."""
+        assert self.step is not None
+        rows, self.parts = self._rest(), {}
+        return self.step.alone(merged(rows))
+
+    def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
+        """Calls `update`; the shard orders nodes."""
+        self.update(launch)
+        if not self._recorder.in_forward:
+            self._recorder.mark(EARLY)
+        return shard
+
+    def update(self, launch: OperationId) -> None:
+        """Applies a part of what a step has taken; with the last delayed one, what the step does to all other rows.
+
+        Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
+        """
+        if self.step is None:
+            if launch.part != "delayed":
+                self.materialise()
+            return
+        landed = not self.parts
+        own = [self.parts.pop(launch)] if launch in self.parts else None
+        arrived = [] if own is None else _arrived(own, self._table, self._launcher, self._how)
+        if landed or (launch.part == "delayed" and not self.parts):
+            self.step.finish(arrived)
+            self._forget()
+            return
+        for rows in arrived:
+            self.step.apply(*rows)
+
+    def apply_pending(self) -> None:
+        """Applies everything that a step has taken."""
+        if self.step is not None:
+            self.step.finish(self._rest())
+            self._forget()
+
+    def _rest(self) -> list[Rows]:
+        return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)
+
+
+def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
+    """Returns the rows of parts, once they are here."""
+    found = []
+    for ticket, routing in parts:
+        ids, rows = routing.summed(launcher.wait(ticket), *how)
+        table.note(ids, routing.held_ids)
+        found.append((ids, rows))
+    return found
+
+
+def _in_a_hurry(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
+    with launcher.hurrying():  # rows of a forward to come may stand before them
+        return _arrived(parts, table, launcher, how)
