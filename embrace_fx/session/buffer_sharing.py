@@ -38,7 +38,7 @@ class BufferSharing:
 
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
-    ) -> tuple[Callable[[], int], Callable[[], None]]:
+    ) -> tuple[Callable[[], int], Callable[[], None] | None]:
         """Makes the two functions by which a program shares buffers.
 
         Args:
@@ -47,10 +47,12 @@ class BufferSharing:
 
         Returns:
             A function that hashes the names of the buffers that this rank would share, which ranks compare in the
-            announcement; and one that shares them behind it, before the forward reads a buffer. Collective.
+            announcement; and one that shares them behind it, before the forward reads a buffer. Collective. None:
+            there are none to share.
         """
-        if not self._setting.options.shares_buffers or self._setting.communicator.world_size == 1:
-            return lambda: 0, lambda: None
+        alone = self._setting.communicator.world_size == 1
+        if alone or not self._setting.options.shares_buffers or not self._shared():
+            return lambda: 0, None
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
         if train:

@@ -101,6 +101,7 @@ class EagerCalls:
             OtherRoute: a capture pays; on every rank, and nothing has run.
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
+        announcements.settle()  # of a step without backward
         variant = self._variant(trained, train=train)
         rows = self._rows_of(variant)
         if planned.plan is None:

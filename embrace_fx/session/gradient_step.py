@@ -15,7 +15,7 @@ from embrace_fx.runtime.step.step import Opened, Step
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import OWN_CODE, START, WHOLE_FORWARD
-from embrace_fx.vocabulary.step_variant import BackwardVariant
+from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
 class GradientStep(Step):
@@ -49,6 +49,18 @@ class GradientStep(Step):
             self.forward()
         self._results, self._read_again = [], AsSeen()  # autograd checks the tensors that its backward reads
 
+    def _begin_forward(self) -> tuple[Values, ForwardVariant]:
+        """Announces a training step of a host ahead: ranks meet at the head of its backward, as nothing leaves before.
+
+        Buffers that ranks share do.
+        """
+        flow = self.program.flow
+        if flow is None or flow.streams is not None or self.program.share_buffers is not None:
+            return super()._begin_forward()
+        self.program.announcements.announce_ahead(flow.after_announcement)
+        flow.begin_plain_forward()
+        return {}, ForwardVariant()
+
     def end_forward(self, results: Sequence[Any]) -> None:
         """Ends the forward; keeps its results, whose scalars must be finite."""
         flow, recorder = self.program.flow, self.program.recorder
@@ -62,12 +74,13 @@ class GradientStep(Step):
         """Tells the other ranks that this rank begins its backward.
 
         Raises:
-            PeerFailure: another rank does not, where that is known at once.
+            PeerFailure: another rank does not, where that is known at once, or has failed before; on every rank.
         """
         self.program.state.awaiting_backward.discard(self)
         if self.program.recorder is not None:
             self.program.recorder.mark(OWN_CODE)
             self.program.recorder.window()
+        self.program.announcements.settle()
         self._opened = self._open({})
         if isinstance(run := self._opened.phase.run, InPieces):
             run.begin()

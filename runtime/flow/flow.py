@@ -66,7 +66,7 @@ class Flow:
         self._late: tuple[RowGradient | BucketUpdates, ...] = (*(each.gradient for each in exchanges.values()), buckets)
         self.looks_ahead = looks_ahead
         self._warn = warn
-        self._after_announcement = after_announcement
+        self.after_announcement = after_announcement
         self._ahead: NextBatch | None = None
         self._coming: NextBatch | None = None  # the next batch, from a forward's announcement to its submission
         self._has_cut = False  # the last backward has cut the rows of the batch that comes next
@@ -100,7 +100,7 @@ class Flow:
         coming = following.sizes() if following is not None and self.looks_ahead else None
         everyone = announce(self.announcements, self.launcher, rows, coming, bad, found=found)
         self.announcements.note_rows(program.tables, everyone.rows)
-        self._after_announcement()
+        self.after_announcement()
         if everyone.overtook:
             self.launcher.queue.catch_up()
         if expected is not None and everyone.found:
@@ -161,8 +161,7 @@ class Flow:
                     gradient.materialise()
 
     def begin_plain_forward(self) -> None:
-        """Begins a forward that leaves nothing to the next step and has found nothing of the last one."""
-        self._after_announcement()
+        """Begins an announced forward that leaves nothing to the next step and has found nothing of the last one."""
         self.launcher.enter_forward()
         self._begin_compute()
 

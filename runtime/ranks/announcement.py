@@ -141,6 +141,15 @@ def activity_of(*, train: bool, reduces: bool) -> int:
     return EVALUATING if not train else TRAINING if reduces else ACCUMULATING
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step that has been announced ahead: what `launch` has started, and what follows once all have announced it."""
+
+    own: Announcement
+    launched: tuple[Tensor, Any]
+    then: Callable[[], None]
+
+
 class Announcements:
     """The announcements of these ranks.
 
@@ -163,6 +172,7 @@ class Announcements:
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
+        self._ahead: _Ahead | None = None
         self._waiting_since_s: float | None = None
         self._lone_calls: LoneCalls | None = None
 
@@ -172,8 +182,32 @@ class Announcements:
         Args:
             failure: found since `of_step` was built.
         """
+        return self.announce(self._own(sizes, failure))
+
+    def announce_ahead(self, then: Callable[[], None]) -> None:
+        """Announces the next step, and leaves it to `settle` to wait for the others and to raise.
+
+        Args:
+            then: called once every rank is known to continue.
+        """
+        own = self._own((), None)
+        if own.failure is not None or own.digest or self.communicator.world_size == 1:
+            self.announce(own)
+            then()
+            return
+        self.settle()
+        self._ahead = _Ahead(own, self._begin(own), then)
+
+    def settle(self) -> None:
+        """Waits for the announcements of a step that has been announced ahead; raises as `announce` does."""
+        if (ahead := self._ahead) is not None:
+            self._ahead = None
+            self._end(ahead.own, ahead.launched)
+            ahead.then()
+
+    def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
         own = self.of_step
-        return self.announce(replace(own, sizes=tuple(sizes), failure=own.failure or failure or self.trouble()))
+        return replace(own, sizes=tuple(sizes), failure=own.failure or failure or self.trouble())
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
         """Announces a step; returns every rank's sizes.
@@ -183,33 +217,41 @@ class Announcements:
             DivergedReplicas: replicas differ between ranks; on all ranks.
             PlanDoesNotFit: some rank's batch does not fit the plan; on all ranks.
         """
-        communicator = self.communicator
-        communicator.check_open()
-        if communicator.world_size == 1:
+        self.settle()
+        if self.communicator.world_size == 1:
+            self.communicator.check_open()
             if own.failure is not None:
                 raise PeerFailure({0: own.failure})
             if own.does_not_fit:
                 raise PlanDoesNotFit
             return [own.sizes]
+        return self._end(own, self._begin(own))
+
+    def _begin(self, own: Announcement) -> tuple[Tensor, Any]:
+        communicator = self.communicator
+        communicator.check_open()
         self.made += 1
         communicator.progress.begin_step()
         self._look_out()
+        return self.launch(own)
+
+    def _end(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
         self._waiting_since_s = time.monotonic()
         try:
-            everyone = self._meet(own)
+            everyone = self._meet(own, launched)
         finally:
             self._waiting_since_s = None
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         if any(each.failure is not None for each in everyone):
-            raise PeerFailure(communicator.reports(own.failure))
+            raise PeerFailure(self.communicator.reports(own.failure))
         check_activities([each.activity for each in everyone])
         if any(each.does_not_fit for each in everyone):
             raise PlanDoesNotFit
         check_programs([each.program for each in everyone])
         digests = {each.digest for each in everyone}
         if 0 not in digests and len(digests) > 1:
-            raise DivergedReplicas(diverged(communicator.gather(dict(own.checksums), dict[str, int])))
+            raise DivergedReplicas(diverged(self.communicator.gather(dict(own.checksums), dict[str, int])))
         check_steps([each.steps for each in everyone])
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
@@ -217,15 +259,17 @@ class Announcements:
 
     def meet(self, activity: int) -> list[int]:
         """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
+        self.settle()
         self.communicator.check_open()
-        return [each.activity for each in self._meet(Announcement(JOIN, activity))]
+        own = Announcement(JOIN, activity)
+        return [each.activity for each in self._meet(own, self.launch(own))]
 
-    def _meet(self, own: Announcement) -> list[Announcement]:
+    def _meet(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
         """Returns every rank's announcement, repeating the exchange until all ranks are at the same place."""
-        everyone = self._exchange(own)
+        everyone = self._read(own, launched)
         while any(each.kind in (BACKWARD, GAVE_UP) for each in everyone):  # these ranks come here next
             self._warn(self.reports(everyone, None))
-            everyone = self._exchange(own)
+            everyone = self._read(own, self.launch(own))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
             raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
@@ -250,11 +294,13 @@ class Announcements:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
         self.made += 1
         self.communicator.progress.begin_step()
-        self._meet(Announcement(failure=failure))
+        own = Announcement(failure=failure)
+        self._meet(own, self.launch(own))
         self.communicator.reports(failure)
 
-    def _exchange(self, own: Announcement) -> list[Announcement]:
-        everyone, work = self.launch(own)
+    def _read(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
+        """Waits for an exchange that `launch` has started."""
+        everyone, work = launched
         with self.communicator.watching(ANNOUNCEMENT):
             work.wait()
         form, sizes = self.form, len(own.sizes)
@@ -272,7 +318,9 @@ class Announcements:
 
     def give_up(self, failure: str) -> None:
         """Announces that this rank cannot finish an announced forward. Of at least two ranks."""
-        self.reports(self._exchange(Announcement(GAVE_UP)), failure)
+        self.settle()
+        own = Announcement(GAVE_UP)
+        self.reports(self._read(own, self.launch(own)), failure)
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""

@@ -69,7 +69,8 @@ class Program:
         buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
         head: builds what a step on a flattened batch announces to all ranks.
-        share_buffers: called once every rank has announced this same program, before anything reads a buffer.
+        share_buffers: called once every rank has announced this same program, before anything reads a buffer; None:
+            ranks share none.
         flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step; None: they are
             launched on the spot.
         recorder: measures a step that no flow does.
@@ -101,7 +102,7 @@ class Program:
         head: Callable[[Sequence[Any]], Announcement] = lambda leaves: Announcement(),
         flow: Flow | None = None,
         *,
-        share_buffers: Callable[[], None] = lambda: None,
+        share_buffers: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,

@@ -99,7 +99,8 @@ class Step:
         values, variant = self._begin_forward()
         self._announced = program.communicator.progress.step
         forward = program.phase(variant)
-        program.share_buffers()
+        if program.share_buffers is not None:
+            program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
         outputs = self._run_forward(forward, values)
@@ -159,6 +160,7 @@ class Step:
         program.catch_up(values)
         program.let_go(values, "ids")
         if program.flow is not None:
+            program.flow.after_announcement()
             program.flow.begin_plain_forward()
         return values, ForwardVariant()
 

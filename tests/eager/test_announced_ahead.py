@@ -1,0 +1,135 @@
+"""Under the eager route ranks meet at the head of a backward: a forward waits for none. Mistakes are still named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import embrace_fx
+from tests.eager.models import Asserting, labelled
+from tests.support.ranks import run_ranks
+
+STEPS, PLANNED = 7, 4
+
+
+class _Noting(Asserting):
+    """Calls `after` at the end of its forward, and `before` at its begin."""
+
+    before = after = staticmethod(lambda: None)
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        self.before()
+        loss = super().forward(*batch)
+        self.after()
+        return loss
+
+
+class _WithBuffer(_Noting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+
+def _one_after_the_other(rank: int, world_size: int) -> list[float]:
+    """Rank 1 begins each forward but the first ones once rank 0 has ended its own."""
+    torch.manual_seed(0)
+    model: Any = _Noting()
+    store = dist.distributed_c10d._get_default_store()
+    compiled = embrace_fx.compile(model, route="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        if step >= PLANNED and rank == 0:
+            model.after = lambda step=step: store.set(f"ended {step}", "")
+        if step >= PLANNED and rank == 1:
+            store.wait([f"ended {step}"])
+        loss = compiled(*labelled(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _reference(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Asserting())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*labelled(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_forward_waits_for_no_other_rank() -> None:
+    for found, expected in zip(run_ranks(2, _one_after_the_other), run_ranks(2, _reference), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def _shares_buffers(rank: int, world_size: int) -> float:
+    """Rank 0 alone changes a buffer between two steps."""
+    torch.manual_seed(0)
+    model: Any = _WithBuffer()
+    seen: list[float] = []
+    model.before = lambda: seen.append(model.scale.item())
+    compiled = embrace_fx.compile(model, route="eager")
+    for step in range(4):
+        if step == 3 and rank == 0:
+            model.scale.fill_(3.0)
+        compiled(*labelled(step, rank)).backward()
+    return seen[-1]
+
+
+def test_a_forward_with_buffers_still_gets_rank_0s() -> None:
+    assert run_ranks(2, _shares_buffers) == [3.0, 3.0]
+
+
+def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[Tensor]]:
+    """Rank 1 makes a mistake in one call; where it raised, and what, and the parameters after further steps."""
+    torch.manual_seed(0)
+    compiled = embrace_fx.compile(Asserting(), route="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    where = told = ""
+    for step in range(STEPS):
+        here = "forward"
+        mistaken = rank == 1 and step == PLANNED
+        try:
+            with torch.set_grad_enabled(not (mistaken and mistake == "evaluates")):
+                loss = compiled(*labelled(step, rank))
+            here = "backward"
+            if mistaken and mistake == "skips":
+                continue
+            loss.backward()
+        except Exception as error:
+            where, told = here, f"{type(error).__name__}: {error}"
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return where, told, [parameter.detach().clone() for parameter in compiled.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:The call before this one was given up:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        ("evaluates", ("rank 1: expected all ranks to do the same, found this one evaluating", "the same")),
+        ("skips", ("rank 1: expected a backward of this call, found that it went on", "")),
+    ],
+)
+def test_ranks_that_part_are_named_before_anything_is_applied(mistake: str, expected: tuple[str, str]) -> None:
+    (where, first, parameters), (_, second, others) = run_ranks(2, _mistaken, mistake)
+
+    assert where == "backward"
+    assert expected[0] in first
+    assert expected[1] in second
+    for found, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=0)
