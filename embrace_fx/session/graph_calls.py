@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
+from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.next_batch import NextBatch
+from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.session.calls import Arguments, Kind, Kinds, Variant, kind_key
@@ -68,7 +71,7 @@ class GraphCalls:
         inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)
-            rows_ahead = self._of_coming(kind, farthest, call.spec, Program.look_ahead)
+            rows_ahead = self._of_coming(kind, farthest, call.spec, is_next=False)
             if rows_ahead is not None:
                 rows_ahead.copy_rows()
             hints.step(inputs, rows_ahead, self._lookahead.batches)
@@ -110,28 +113,33 @@ class GraphCalls:
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
-        size = len(leaves)
-
-        def read(of: Program, inputs: Sequence[Any]) -> NextBatch | None:
-            return of.look_ahead(inputs, of_objects=len(inputs) - size) if of.overlaps_steps else None
-
-        return self._of_coming(kind, coming, spec, read)
+        return self._of_coming(kind, coming, spec, is_next=True)
 
     def _of_coming(
-        self,
-        kind: Kind,
-        coming: Sequence[Any] | None,
-        spec: pytree.TreeSpec,
-        read: Callable[[Program, Sequence[Any]], NextBatch | None],
+        self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec, *, is_next: bool
     ) -> NextBatch | None:
-        """Reads a future batch by the program on which it will run; None: one of the two is not known yet."""
+        """Reads a future batch by the program on which it will run; None: one of the two is not known yet.
+
+        Args:
+            is_next: it is the next one, whose rows leave ahead where its program overlaps steps.
+        """
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or variant.captured.switches:
+        program = None if variant is None or variant.captured.switches else variant.program
+        if variant is None or program is None:
             return None  # an earlier step may still change which graph is valid
+        of_ids, streams = program.ids_program, program.streams
+        if of_ids is None or not of_ids.is_pure or (is_next and not program.overlaps_steps):
+            return None
         try:
-            return read(variant.program, variant.captured.inputs(coming))
+            inputs = variant.captured.inputs(coming)
+            if is_next and any(index >= len(coming) for index in of_ids.reads):
+                return None  # objects, from which the other inputs are read, may change until its turn
+            with torch.no_grad(), autocast_is_in_the_graph():
+                if streams is None:
+                    return NextBatch(of_ids, inputs, of_ids.unique(inputs))
+                return look_ahead(of_ids, inputs, streams)
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 

@@ -33,14 +33,8 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.graph import Values
 
 
-def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | None) -> NextBatch:
-    """Finds the rows of a batch before its turn, on the host or on its device.
-
-    Args:
-        streams: of the device; None: the batch is on the host.
-    """
-    if streams is None:
-        return NextBatch(program, leaves, program.unique(leaves))
+def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams) -> NextBatch:
+    """Finds the rows of a batch on its device, before its turn."""
     there = streams.record("batch ready")
     with streams.on("ids", "unique rows"):
         streams.wait(there)

@@ -48,6 +48,7 @@ class IdsProgram:
             counts.
         parts: table, or stack -> the tables that it is made of, with the row in which each begins.
         paddings: table, or stack -> its row without gradient, where it has one.
+        is_pure: whether it finds the same a step earlier: it draws nothing, and reads nothing that a forward writes.
         reads: indices of what `unique` reads of a batch.
     """
 
@@ -60,6 +61,7 @@ class IdsProgram:
     routes: Mapping[str, tuple[str, str]]
     parts: Mapping[str, tuple[tuple[str, int], ...]]
     paddings: Mapping[str, int]
+    is_pure: bool
     reads: tuple[int, ...]
 
     def route(self, values: Values, packed: Tensor) -> None:

@@ -46,6 +46,7 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
         routes=routes,
         parts={table: parts[ids] for table, (ids, _) in routes.items()},
         paddings=paddings,
+        is_pure=_are_pure(graph.phases["unique"], graph.phases["forward"]),
         reads=tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
     )
 
@@ -117,7 +118,7 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
     return routing
 
 
-def ids_are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
+def _are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
     """Tells whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws, unique.graph.nodes)) and written.isdisjoint(role for _, role in inputs_of(unique))

@@ -6,23 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams, streams_of
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
-from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
+from embrace_fx.runtime.step.ids_program import ids_program
 from embrace_fx.runtime.step.missing_launches import MissingLaunches
 from embrace_fx.runtime.step.own_results import memory_of
-from embrace_fx.runtime.step.phases import Runnable, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -178,7 +175,6 @@ class Program:
     def _note_communication(self, graph: TrainingGraph) -> None:
         """Notes whether ranks announce rows, and which communication runs between steps."""
         self.overlaps_steps = overlaps_steps(graph)
-        self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
@@ -237,19 +233,6 @@ class Program:
             return self.flow.streams
         parameter = self.state.any_parameter()
         return None if parameter is None else streams_of(parameter.device)
-
-    def look_ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> NextBatch | None:
-        """Finds the rows of a batch to come; None where they cannot be known before its turn.
-
-        Args:
-            of_objects: how many of the leaves, the last ones, are read from objects: they may change until its turn.
-        """
-        if self.ids_program is None or not self._ids_are_pure:
-            return None
-        if any(index >= len(leaves) - of_objects for index in self.ids_program.reads):
-            return None
-        with torch.no_grad(), autocast_is_in_the_graph():
-            return look_ahead(self.ids_program, leaves, self.streams)
 
     @property
     def result_count(self) -> int:

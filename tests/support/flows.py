@@ -87,6 +87,7 @@ def ids_program() -> IdsProgram:
         routes={"t": ("ids", "counts")},
         parts={"t": (("t", 0),)},
         paddings={},
+        is_pure=True,
         reads=(0,),
     )
 

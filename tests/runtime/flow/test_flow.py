@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from embrace_fx.runtime.flow.device_batch import look_ahead
 from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -35,7 +34,8 @@ class Steps:
         self.warned += 1
 
     def look_ahead(self, *ids: int) -> NextBatch:
-        return look_ahead(self.program, [torch.tensor(ids)], None)
+        leaves = [torch.tensor(ids)]
+        return NextBatch(self.program, leaves, self.program.unique(leaves))
 
     def forward(
         self, batch: NextBatch, following: NextBatch | None = None, absent: Sequence[OperationId] = ()

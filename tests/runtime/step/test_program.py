@@ -183,4 +183,4 @@ def test_a_write_between_forward_and_backward_is_refused(case: Case) -> None:
 
 
 def test_a_batch_is_not_prepared_where_nothing_runs_ahead(case: Case) -> None:
-    assert case.program.look_ahead(BATCH) is None
+    assert case.program.ids_program is None
