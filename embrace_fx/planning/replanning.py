@@ -1,4 +1,4 @@
-"""Watches, by the rows that ranks read from step to step, whether another plan would be better.
+"""Watches, by the rows that ranks read and by measured steps, whether another plan would be better.
 
 Contract
     Only rank 0 follows the numbers, which ranks announce anyway. It asks for a plan in its next announcement, which all
@@ -17,6 +17,7 @@ from embrace_fx.planning.last_run import changes
 from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.ranks.checksums import digest_of
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import AUTO
 
 SAMPLED_EVERY = 4
 """Training calls between two samples; the rows of replicas are counted only for this."""
@@ -116,6 +117,39 @@ def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
     return abs(sum(mean) - sum(planned_for)) > DRIFTED * sum(planned_for)
 
 
+class Trials:
+    """The schedules whose steps have been measured, on rank 0, where the planner chooses among all.
+
+    Each is measured once: a prediction that was wrong is found out, and the schedule with the shortest step remains.
+
+    Args:
+        asked: the schedule that the user has asked for.
+    """
+
+    def __init__(self, asked: str) -> None:
+        self._chooses = asked == AUTO
+        self._step_ms: dict[str, float] = {}
+        self._loop_ms = 0.0  # the loop's own code in the first of them
+
+    def want_another(self, plan: Plan, findings: Findings, measured: tuple[float, float] | None) -> bool:
+        """Tells, once for each schedule, whether another one is predicted to take less than its measured step.
+
+        Args:
+            measured: milliseconds of a step under the plan, and of the loop's own code in it; None: not measured yet.
+        """
+        if not self._chooses or measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
+            return False
+        step_ms, loop_ms = measured
+        self._loop_ms = self._loop_ms if self._step_ms else loop_ms
+        self._step_ms[plan.schedule_name] = step_ms - self._loop_ms
+        new = decide(self.weighed(findings), plan.links, plan, plan.links_are)
+        return new.schedule_name != plan.schedule_name and not changes(plan, new)
+
+    def weighed(self, findings: Findings) -> Findings:
+        """Copies findings for which all schedules are weighed, the measured ones as measured."""
+        return replace(findings, schedule=AUTO, measured=dict(self._step_ms))
+
+
 def story(calls: int, old: Plan, new: Plan) -> str:
     """Prints in one line what a new plan changes, and why.
 
@@ -130,4 +164,6 @@ def story(calls: int, old: Plan, new: Plan) -> str:
             f"{name} {before.strategy} -> {after.strategy} ({after.reason}; planned for: {before.reason}; predicted "
             f"{after.predicted_ms:.3f} ms instead of {here:.3f} ms)"
         )
+    if old.schedule_name != new.schedule_name:
+        told.append(f'schedule "{old.schedule_name}" -> {new.chosen_because}')
     return f"after {calls} calls: {'; '.join(told) or 'buckets in the order of the backward'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from math import ceil
 from statistics import mean, median
 
@@ -47,7 +48,7 @@ from embrace_fx.runtime.tiers.tiered_stack import stacked
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
+from embrace_fx.vocabulary.operation_id import BETWEEN, IDS, OWN_CODE, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedule, StepGraph
@@ -87,6 +88,8 @@ class Scheduling:
 
     Attributes:
         memory: the prediction for tables beyond memory, at the measured speed once there is a profile.
+        measured: medians of the steps in milliseconds, and of the loop's own code in them; None before there is a
+            profile.
         recorder: measures the steps, once the schedule has started.
     """
 
@@ -110,6 +113,7 @@ class Scheduling:
         self._compute_in_order = compute_in_order
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
+        self.measured: tuple[float, float] | None = None
         self._exchanged = _exchanged(plan)
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
@@ -209,8 +213,9 @@ class Scheduling:
     def _follow(self, flow: Flow, own: Profile) -> None:
         """Applies the order computed from all ranks' profiles, from the next window on."""
         communicator = self._setting.communicator
-        everyone = communicator.gather(own, Profile)
-        self.schedule = self._order(agree_on_profile(everyone))
+        agreed = agree_on_profile(communicator.gather(own, Profile))
+        self.schedule = self._order(agreed)
+        self.measured = agreed.step_ms, sum(agreed.compute_ms.get(each, 0.0) for each in (BETWEEN, OWN_CODE))
         flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
         self._profiled = True
 
@@ -341,11 +346,13 @@ class Profile:
         compute_ms: compute operation -> milliseconds.
         sent_bytes: launch -> bytes.
         byte_ms: read or write of rows beyond memory -> milliseconds per byte.
+        step_ms: milliseconds from one backward's begin to the next.
     """
 
     compute_ms: dict[OperationId, float]
     sent_bytes: dict[OperationId, int]
     byte_ms: dict[OperationId, float] = field(default_factory=dict)
+    step_ms: float = 0.0
 
 
 def profile(recording: Recording) -> Profile:
@@ -362,10 +369,12 @@ def profile(recording: Recording) -> Profile:
         if transfer.launch.lane == "storage":
             took = (transfer.ended_s - transfer.started_s) * 1e3
             took_ms[transfer.launch] = took_ms.get(transfer.launch, 0.0) + took
+    begun_s = [at for operation, _, at in recording.marks if operation is None]
     return Profile(
         {operation: median(values) for operation, values in spans.items()},
         {launch: round(median(values)) for launch, values in sent.items()},
         {launch: ms / sum(sent[launch]) for launch, ms in took_ms.items()},
+        median((end - begin) * 1e3 for begin, end in pairwise(begun_s)) if len(begun_s) > 1 else 0.0,
     )
 
 
@@ -376,7 +385,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
     moved = {launch for each in everyone for launch in each.byte_ms}
     paces = {launch: max(each.byte_ms.get(launch, 0.0) for each in everyone) for launch in moved}
-    return Profile(slowest.compute_ms, sent, paces)
+    return Profile(slowest.compute_ms, sent, paces, max(each.step_ms for each in everyone))
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:

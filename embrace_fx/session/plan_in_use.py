@@ -20,7 +20,7 @@ from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
-from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, Trials, story
 from embrace_fx.planning.summary import summary
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
@@ -66,6 +66,8 @@ class PlanInUse:
         self.builder: ProgramBuilder | None = None
         self._findings: Findings | None = None  # on rank 0, those that the plan was made from
         self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
+        self._trials = Trials(setting.options.schedule)
+        self._weighs = False  # another schedule is to be weighed
         self.calls, self.probes, self.records = Calls(), True, False
         self._setting = setting
         self._kinds = kinds
@@ -171,11 +173,17 @@ class PlanInUse:
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
-        """Follows the rows that a training call has announced; asks for another plan if they have drifted."""
+        """Follows the rows that a training call has announced; asks for another plan if they have drifted, or if steps
+        have been measured and another schedule's seem shorter.
+        """
         drift = self._drift
         if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
-            self.calls.asks_to_plan = drift.wants_plan
+            self.calls.asks_to_plan |= drift.wants_plan
+        scheduling = None if self.builder is None else self.builder.scheduling
+        if self._findings is not None and scheduling is not None and self._setting.options.table_memory is None:
+            self._weighs |= self._trials.want_another(self._in_use(), self._findings, scheduling.measured)
+            self.calls.asks_to_plan |= self._weighs
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the plan that rank 0 asked for in the last announcement, if the plan may change now. Collective.
@@ -193,12 +201,14 @@ class PlanInUse:
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used, old.schedule_name)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
+        if findings is not None and self._weighs:
+            findings, self._weighs = self._trials.weighed(findings), False
         drift = self._drift
         if findings is not None and drift is not None and drift.wants_plan:  # otherwise it has no means yet
             findings = findings.with_rows(drift.rows)
         new = plan_on_links(setting, findings, old, probes=self.probes)
         self.calls.asks_to_plan = False
-        if not changes(old, new) and new.buckets == old.buckets:
+        if not changes(old, new) and (new.buckets, new.schedule_name) == (old.buckets, old.schedule_name):
             self._drift = _drift(old, findings)
             return
         self._place_anew(variant.analysed, new, findings)

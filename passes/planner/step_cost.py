@@ -68,6 +68,12 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
     return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
+def measured(step_ms: Mapping[str, float]) -> str:
+    """Tells the steps that were measured, by their schedule, as an end of `compared`'s line."""
+    told = ", ".join(f'"{name}" {ms:.1f}' for name, ms in step_ms.items())
+    return f"; a step of {told} ms was measured" if told else ""
+
+
 @dataclass(frozen=True)
 class _Compute:
     """The compute of a step, in milliseconds.
