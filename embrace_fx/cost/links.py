@@ -31,6 +31,8 @@ START_UP_SHARE = 0.1
 """Share of start-up in a chunk's time: with smaller chunks urgent transfers would wait less, but more time be lost."""
 MIN_CHUNK_BYTES = 64 * 1024
 """The largest packet that TCP hands to an interface: no transfer passes between smaller parts."""
+BUCKET_ROUNDS = 6.0
+"""Units of handling (`Handling.round_ms`) that a bucket takes under "none", by `benchmarks.micro.table_rounds`."""
 LARGE_BLOCK_BYTES = 32 * 2**20 + 2**16
 """Memory blocks of at least this size come from the kernel at each use, which makes each page at its first write;
 glibc's malloc keeps smaller blocks (M_MMAP_THRESHOLD grows up to 32 MiB)."""
@@ -343,8 +345,9 @@ def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_la
 
     Where a forward waits for each bucket by itself, that is the size of a chunk. Smaller ones would pay more start-ups.
     Larger ones would be cut into chunks, but be launched later, and the first parameter that is read would wait for all
-    of its bucket. Where the backward waits for all at its end, it waits for the last one, and all have paid a start-up:
-    for T ms of transfers and start-ups of s, T / k + k s is least with sqrt(T / s) buckets.
+    of its bucket. Where the backward waits for all at its end, it waits for the last one, and all have paid a start-up
+    and `BUCKET_ROUNDS` of a processor: for T ms of transfers, and s of these, T / k + k s is least with sqrt(T / s)
+    buckets.
 
     Args:
         read_later: whether a forward waits for each bucket by itself.
@@ -352,7 +355,8 @@ def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_la
     if read_later:
         return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
     start_up_ms, ms_per_byte = _affine(replace(cluster, links=()), max(world_size, 2), "all_reduce")
-    least_bytes = max(sqrt(total_bytes * start_up_ms / ms_per_byte), MIN_CHUNK_BYTES)
+    own_ms = start_up_ms + BUCKET_ROUNDS * cluster.handling.round_ms
+    least_bytes = max(sqrt(total_bytes * own_ms / ms_per_byte), MIN_CHUNK_BYTES)
     return max(1, ceil(total_bytes / max(1, round(total_bytes / least_bytes))))
 
 

@@ -55,6 +55,7 @@ class EagerCalls:
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order in which the first backward made their gradients
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
+        self._sorted: tuple[tuple[str, ...], tuple[str, ...], list[str]] | None = None  # names, of which, in what order
 
     def begin(self) -> None:
         """Starts on the eager route with a model that takes long to capture."""
@@ -198,9 +199,16 @@ class EagerCalls:
 
         Buckets are filled from the end of this order, and launched as they are full.
         """
-        state, place = self._setting.state, {name: k for k, name in enumerate(self._order)}
-        named = sorted(self._setting.model.named_parameters(), key=lambda each: -place.get(each[0], len(place)))
-        return {name: p for name, p in named if p.requires_grad and name not in state.ignored}
+        state = self._setting.state
+        if self._sorted is None or self._sorted[0] is not state.names or self._sorted[1] is not self._order:
+            first: dict[int, str] = {}
+            for name in state.names:
+                first.setdefault(id(state.parameter(name)), name)  # tied ones go by their first name
+            place = {name: k for k, name in enumerate(self._order)}
+            names = sorted(first.values(), key=lambda name: -place.get(name, len(place)))
+            self._sorted = state.names, self._order, [name for name in names if name not in state.ignored]
+        found = {name: state.parameter(name) for name in self._sorted[2]}
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)
