@@ -91,7 +91,7 @@ def kernels(shard: Shard) -> dict[str, tuple[Callable[[int], object], int]]:
     of_rested = shard.batch * (6 * shard.row_bytes + 8 + 2 * 4)
     found: dict[str, tuple[Callable[[int], object], int]] = {
         "sweep": (
-            lambda k: shard.table.update_rows(shard.ids[k], gradients),
+            lambda k: shard.table.begin_step().finish([(shard.ids[k], gradients)]),
             6 * shard.rows * shard.row_bytes + shard.batch * (shard.row_bytes + 8),
         ),
         "rows": (lambda k: step_rows(optimizer, options, local, state, shard.ids[k], gradients), of_rows),

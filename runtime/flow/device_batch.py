@@ -185,20 +185,26 @@ def _heads(ordered: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Selected:
-    """Some rows of a routing, whose sizes are still on the device."""
+class _Piece:
+    """Some rows of a routing, whose sizes are still on the device.
+
+    Attributes:
+        positions: (R,) of theirs among all, then others.
+        counts: (N,) how many of them are whose.
+        sums: of gradients, ids of their sums, which of them each row goes into, and how many there are.
+    """
 
     positions: Tensor
     counts: Tensor
+    sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-
-@dataclass(frozen=True)
-class _Merged:
-    """Its sums, likewise."""
-
-    ids: Tensor
-    places: Tensor
-    size: Tensor
+    def of(self, routing: Routing, counts: tuple[int, ...], number_of_sums: int = 0) -> Routing:
+        """Returns them, with the sizes that the host has read by now."""
+        positions, sums = self.positions[: sum(counts)], None
+        if self.sums is not None:
+            ids, places, _ = self.sums
+            sums = ids[:number_of_sums], places.index_select(0, positions)
+        return routing.at(positions, counts, sums)
 
 
 @dataclass(frozen=True)
@@ -257,52 +263,44 @@ class SplitAhead:
         late = among(following.ids, current.ids) & following.is_row
         prior = among(current.ids, torch.where(following.is_row, following.ids, num_rows))
         owner, _ = by_rank(current.counts, current.ids)
-        self._late = _select(late, following.owner, ranks)
-        self._early = _select(following.is_row & ~late, following.owner, ranks)
+        ahead = [_piece(mask, following.owner, ranks) for mask in (late, following.is_row & ~late)]
         ordered, order = current.ids.sort(stable=True)
-        masks = [prior, *_chunks(ordered, order, current.ids, ~prior, chunks)]
-        self._parts = [_select(mask, owner, ranks) for mask in masks]
-        self._merges = [_merge(ordered, order, mask, padding_idx) for mask in masks]
+        self._gradients = [
+            _piece(mask, owner, ranks, _sums(ordered, order, mask, padding_idx))
+            for mask in (prior, *_chunks(ordered, order, current.ids, ~prior, chunks))
+        ]
+        self._pieces = (*ahead, *self._gradients)
 
     @property
     def length(self) -> int:
         """Counts the numbers in `sizes`."""
-        return self._following.counts.numel() * (2 + len(self._parts)) + len(self._merges)
+        return self._following.counts.numel() * len(self._pieces) + len(self._gradients)
 
     def sizes(self) -> Tensor:
         """All sizes, in the order in which `cut` takes them: int64, of a length that the host knows."""
-        selected = (self._late, self._early, *self._parts)
-        return torch.cat([*(each.counts for each in selected), torch.stack([merge.size for merge in self._merges])])
+        of_sums = torch.stack([each.sums[2] for each in self._gradients if each.sums is not None])
+        return torch.cat([*(each.counts for each in self._pieces), of_sums])
 
     def tensors(self) -> list[Tensor]:
         """Lists the tensors that another stream will read."""
-        found = [self._late.positions, self._early.positions, self._following.ids]
-        return [
-            *found,
-            *(part.positions for part in self._parts),
-            *(t for m in self._merges for t in (m.ids, m.places)),
-        ]
+        of_sums = [tensor for each in self._gradients if each.sums is not None for tensor in each.sums[:2]]
+        return [self._following.ids, *(each.positions for each in self._pieces), *of_sums]
 
     def cut(self, following: Routing, sizes: Sequence[int]) -> tuple[Routing, Routing]:
         """As `routing.cut`, with the sizes that the host has read by now."""
-        ranks = len(following.counts)
-        rows = [tuple(sizes[start : start + ranks]) for start in range(0, ranks * (2 + len(self._parts)), ranks)]
-        late, early, *parts = rows
-        merged = sizes[ranks * len(rows) : self.length]
+        ranks, of_sums = len(following.counts), sizes[self.length - len(self._gradients) : self.length]
+        counts = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(len(self._pieces))]
+        late, early = (piece.of(following, own) for piece, own in zip(self._pieces[:2], counts[:2], strict=True))
         prior, *delayed = [
-            self.current.at(part.positions[: sum(counts)], counts, _sliced(merge, part, sum(counts), size))
-            for part, counts, merge, size in zip(self._parts, parts, self._merges, merged, strict=True)
+            piece.of(self.current, own, size)
+            for piece, own, size in zip(self._gradients, counts[2:], of_sums, strict=True)
         ]
-        late_rows = following.at(self._late.positions[: sum(late)], late)
-        return (
-            replace(prior, rest=lambda: delayed),
-            following.at(self._early.positions[: sum(early)], early, rest=lambda: (late_rows,)),
-        )
+        return replace(prior, rest=lambda: delayed), replace(early, rest=lambda: (late,))
 
 
-def _select(mask: Tensor, owner: Tensor, ranks: int) -> _Selected:
+def _piece(mask: Tensor, owner: Tensor, ranks: int, sums: tuple[Tensor, Tensor, Tensor] | None = None) -> _Piece:
     counts = torch.zeros(ranks, dtype=torch.int64, device=mask.device).index_add_(0, owner, mask.to(torch.int64))
-    return _Selected(first_true(mask), counts)
+    return _Piece(first_true(mask), counts, sums)
 
 
 def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
@@ -319,14 +317,10 @@ def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: i
     return [mask & (which == k) for k in range(chunks)]
 
 
-def _merge(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> _Merged:
+def _sums(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the sum that each masked row goes into; of equal ids all rows are masked or none is."""
     counted = mask.index_select(0, order) & (ordered != padding_idx)
     heads = _heads(ordered) & counted
     size = heads.sum()
     places = torch.where(counted, heads.cumsum(0) - 1, size)
-    return _Merged(ordered.index_select(0, first_true(heads)), torch.empty_like(order).scatter_(0, order, places), size)
-
-
-def _sliced(merge: _Merged, part: _Selected, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    return merge.ids[:size], merge.places.index_select(0, part.positions[:rows])
+    return ordered.index_select(0, first_true(heads)), torch.empty_like(order).scatter_(0, order, places), size

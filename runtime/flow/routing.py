@@ -12,7 +12,7 @@ reads of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
@@ -63,22 +63,16 @@ class Routing:
         """Returns all rows of another batch of the same table."""
         return Routing(ids, tuple(counts.tolist()), self.grid, self.rank)
 
-    def where(self, mask: Tensor, rest: Callable[[], Sequence[Routing]] = tuple) -> Routing:
+    def where(self, mask: Tensor) -> Routing:
         """Returns the rows that a mask (R,) bool selects."""
         positions, ends = mask.nonzero().view(-1), [*accumulate(self.counts)]
         # One host read for all ranks: where the positions of each end.
         cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
-        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]), rest=rest)
+        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
 
-    def at(
-        self,
-        positions: Tensor,
-        counts: tuple[int, ...],
-        sums: Sums | None = None,
-        rest: Callable[[], Sequence[Routing]] = tuple,
-    ) -> Routing:
+    def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
         """Returns the rows at positions (K,), ascending, of which so many are whose."""
-        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums, rest)
+        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums)
 
     @property
     def all_ids(self) -> Tensor:
@@ -172,7 +166,8 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
     is_prior = among(current.ids, following.ids)
     late = following.where(is_late)
     delayed = cache(lambda: [current.where(mask) for mask in chunks_of(current.ids, ~is_prior, chunks)])
-    return current.where(is_prior, delayed), following.where(~is_late, lambda: (late,))
+    prior, early = current.where(is_prior), following.where(~is_late)
+    return replace(prior, rest=delayed), replace(early, rest=lambda: (late,))
 
 
 MOST_MARKED = 1 << 22

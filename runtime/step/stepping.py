@@ -301,12 +301,14 @@ class Stepping:
             self._step_row_wise(step)
         else:
             for table, rows in self._state.optimizer_stacks.of(step.rows):
-                if table.update_rows(*rows).moves_all:
+                rule = table.begin_step()
+                rule.finish([rows])
+                if rule.moves_all:
                     moved_all.update(map(id, table.members))
         for table in step.dense:
             table.step_dense()
         for table, gradient in step.replicas:
-            table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
+            table.begin_step().finish([_rows_of(gradient, every=table.is_read_densely)])
         stepped = step.own + step.dense + step.rows
         for exchange in self._exchanges(stepped):
             tables = exchange.table.members

@@ -26,7 +26,7 @@ from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 
-Part = tuple[slice, slice]
+Slices = tuple[slice, slice]
 """Rows and columns of a table."""
 
 
@@ -55,12 +55,12 @@ def grid_of(tensor: Tensor) -> Grid | None:
     return Grid(*tensor.device_mesh.shape)
 
 
-def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Part:
+def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
     """Returns the rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
-def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Part:
+def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
     """Returns this rank's part of a table that lies on a mesh."""
     place = mesh.get_coordinate()  # not its groups: torch may hand out an equal mesh of groups that have ended
     assert place is not None
@@ -195,13 +195,13 @@ def _moved(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
     return moved
 
 
-def _common(a: Part, b: Part) -> Part:
+def _common(a: Slices, b: Slices) -> Slices:
     """Intersects two parts, one of which has all rows."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
-def _within(part: Part, common: Part) -> Part:
+def _within(part: Slices, common: Slices) -> Slices:
     """Maps rows and columns of a table to indices into a part that holds them: all its rows, or the part has all."""
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

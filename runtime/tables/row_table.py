@@ -353,9 +353,3 @@ class RowTable:
         if self._stack is None:
             self._resting.suppose(step)
         return step.rows, step.options
-
-    def update_rows(self, ids: Tensor, rows: Tensor) -> RowsAlone:
-        """Takes a step at once, by gradients of some rows; returns it."""
-        step = self.begin_step()
-        step.finish([(ids, rows)])
-        return step

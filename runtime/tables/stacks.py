@@ -197,12 +197,6 @@ class StackedTable:
         for member in self.members:
             member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
 
-    def update_rows(self, ids: Tensor, rows: Tensor) -> UpdateRule:
-        """As `RowTable.update_rows`."""
-        step = self.begin_step()
-        step.finish([(ids, rows)])
-        return step
-
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         """As `RowTable.preview`."""
         first = self.members[0]

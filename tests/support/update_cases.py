@@ -80,10 +80,10 @@ def _train(
     make: Any = kind
     parameter = nn.Parameter(put(table.clone()))
     made = RowTable(parameter, Place("t", table.shape), "lazy", make([parameter], **options))
-    made.update_rows(put(ids[:0]), put(gradients[0][:0]))  # which makes state, as torch does at its first step
+    made.begin_step().finish([(put(ids[:0]), put(gradients[0][:0]))])  # makes state, as torch does at its first step
     made.keep({name: value * 0 for name, value in made.state.items() if name == "step"})
     for gradient in gradients:
-        made.update_rows(put(ids), put(gradient))
+        made.begin_step().finish([(put(ids), put(gradient))])
     return made.local, {name: value for name, value in made.state.items() if isinstance(value, Tensor)}
 
 

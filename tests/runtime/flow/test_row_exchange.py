@@ -274,7 +274,7 @@ class Training:
             if self.moves:
                 self.table.step_dense()
             else:
-                self.table.update_rows(*self.table.open_gradient().rows())
+                self.table.begin_step().finish([self.table.open_gradient().rows()])
             self.exchange.note_step(moved_all=self.moves)
         if not self.moves:
             self.group["number"] = -1

@@ -89,7 +89,7 @@ def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_res
     found = []
     for _ in rules:
         found.append(table.rule)
-        table.update_rows(torch.tensor([1, 2]), torch.ones(2, D))
+        table.begin_step().finish([(torch.tensor([1, 2]), torch.ones(2, D))])
     assert found == rules
 
 

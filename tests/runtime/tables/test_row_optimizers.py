@@ -64,7 +64,7 @@ def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tupl
     made = by_rows(definition, table)
     with torch.no_grad():
         for ids, gradient in steps:
-            made.update_rows(ids, gradient)
+            made.begin_step().finish([(ids, gradient)])
     return made.local, made_state(made)
 
 
@@ -231,7 +231,7 @@ def test_scheduler_between_steps(definition: Definition, dtype: torch.dtype) -> 
     made = by_rows(definition, table)
     for ids, gradient in random_steps(dtype, sparse=False):
         made.holder.param_groups[0].update(hyperparameters(optimizer.param_groups[0]))
-        made.update_rows(ids, gradient)
+        made.begin_step().finish([(ids, gradient)])
         sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
         parameter.grad = sparse if definition.kind is SparseAdam else gradient
         optimizer.step()
@@ -246,10 +246,10 @@ def test_momentum_switched_on_while_training() -> None:
         by_rows(Definition(SGD, {"lr": 0.1}), torch.ones(V, D)),
         random_steps(torch.float32, sparse=False)[0],
     )
-    made.update_rows(ids, gradient)
+    made.begin_step().finish([(ids, gradient)])
     assert not made_state(made)
     made.holder.param_groups[0]["momentum"] = 0.9
-    made.update_rows(ids[2:], gradient[2:])
+    made.begin_step().finish([(ids[2:], gradient[2:])])
     assert torch.equal(made.state["momentum_buffer"][2:], gradient[2:])
     assert not made.state["momentum_buffer"][:2].any()
 
@@ -270,7 +270,7 @@ def test_a_gradient_does_not_change() -> None:
     for definition in ALL:
         made, gradient = by_rows(definition, random_table(torch.float64)), torch.ones(V, D, dtype=torch.float64)
         for _ in range(2):
-            made.update_rows(torch.arange(V), gradient)
+            made.begin_step().finish([(torch.arange(V), gradient)])
         assert not torch.equal(made.local, random_table(torch.float64))
         assert torch.equal(gradient, torch.ones_like(gradient))
 

@@ -24,7 +24,7 @@ def traced(directory: Path, slots: int, ids: int = 12) -> list[Event]:
             table.memory.begin_step(step)
             table.memory.read_ahead(drawn[step + AHEAD], step + AHEAD)
             table.look_up(drawn[step])
-            table.update_rows(drawn[step], torch.randn(len(drawn[step]), 2, generator=generator))
+            table.begin_step().finish([(drawn[step], torch.randn(len(drawn[step]), 2, generator=generator))])
             if step % 7 == 0:
                 table.look_up(torch.arange(step, step + 9))
     return events
@@ -57,7 +57,7 @@ def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: P
         for step in range(2, 60):
             table.memory.begin_step(step)
             if step > 6:
-                table.update_rows(steps[step - 2], torch.randn(10, 2))
+                table.begin_step().finish([(steps[step - 2], torch.randn(10, 2))])
             table.memory.read_ahead(steps[step + AHEAD], step + AHEAD)
             if step > 3:
                 table.look_up(steps[step + 1])
@@ -71,7 +71,7 @@ def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
         for step in range(2, 60):
             table.memory.begin_step(step)
             if step > 10:
-                table.update_rows(steps[step - 1], torch.randn(10, 2))
+                table.begin_step().finish([(steps[step - 1], torch.randn(10, 2))])
             table.memory.read_ahead(steps[step + 4], step + 4)
             if step > 6:
                 table.look_up(steps[step])

@@ -45,7 +45,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
             ids = ids.unique()
             rows = torch.randn(len(ids), D, generator=generator)
             for each in (found, expected):
-                each.update_rows(ids, rows)
+                each.begin_step().finish([(ids, rows)])
                 if step in (60, 170):
                     each.settle()
         for ids in torch.arange(V).split(6):
@@ -209,5 +209,5 @@ def test_rows_stay_that_were_looked_up_before_the_step_they_were_due_in(tmp_path
     table.memory.begin_step(3)
     table.memory.read_ahead(torch.arange(200, 210), due=5)
     before = table.memory.counts.missed
-    table.update_rows(early, torch.ones(10, D))
+    table.begin_step().finish([(early, torch.ones(10, D))])
     assert table.memory.counts.missed == before
