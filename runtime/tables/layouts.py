@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the one pl
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
+from embrace_fx.runtime.tables.part_layout import Axis, Layout
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 
@@ -115,6 +117,17 @@ class Place:
         """The grid on which it lies; None: by columns."""
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of this rank's part of it, of its gradient and of its state."""
+        if self.mesh is None:
+            return Layout.contiguous(tuple(map(Axis.whole, self.shape)))
+        grid = self.grid or Grid(1, self.mesh.size())
+        ranks = grid.rows, grid.columns
+        parts = zip(("rows", "columns"), self.shape, own_part(self.shape, self.mesh), ranks, strict=True)
+        axes = [Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts]
+        return Layout.contiguous(tuple(axes))
+
     def shard(self, local: Tensor) -> Tensor:
         """Returns a rank's part (V', d) as that of the whole: a DTensor."""
         return as_shard(local, self.shape, self.mesh)
@@ -128,9 +141,8 @@ class Place:
             return value
         if self.mesh is None:
             return whole_table(value, value.device_mesh.get_group()) if isinstance(value, DTensor) else value
-        rows, columns = own_part(self.shape, self.mesh)
         if not isinstance(value, DTensor):
-            return value[rows, columns].contiguous()
+            return self.layout.cut(value).contiguous()
         if self.grid is None or grid_of(value) is not None:
             return value.to_local()
         assert group is not None

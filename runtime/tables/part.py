@@ -48,7 +48,8 @@ class Part(Tensor):
     kind: str
 
     @staticmethod
-    def __new__(cls, held: Held, layout: Layout, place: Place, kind: str = "") -> Part:
+    def __new__(cls, held: Held, place: Place, kind: str = "", layout: Layout | None = None) -> Part:
+        layout = place.layout if layout is None else layout
         made: Part = Tensor._make_wrapper_subclass(
             cls, layout.shape, strides=layout.stride, dtype=held.dtype, device=held.device
         )
@@ -67,7 +68,7 @@ class Part(Tensor):
 
     def like(self, held: Held, layout: Layout | None = None) -> Part:
         """Another part of the same table."""
-        return type(self)(held, self.spread if layout is None else layout, self.place, self.kind)
+        return type(self)(held, self.place, self.kind, self.spread if layout is None else layout)
 
     @property
     def what(self) -> str:
@@ -182,7 +183,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def become_part(parameter: nn.Parameter, local: Tensor, place: Place) -> None:
     """Makes a parameter this rank's part of a table, which stays the object that it was to all who hold it."""
-    part = Part(Held(local), Layout.of_table(place), place)
+    part = Part(Held(local), place)
     _exchange(parameter, nn.Parameter(part, parameter.requires_grad), place.name)
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.layouts import Place, own_part
-
 aten = torch.ops.aten
 
 
@@ -83,17 +81,6 @@ class Layout:
     stride: tuple[int, ...]
     axes: tuple[Axis, ...]
     chosen: tuple[object, ...] = ()
-
-    @classmethod
-    def of_table(cls, place: Place) -> Layout:
-        """Makes the layout of a table, of its gradient or of its state."""
-        if place.mesh is None:
-            return cls.contiguous(tuple(map(Axis.whole, place.shape)))
-        grid = place.grid
-        ranks = (grid.rows, grid.columns) if grid is not None else (1, place.mesh.size())
-        parts = zip(("rows", "columns"), place.shape, own_part(place.shape, place.mesh), ranks, strict=True)
-        axes = [Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts]
-        return cls.contiguous(tuple(axes))
 
     @classmethod
     def contiguous(cls, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:

@@ -49,7 +49,7 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
         value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
-    return Part(Held(value), parameter.spread, parameter.place, "the optimizer's state of ")
+    return Part(Held(value), parameter.place, "the optimizer's state of ", parameter.spread)
 
 
 def own_state(

@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
-from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
+from embrace_fx.runtime.tables.layouts import Place, whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
@@ -80,7 +79,6 @@ class RowTable:
         self._resting = RestingRows()
         self._stack: PartAndState | None = None  # whose history that is; None: its own
         self._first = 0  # of its rows in the history
-        self._layout = Layout.of_table(place)
 
     @property
     def local(self) -> Tensor:
@@ -168,14 +166,14 @@ class RowTable:
             return gradient.held
         held = HeldGradient(self.like, self.place, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
-            if not gradient.spread.fits(self._layout):
+            if not gradient.spread.fits(self.place.layout):
                 raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held
         if gradient is not None:  # the user's own
-            held.set_dense(self._layout.cut(gradient).contiguous())
-        self.parameter.grad = Part(held, self._layout, self.place, "the gradient of ")
+            held.set_dense(self.place.layout.cut(gradient).contiguous())
+        self.parameter.grad = Part(held, self.place, "the gradient of ")
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
@@ -192,8 +190,7 @@ class RowTable:
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
-        assert self.place.mesh is not None
-        rows, columns = own_part(gradient.shape, self.place.mesh)
+        rows, columns = (axis.index for axis in self.place.layout.axes)
         of_rows = gradient[rows]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
         self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())

@@ -18,7 +18,6 @@ from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place, mesh_of
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSED = "expected "
@@ -34,24 +33,23 @@ class Parts:
         self.communicator = Communicator(dist.group.WORLD)
         self._mesh = mesh_of(self.communicator, "cpu", grid)
 
-    def _of(self, whole: Tensor) -> tuple[Layout, Place]:
-        place = Place("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
-        return Layout.of_table(place), place
+    def _of(self, whole: Tensor) -> Place:
+        return Place("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
 
     def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
-        layout, place = self._of(whole)
-        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout, place), requires_grad=False)
+        place = self._of(whole)
+        made: Any = nn.Parameter(Part(Held(place.layout.cut(whole).clone()), place), requires_grad=False)
         return made  # type: ignore[no-any-return]
 
     def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
-        layout, place = self._of(whole)
-        local = layout.cut(whole).contiguous()
+        place = self._of(whole)
+        local = place.layout.cut(whole).contiguous()
         held = HeldGradient(local, place)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
-        return Part(held, layout, place, "the gradient of ")
+        return Part(held, place, "the gradient of ")
 
     def state(self, whole: Tensor) -> Part:
         """As an optimizer makes it of a parameter."""
