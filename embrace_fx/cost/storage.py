@@ -109,6 +109,7 @@ class RowMemory:
         slots: rows in memory.
         slot_bytes: bytes of a row in memory, with its optimizer state and its share of buffers in flight.
         row_bytes: bytes of bookkeeping in memory for each row of the table.
+        own_bytes: bytes of memory besides.
         record_bytes: bytes of a row in storage.
         storage: the storage of the other rows, the nearest first; each holds, of the rows that those before it lack,
             the ones drawn last.
@@ -119,7 +120,8 @@ class RowMemory:
     num_rows: int
     slots: int
     slot_bytes: float
-    row_bytes: int
+    row_bytes: float
+    own_bytes: int
     record_bytes: int
     at_once: int
     draws: Draws
@@ -129,7 +131,7 @@ class RowMemory:
     @property
     def nbytes(self) -> int:
         """The most bytes of memory that the table takes."""
-        return self.num_rows * self.row_bytes + math.ceil(self.slots * self.slot_bytes)
+        return math.ceil(self.num_rows * self.row_bytes + self.slots * self.slot_bytes) + self.own_bytes
 
     @cached_property
     def moved(self) -> tuple[tuple[StorageTier, float], ...]:

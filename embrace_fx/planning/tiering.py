@@ -23,7 +23,7 @@ from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tiers.budget import ROW_BYTES, least_bytes, slot_bytes
+from embrace_fx.runtime.tiers.budget import least_bytes, own_bytes, row_bytes, slot_bytes
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
 from embrace_fx.runtime.tiers.record_file import TierError
@@ -63,12 +63,13 @@ class Tier:
         """
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
-        found = int((self.memory - rows * ROW_BYTES) // slot_bytes(self.columns))
+        each = row_bytes(rows, self.columns)
+        found = int((self.memory - rows * each - own_bytes(self.columns)) // slot_bytes(self.columns))
         if found < 1:
             raise ValueError(
                 f"expected table_memory of at least {self.asked_for(1, rows)} for {table}, in the first call, found "
-                f"{int(self.whole):,}: {ROW_BYTES} bytes tell of each of its {rows:,} rows where it is, and memory "
-                "holds one row or more. Raise it, or train on more ranks."
+                f"{int(self.whole):,}: {each:.1f} bytes tell of each of its {rows:,} rows where it is, and "
+                "memory holds one row or more. Raise it, or train on more ranks."
             )
         return min(rows, found)
 
@@ -139,7 +140,8 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
     rows, record = decision.shape[0], Records(tier.columns).nbytes
     at_once = decision.rows.together if decision.rows is not None else 1
     slots = tier.slots(rows, decision.parameter)
-    return RowMemory(rows, slots, slot_bytes(tier.columns), ROW_BYTES, record, at_once, draws, storage)
+    bytes_of = slot_bytes(tier.columns), row_bytes(rows, tier.columns), own_bytes(tier.columns)
+    return RowMemory(rows, slots, *bytes_of, record, at_once, draws, storage)
 
 
 def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,17 +23,17 @@ from torch import Tensor
 from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.tiers.budget import LEAVING, part_of
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile
-from embrace_fx.runtime.tiers.records import TAKEN, Records
-from embrace_fx.runtime.tiers.slots import Leaving, Slots
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Records
+from embrace_fx.runtime.tiers.slots import Leave, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
-_PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
-"""Of all slots, so many parts, of at least and at most so many rows: as many are read at once, for they are in memory
-twice, and written at once."""
-_WAITING, _LEAVING = 2, 8
-"""Parts that wait to be written; of a device's slots, which part of them: it may be that they have not left yet."""
+_LEAVING = 8
+"""Of a device's slots, which part waits to be written: it may be that they have not left yet."""
+_FIRST_BYTES = 64
+"""Bytes of memory in which an element of first values is computed."""
 
 
 class Rest(Protocol):
@@ -42,7 +41,7 @@ class Rest(Protocol):
 
     def write(self, numbers: Tensor, records: Tensor) -> None: ...
 
-    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor: ...
+    def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor: ...
 
 
 class Come(NamedTuple):
@@ -84,45 +83,70 @@ class FileThread:
         self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows", start)
         if streams is not None:
             self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", start)
-        self._writes: deque[tuple[Future[None], Tensor]] = deque()
-        self.part = min(max(count // _PARTS, _FEWEST), _MOST)
+        self._writes: deque[tuple[Future[None], Tensor, range]] = deque()  # with numbers, and where their records are
+        self.part = part_of(count)
         self._cached = file.read_cached if streams is None and isinstance(file, RecordFile) else None
-        self._most_waiting = self.part * _WAITING if streams is None else max(self.part, count // _LEAVING)
+        self._most_waiting = self.part * LEAVING if streams is None else max(self.part, count // _LEAVING)
+        self._next = 0  # of those, where the next record will be
+        self._leaving = self._to_read = self._to_read_here = None
+        self._first = self.part
+        if streams is None:
+            rows = (self._most_waiting, self.part, self.part)
+            rooms = [torch.zeros((n, records.nbytes), dtype=torch.uint8, device="cpu") for n in rows]
+            self._leaving, self._to_read, self._to_read_here = rooms
+            row_bytes = _FIRST_BYTES * max(1, *records.columns[WEIGHTS].size)
+            self._first = max(1, self.part * records.nbytes // row_bytes)  # rows that begin at once
 
     @property
     def waiting(self) -> int:
         """The number of rows that wait to be written or are being written."""
-        return sum(numbers.numel() for _, numbers in self._writes)
+        return sum(numbers.numel() for _, numbers, _ in self._writes)
 
-    def write(self, numbers: Tensor, rows: Tensor, leaving: Leaving) -> None:
-        """Begins to write rows (K,), whose records are leaving, at numbers (K,)."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory that it has for records."""
+        rooms = (self._leaving, self._to_read, self._to_read_here)
+        return sum(each.nbytes for each in rooms if each is not None)
+
+    def write(self, numbers: Tensor, rows: Tensor, leave: Leave) -> None:
+        """Begins to write rows (K,), a part of them at most, at numbers (K,)."""
         watch = self._watch(self._writing, rows.numel())
-
-        def write() -> None:
-            with watch:
-                self._file.write(numbers, self._records.sign(leaving(), rows))
-
         with span("submit", self._writing):
-            self._begin_write(write, numbers)
+            at, into = self._room(numbers.numel())
+            leaving = leave(into)
 
-    def move(self, numbers: Tensor, records: Tensor) -> None:
-        """Begins to write records (K, B) that have been read elsewhere at numbers (K,)."""
+            def write() -> None:
+                with watch:
+                    self._file.write(numbers, self._records.sign(leaving(), rows))
+
+            self._writes.append((self._writer.submit(write), numbers, at))
+
+    def move(self, numbers: Tensor, records: Tensor, only: Tensor) -> None:
+        """Begins to write some of the records (K, B) that have been read, a part at most, at other numbers (L,)."""
         if numbers.numel():
-            self._begin_write(partial(self._file.write, numbers, records), numbers)
+            at, into = self._room(numbers.numel())
+            assert into is not None
+            torch.index_select(records, 0, only.nonzero().view(-1), out=into)
+            self._writes.append((self._writer.submit(self._file.write, numbers, into), numbers, at))
 
-    def read(self, numbers: Tensor) -> Tensor:
-        """Reads the records (K, B) at ascending numbers (K,), without checking their rows."""
-        behind = self._behind(numbers)
+    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Reads the records (K, B) at ascending numbers (K,), a part of them at most, of rows (K,) or of any; on the
+        host they are good until the next call, or until others are brought."""
+        behind, here = self._behind(numbers), self._to_read_here
         if self._cached is not None and not behind:
-            records, there = self._cached(numbers)
+            records, there = self._cached(numbers, rows, here)
             if bool(there.all()):
                 return records
 
         def read() -> Tensor:
             _end(behind)
-            return self._file.read(numbers)
+            return self._file.read(numbers, rows, here)
 
         return self._reader.submit(read).result()
+
+    def copy(self, count: int, leave: Leave) -> Tensor:
+        """Copies `count` records, a part at most, which on the host are good until others are written."""
+        return leave(self._room(count)[1])()
 
     def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables) -> Future[Come]:
         """Begins to bring rows (K,) into slots (K,).
@@ -161,26 +185,34 @@ class FileThread:
 
     def land(self) -> None:
         """Waits until all submitted rows are written."""
-        self._await_writes(0)
+        self._await_writes(range(self._most_waiting))
 
-    def _begin_write(self, write: Callable[[], None], numbers: Tensor) -> None:
-        self._await_writes(self._most_waiting - numbers.numel())
-        self._writes.append((self._writer.submit(write), numbers))
+    def _room(self, count: int) -> tuple[range, Tensor | None]:
+        """Waits until so many more rows may wait to be written; returns which of all that may those are, and on the
+        host the memory for their records."""
+        assert count <= self._most_waiting
+        first = self._next if self._next + count <= self._most_waiting else 0
+        at, self._next = range(first, first + count), first + count
+        self._await_writes(at)
+        return at, None if self._leaving is None else self._leaving[first : first + count]
 
-    def _await_writes(self, most: int) -> None:
-        """Waits until at most `most` rows wait to be written."""
+    def _await_writes(self, at: range) -> None:
+        """Waits until no records wait to be written that are there."""
         while self._writes and self._writes[0][0].done():
             self._writes.popleft()[0].result()
-        if self._writes and self.waiting > most:
+        if self._is_taken(at):
             with self._recorder().waiting(self._writing):
-                while self._writes and self.waiting > most:
+                while self._is_taken(at):
                     self._writes.popleft()[0].result()
+
+    def _is_taken(self, at: range) -> bool:
+        return any(each.start < at.stop and at.start < each.stop for _, _, each in self._writes)
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
         """Returns the writes at any of ascending numbers (K,) that a read has to wait for."""
         pending = [each for each in self._writes if not each[0].done()] if numbers.numel() else []
         found = []
-        for written, at in pending:
+        for written, at, _ in pending:
             places = torch.searchsorted(numbers, at.to(numbers.dtype)).clamp_(max=len(numbers) - 1)
             if bool((numbers.index_select(0, places) == at).any()):
                 found.append(written)
@@ -195,14 +227,14 @@ class FileThread:
         with self._watch(self._reading, len(rows)):
             for first in range(0, len(rows), self.part):
                 part = slice(first, first + self.part)
-                records, there = read(numbers[part], rows[part])
-                own = slots[part]
-                if not bool(there.all()):
+                records, there = read(numbers[part], rows[part], self._to_read_here)
+                steps = self._records.unpack(records)[TAKEN]
+                if not bool(there.all()):  # into slots of those left no row comes as yet
                     left.append(there.logical_not().nonzero().view(-1) + first)
-                    records, own = records[there], own[there]
-                if len(own):
-                    taken = min(taken, int(self._records.unpack(records)[TAKEN].min()))
-                    self._slots.come(own, records)
+                    steps = steps[there]
+                if len(steps):
+                    taken = min(taken, int(steps.min()))
+                    self._slots.come(slots[part], records)
         return torch.cat([rows[:0], *left]), taken
 
     def _watch(self, launch: OperationId, rows: int) -> Watch:
@@ -231,12 +263,12 @@ class FileThread:
         with reads:
             for first in range(begin, len(rows), self.part):
                 part = slice(first, first + self.part)
-                read = self._file.read(numbers[part], rows[part])
+                read = self._file.read(numbers[part], rows[part], self._to_read)
                 taken = min(taken, int(self._records.unpack(read)[TAKEN].min()))
                 arrivals.append(self._slots.come(slots[part], read))
-        if begin:
-            arrivals.append(self._slots.begin(slots[:begin], initial(rows[:begin])))
-            taken = 0
+        for first in range(0, begin, self._first):
+            some, taken = slice(first, min(first + self._first, begin)), 0
+            arrivals.append(self._slots.begin(slots[some], initial(rows[some])))
         return Come(arrivals, taken)
 
 

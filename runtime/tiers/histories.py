@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, put_rows, same_options, step_tensor
-from embrace_fx.runtime.tables.resting import ROWS_AT_ONCE, PartAndState, RestingRows
+from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, SkippedSteps, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -163,15 +163,15 @@ class Histories(RestingRows):
         before = self._before
         self._closed.append((before, skipped))
         self._before += skipped.count
-        for slots in self._memory.in_use(self._rows).split(ROWS_AT_ONCE):
-            self.arrived(slots, before)
+        self.arrived(self._memory.in_use(self._rows), before)
 
     def arrived(self, slots: Tensor, taken: int) -> None:
         """Lets rows in slots (K,) take what a table in memory has settled; each has taken so many steps, or more."""
         due = [each for each in self._closed if each[0] + each[1].count > taken]
         if due and slots.numel():
             self._memory.wrote(slots)
-            self._take(self._memory.to_index(slots), due)
+            for some in slots.split(self._memory.part):
+                self._take(self._memory.to_index(some), due)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
         if (found := self._open) is not None and found.count:

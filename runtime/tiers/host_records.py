@@ -34,8 +34,8 @@ class HostRecords:
         """Writes records (K, B) uint8 at numbers (K,)."""
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
-    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads records (K, B) at numbers (K,), whichever rows they are of."""
+    def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Reads records (K, B) at numbers (K,), whichever rows they are of, into memory of their own."""
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 

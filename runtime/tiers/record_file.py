@@ -14,7 +14,9 @@ import errno
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,30 @@ from embrace_fx.runtime.tiers.records import Records
 
 class TierError(RuntimeError):
     """A row cannot be read from its file, or written there."""
+
+
+class MayFail:
+    """What a file stands behind.
+
+    Attributes:
+        failure: what has gone wrong with it; "": nothing.
+    """
+
+    failure = ""
+
+    def unless_failed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that yields None once the file has failed: nobody would be told of an error in it."""
+
+        def guarded(*args: Any) -> Any:
+            if self.failure:
+                return None
+            try:
+                return call(*args)
+            except TierError as error:
+                self.failure = str(error)
+                return None
+
+        return guarded
 
 
 class RecordFile:
@@ -88,21 +114,22 @@ class RecordFile:
                 "or raise table_memory."
             ) from error
 
-    def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
+    def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
         """Reads records (K, B) at numbers (K,), ascending, each of which has been written.
 
         Args:
             rows: (K,) the rows that they must be of; None: any.
+            into: memory for so many records, or more; None: their own.
 
         Raises:
             TierError: some cannot be read, or differ from what was written.
         """
-        records = self._room(numbers)
-        data, (at, into, lengths) = records.numpy().data.cast("B"), self._runs(numbers)
+        records = self._room(numbers, into)
+        data, (at, places, lengths) = records.numpy().data.cast("B"), self._runs(numbers)
         try:
-            done = self.reads(self.descriptor, at, lengths, records.data_ptr() + into)
+            done = self.reads(self.descriptor, at, lengths, records.data_ptr() + places)
             for run in np.flatnonzero(done < lengths).tolist():
-                self._read_rest(data[into[run] : into[run] + lengths[run]], int(at[run]), int(done[run]))
+                self._read_rest(data[places[run] : places[run] + lengths[run]], int(at[run]), int(done[run]))
         except OSError as error:
             raise TierError(
                 f"expected rows of {self._table} in their file in {self._directory}, found {error}. Look after that "
@@ -119,21 +146,25 @@ class RecordFile:
             )
         return records
 
-    def read_cached(self, numbers: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def read_cached(
+        self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Reads records without waiting for a disk; returns them, and which (K,) are there. `read` has the others.
 
         Args:
-            numbers, rows: as of `read`.
+            numbers, rows, into: as of `read`.
         """
-        records, (at, into, lengths) = self._room(numbers), self._runs(numbers)
+        records, (at, places, lengths) = self._room(numbers, into), self._runs(numbers)
         try:
-            done = self.cached_reads(self.descriptor, at, lengths, records.data_ptr() + into)
+            done = self.cached_reads(self.descriptor, at, lengths, records.data_ptr() + places)
         except OSError:
             done = np.zeros_like(lengths)
         there = torch.from_numpy((done == lengths).repeat(lengths // self._records.nbytes))
         return records, there.logical_and_(self._wrong(records, rows).logical_not_())
 
-    def _room(self, numbers: Tensor) -> Tensor:
+    def _room(self, numbers: Tensor, into: Tensor | None) -> Tensor:
+        if into is not None:
+            return into[: numbers.numel()]
         size = numbers.numel(), self._records.nbytes
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 

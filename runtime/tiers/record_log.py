@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -20,15 +21,18 @@ _SPARE = 1.25
 _FEW = 16
 """Number of blocks up to which they need not be half in use."""
 
-_BLOCK_BYTES, _BLOCKS = 1 << 18, 16
-"""Most bytes of a block of the file, and the number of blocks that have as many records as there are slots."""
+_BLOCK_BYTES, _BLOCKS = 1 << 18, 64
+"""Most bytes of a block of the file, and the least number of blocks of a file that is not small."""
 _FEWEST = 8
 """Least records of a block."""
+NUMBER_BYTES = 14 * _SPARE
+"""Of a record's share of its block: of numbers in use, whether it is full, its place among empty ones; and where the
+sparsest is looked for."""
 
 
-def block_size(record_bytes: int, slots: int) -> int:
-    """Returns the records of a block, beside so many slots."""
-    return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, slots // _BLOCKS))
+def block_size(record_bytes: int, records: int) -> int:
+    """Returns the records of a block of a file."""
+    return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, records // _BLOCKS))
 
 
 class RecordLog:
@@ -47,8 +51,13 @@ class RecordLog:
         self._full = torch.zeros(self._blocks, dtype=torch.bool, device="cpu")
         self._count = 0  # numbers in use
         self._begun = 0  # blocks written so far
-        self._empty: list[int] = []
+        self._empty = array("i")
         self._next, self._end = 0, 0  # of the block that is being written
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self._in_use.nbytes + self._full.nbytes + self._blocks * self._empty.itemsize
 
     @property
     def size(self) -> int:
@@ -87,7 +96,7 @@ class RecordLog:
         self._count -= numbers.numel()
         empty = blocks[(self._in_use[blocks] == 0) & self._full[blocks]]
         self._full[empty] = False
-        self._empty += empty.tolist()
+        self._empty.extend(empty.tolist())
 
     def sparsest(self) -> range:
         """Returns the numbers of the full block with the fewest in use."""

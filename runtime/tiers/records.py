@@ -60,10 +60,10 @@ class Records:
         """Packs records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
         return self.sign(self.place(values), rows)
 
-    def place(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The same on the values' device, without rows and checksums."""
+    def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
+        """The same on the values' device, without rows and checksums; in memory for records, if that is given."""
         like = next(iter(values.values()))
-        records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device)
+        records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
             of_column.copy_(values[key])
         return records

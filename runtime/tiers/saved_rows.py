@@ -20,15 +20,14 @@ from torch import Tensor
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
-from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 
 
 def save_rows(table: TieredTable, path: Path) -> int:
     """Writes this rank's rows to a file; returns their number. No update may be pending."""
-    count, records = 0, table.memory.records
+    count = 0
     with path.open("wb") as file:
-        for rows, values in table.moved():
-            file.write(records.pack(rows, values).numpy().data)
+        for rows, records in table.moved():
+            file.write(records.numpy().data)
             count += rows.numel()
         file.flush()
         os.fsync(file.fileno())
@@ -51,7 +50,7 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
     count, columns = 0, table.memory.records.columns
     table.forget()
     with ExitStack() as stack:
-        chunks = [_chunks(columns, paths[k], len(cuts[k]), stack) for k in needed]
+        chunks = [_chunks(columns, paths[k], len(cuts[k]), table.memory.part, stack) for k in needed]
         for chunk in zip(*chunks, strict=True):
             (rows, *others), parts = zip(*chunk, strict=True)
             if not all(torch.equal(each, rows) for each in others):
@@ -69,15 +68,16 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
 
 
 def _chunks(
-    columns: Mapping[str, Column], path: Path, width: int, stack: ExitStack
+    columns: Mapping[str, Column], path: Path, width: int, part: int, stack: ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields rows (K,) of a file and their columns (K, ...), some at a time."""
+    """Yields rows (K,) of a file and their columns (K, ...), a part at a time."""
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
-    while data := file.read(records.nbytes * ROWS_AT_ONCE):
-        if len(data) % records.nbytes:
+    data = torch.empty(records.nbytes * part, dtype=torch.uint8, device="cpu")
+    while size := file.readinto(data.numpy().data):
+        if size % records.nbytes:
             raise TierError(_BROKEN.format(path, "a record cut short"))
-        read = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, records.nbytes)
+        read = data[:size].view(-1, records.nbytes)
         if bool((wrong := records.wrong(read)).any()):
             raise TierError(_BROKEN.format(path, f"other bytes in {int(wrong.sum())} records"))
         yield records.rows(read), records.unpack(read)

@@ -11,7 +11,6 @@ Shape legend: S slots; K of them, at places (K,) on the host; records (K, B).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,8 @@ from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 
 Leaving = Callable[[], Tensor]
 """Waits for records on their way out, without rows and checksums."""
+Leave = Callable[[Tensor | None], Leaving]
+"""Copies records to memory for them; None: to their own."""
 
 
 class Arrival(NamedTuple):
@@ -48,12 +49,12 @@ class Slots:
         self._records = records
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
-    def leave(self, places: Tensor) -> Leaving:
-        """Copies what is in slots (K,), now."""
-        return partial(self._records.place, self._gather(places))
-
-    def _gather(self, places: Tensor) -> dict[str, Tensor]:
-        return {key: column.index_select(0, places) for key, column in self.columns.items()}
+    def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
+        """Copies what is in slots (K,), now, into memory for their records; None: of a device."""
+        assert into is not None
+        for key, of_column in self._records.unpack(into).items():
+            torch.index_select(self.columns[key], 0, places, out=of_column)
+        return lambda: into
 
     def come(self, places: Tensor, records: Tensor) -> Any:
         """Puts records into slots (K,), by a thread; returns what `arrive` takes."""
@@ -97,9 +98,9 @@ class DeviceSlots(Slots):
         super().__init__(count, records, device)
         self._streams = streams
 
-    def leave(self, places: Tensor) -> Leaving:
-        streams = self._streams
-        records = self._records.place(self._gather(self.to_index(places)))
+    def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
+        streams, places = self._streams, self.to_index(places)
+        records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
         ready = streams.record("rows to leave")
         with streams.on("offload", "rows leave"):
             streams.wait(ready)

@@ -244,10 +244,11 @@ class TieredTable(InSlots, RowTable):
         """Records that the rows in slots (K,) have taken the first step, and no other row has."""
         self.histories.took_first(slots, self.holder, options, counters)
 
-    def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """As of a `WorkingSet`."""
-        for rows, values in self.memory.moved(self.rows):
-            yield rows - self.rows.start, values
+    def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As of a `WorkingSet`; rows are the table's."""
+        for rows, records in self.memory.moved(self.rows):
+            own = rows - self.rows.start
+            yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """As of a `WorkingSet`."""

@@ -20,38 +20,31 @@ from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
-from embrace_fx.runtime.tiers.budget import least_bytes
+from embrace_fx.runtime.tiers.budget import least_bytes, part_of
 from embrace_fx.runtime.tiers.counts import Counts
 from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstOfTables
-from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.next_use import NextUse
+from embrace_fx.runtime.tiers.record_file import MayFail, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
-from embrace_fx.runtime.tiers.slots import DeviceSlots, Leaving, Slots
+from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Slots
 
-_FREE = torch.iinfo(torch.int64).max
-_SOON = _FREE // 2
-"""A slot's mark, less the number of its next known step: the farthest is evicted first, after slots without one."""
-_KNOWN = _SOON // 2
-"""Marks above this: slots whose next step is known."""
 _AHEAD, _BESIDE = 4, 12
-"""Of all slots, so many parts: as many rows as one of them has are read ahead at once; into a device, where rows that
-come are beside their slots until they are put there."""
-_SHARE = 64
-"""Slots emptied at a time, those least recently used: a 64th of all."""
-ROWS_AT_ONCE = 1 << 16
-"""Of all, as they are written one after the other."""
+"""Of all slots, so many parts: as many rows as one of them has come at a time; into a device, where rows that come are
+beside their slots until they are put there."""
+ROWS_AT_ONCE = 1 << 13
+"""Of all, as one looks at them one after the other."""
 
 
-class WorkingSet:
+class WorkingSet(MayFail):
     """The rows of a table's part that are in memory.
 
     Args:
@@ -66,9 +59,7 @@ class WorkingSet:
 
     Attributes:
         initial: as given; another one after a checkpoint has been loaded.
-        failure: what has gone wrong with its file; "": nothing.
         columns: name -> (S, ...), the slots' values.
-        step: the number of the one that has begun.
         arrived: told of slots (K,) into which rows have come, and how many steps any of them has taken at least.
         row_of: (S,) which row is in a slot; -1: none.
     """
@@ -84,7 +75,7 @@ class WorkingSet:
         recorder: Callable[[], Recorder] = Recorder,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._table, self.slots, self.initial, self.failure = table, slots, initial, ""
+        self._table, self.slots, self.initial = table, slots, initial
         self.records = Records(columns)
         device = torch.device(device)
         streams = streams_of(device)
@@ -93,7 +84,7 @@ class WorkingSet:
         if directory is None:
             self._log = self.file = HostRecords(rows, self.records)
         else:
-            self._log = RecordLog(rows, max(slots, ROWS_AT_ONCE), block_size(self.records.nbytes, slots))
+            self._log = RecordLog(rows, part_of(slots), block_size(self.records.nbytes, rows))
             self.file = RecordFile(directory, table, self._log.size, self.records, pinned=streams is not None)
         self._slots = (
             Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
@@ -106,19 +97,16 @@ class WorkingSet:
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
         # Of a row, on the device, s + 1: in slot s; 0: in none.
         self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
-        # For each slot, the last call that used it or, from _KNOWN on, _SOON less its next known step.
-        self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
+        self._next_use = NextUse(slots)
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self._job = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the number of the read that fills a slot
-        self._free = torch.arange(slots, device="cpu")
+        self._job = torch.zeros(slots, dtype=torch.int32, device="cpu")  # the number of the read that fills a slot
+        self._free, self._idle = torch.arange(slots, dtype=torch.int32, device="cpu"), slots  # the first so many are
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
+        self.part = self._thread.part  # rows that are moved at once
         self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # with the slots into which rows come
         self._jobs = 0  # number of reads begun
-        self.step = 0
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
-        self._clock = 0
-        self._before, self._began = 0, 0  # the last calls before the step before this one, and before this one
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and their step
 
     def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
@@ -136,17 +124,29 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _hold(self, ids: Tensor, *, to_write: bool) -> Tensor:
-        where = self._where.index_select(0, ids)
-        self._clock += 1
-        missing = where <= 0
-        if bool(missing.any()):
-            self._bring_missing(ids, where, missing)
-            where = self._where.index_select(0, ids)
-        slots = where.to(torch.int64).sub_(1)
-        self._await(slots)
-        used = self._used.index_select(0, slots)
-        known = (used > _KNOWN) & (used < _SOON - self.step)
-        self._used.index_copy_(0, slots, torch.where(known, used, self._clock))
+        """Brings rows (K,) that are missing; so many at once that what is made of their numbers is bounded."""
+        parts, next_use = ids.split(self._at_once), self._next_use
+        next_use.begin_call()
+        several = parts if len(parts) > 1 else ()
+        for part in several:
+            where = self._where.index_select(0, part)
+            next_use.keep(where[where > 0].to(torch.int64).sub_(1))
+        slots, first = ids.new_empty(len(ids), dtype=torch.int64), 0
+        for part in parts:
+            where = self._where.index_select(0, part)
+            missing = where <= 0
+            if bool(missing.any()):
+                self._bring_missing(part, where, missing, ids)
+                where = self._where.index_select(0, part)
+            own = torch.sub(where, 1, out=slots[first : first + len(part)])
+            self._await(own)
+            if several:
+                next_use.keep(own)
+            first += len(part)
+        for own in slots.split(self._at_once):
+            if several:
+                next_use.let_go(own)
+            next_use.use(own)
         if to_write:
             self._dirty.index_fill_(0, slots, True)
         return slots
@@ -158,41 +158,41 @@ class WorkingSet:
         for rows, step in waiting:
             if step > self.step:
                 left = rows if self._waiting else self._read_some(rows, step)
+                left = left[: self.slots - sum(each.numel() for each, _ in self._waiting)]
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
         """Begins to read those of rows (K,) for which there is room; returns the others."""
-        where = self._where.index_select(0, ids)
-        missing = where <= 0
-        self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), _SOON - due)
-        rows: Tensor = ids[missing].unique()
-        count = min(rows.numel(), self._at_once)
-        if count:
-            self._make_room(count, _SOON - due, self._before)
-            count = min(count, self._free.numel())
-            self._begin(rows[:count], self._take(count), _SOON - due)
-        return rows[count:]
+        self._settle()
+        left, room = [ids[:0]], self._at_once - sum(slots.numel() for _, slots in self._coming)
+        for part in ids.split(self._at_once):
+            where = self._where.index_select(0, part)
+            self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
+        for part in ids.split(self._at_once):
+            rows = part[self._where.index_select(0, part) <= 0].unique()
+            if count := min(rows.numel(), room):
+                self._make_room(count, due)
+                count = min(count, self._idle)
+                self._begin(rows[:count], slots := self._take(count))
+                self._next_use.expect(slots, due)
+                room = room - count if count == rows.numel() else 0
+            left.append(rows[count:])
+        return torch.cat(left)
 
     def begin_step(self, number: int) -> None:
         """Begins a step: what has been read for earlier ones may go."""
-        self.step = number
-        self._before, self._began = self._began, self._clock
+        self._next_use.begin_step(number)
+        self._settle()
+
+    @property
+    def step(self) -> int:
+        """The number of the one that has begun."""
+        return self._next_use.step
+
+    def _settle(self) -> None:
+        """Has rows arrive that have come."""
         while self._coming and self._thread.has_come(self._coming[0][0]):
             self._await_jobs(self._jobs - len(self._coming) + 1)
-
-    def unless_failed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that yields None once the file has failed: nobody would be told of an error in it."""
-
-        def guarded(*args: Any) -> Any:
-            if self.failure:
-                return None
-            try:
-                return call(*args)
-            except TierError as error:
-                self.failure = str(error)
-                return None
-
-        return guarded
 
     def wrote(self, slots: Tensor) -> None:
         """Notes that what is in slots differs from what is at rest of it."""
@@ -210,31 +210,34 @@ class WorkingSet:
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Writes rows (K,) that have no slot into the file: columns (K, ...), or what they begin with."""
         of = self.records.columns
-        filled = {key: values[key] if key in values else of[key].filled(rows.numel()) for key in of}
-        self._write(rows, partial(self.records.place, filled))
+        for first in range(0, rows.numel(), self.part):
+            some = slice(first, min(first + self.part, rows.numel()))
+            own = {k: values[k][some] if k in values else of[k].filled(some.stop - first) for k in of}
+            self._write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
         self._thread.land()
 
-    def moved(self, of: range) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yields rows (K,) of a table, ascending, that differ from their first values, with their columns (K, ...)."""
+    def moved(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields rows (K,) of a table, ascending, that differ from their first values, with their records (K, B), which
+        are good until the next."""
         self._land()
         kept = self._dirty | (self._number >= 0)
         for begin in range(of.start, of.stop, ROWS_AT_ONCE):
             where = self._where[begin : min(begin + ROWS_AT_ONCE, of.stop)].to(torch.int64)
             stored = where < 0
             in_slots = (where > 0) & kept[(where - 1).clamp_(min=0)]
-            found = (stored | in_slots).nonzero().view(-1)
-            if not found.numel():
-                continue
-            where, stored = where.index_select(0, found), stored.index_select(0, found)
-            slots = (where - 1).clamp_(min=0)
-            values = self.records.unpack(self._slots.leave(slots)())
-            numbers, order = (-where[stored] - 1).sort()
-            if numbers.numel():
-                at = stored.nonzero().view(-1).index_select(0, order)
-                read = self.records.unpack(self.file.read(numbers, found.index_select(0, at) + begin))
-                for key, value in read.items():
-                    values[key].index_copy_(0, at, value)
-            yield found + begin, values
+            for found in (stored | in_slots).nonzero().view(-1).split(self.part):
+                if found.numel():
+                    yield found + begin, self._records_of(found + begin, where.index_select(0, found))
+
+    def _records_of(self, rows: Tensor, where: Tensor) -> Tensor:
+        """Copies the records of rows (K,), a part of them at most; `where`: (K,) as in the map of rows."""
+        slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
+        records = self._thread.copy(len(rows), partial(self._slots.leave, slots))
+        numbers, order = (-where.index_select(0, stored) - 1).sort()
+        if numbers.numel():
+            at = stored.index_select(0, order)
+            records.index_copy_(0, at, self._thread.read(numbers, rows.index_select(0, at)))
+        return self.records.sign(records, rows)
 
     def forget(self, of: range) -> None:
         """Makes rows of a table what they began as."""
@@ -244,14 +247,14 @@ class WorkingSet:
         with suppress(TierError):
             self._thread.land()
         self.failure = ""
-        where = self._where[of.start : of.stop]
-        slots = where[where > 0].to(torch.int64).sub_(1)
-        numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
-        self._log.give_back(numbers[numbers >= 0])
-        where.zero_()
+        for where in self._where[of.start : of.stop].split(ROWS_AT_ONCE):
+            slots = where[where > 0].to(torch.int64).sub_(1)
+            numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
+            self._log.give_back(numbers[numbers >= 0])
+            where.zero_()
+            self._vacate(slots)
         if self._on_device is not None:
             self._on_device[of.start : of.stop].zero_()
-        self._vacate(slots)
 
     @property
     def num_rows(self) -> int:
@@ -260,10 +263,12 @@ class WorkingSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes where slots are."""
-        maps = [self.row_of, self._where, self._used, self._job, self._number, self._dirty]
-        own = maps if self._on_device is None else [self._on_device]
-        return sum(each.nbytes for each in (*own, *self.columns.values()))
+        """Bytes of memory that it takes where slots are, besides what is made while rows are moved."""
+        columns = sum(each.nbytes for each in self.columns.values())
+        if self._on_device is not None:
+            return columns + self._on_device.nbytes
+        maps = (self.row_of, self._where, self._next_use, self._job, self._number, self._dirty, self._free)
+        return columns + sum(each.nbytes for each in maps) + self._log.nbytes + self._thread.nbytes
 
     @property
     def told(self) -> str:
@@ -278,18 +283,17 @@ class WorkingSet:
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
-    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
-        """Begins to bring rows (K,) that are missing, where others stay that are in slots."""
+    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor, whole: Tensor) -> None:
+        """Begins to bring those of rows (K,) that are missing, where others stay that are in slots; `whole`: all rows
+        that the call asks for."""
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
         self.counts.most = max(self.counts.most, new.numel())
-        stays = where[~missing].to(torch.int64).sub_(1)
-        used = self._used.index_select(0, stays)
-        self._used.index_fill_(0, stays, _FREE)
-        self._make_room(new.numel(), _FREE)
-        self._used.index_copy_(0, stays, used)
-        if self._free.numel() < new.numel():
-            needed = ids.unique().numel()
+        self._next_use.keep(stays := where[~missing].to(torch.int64).sub_(1))
+        self._make_room(new.numel())
+        self._next_use.let_go(stays)
+        if self._idle < new.numel():
+            needed = whole.unique().numel()
             nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
                 f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
@@ -297,28 +301,25 @@ class WorkingSet:
                 "table_memory, or make batches smaller."
             )
         if self._on_device is None:
-            self._begin(new, self._take(new.numel()), self._clock)
+            self._begin(new, self._take(new.numel()))
             return
+        self._await_jobs(self._jobs)
         for some in new.split(self._at_once):  # a device has them twice
-            self._begin(some, self._take(some.numel()), self._clock)
+            self._begin(some, self._take(some.numel()))
             self._await_jobs(self._jobs)
 
-    def _make_room(self, count: int, before: int, last_call: int = _KNOWN) -> None:
-        """Empties slots until so many are free, or none is left that is used `before`, and not since `last_call`."""
-        short = count - self._free.numel()
-        if short <= 0:
-            return
-        # Of an earlier step: their gradients may be still to come, so that they go when others do that were used then.
-        self._used.masked_fill_((self._used > _SOON - self.step) & (self._used < _FREE), self._clock)
-        last, oldest = self._used.topk(min(self.slots, max(short, self.slots // _SHARE)), largest=False)
-        may_go = (last < before) & ((last <= last_call) | (last > _KNOWN))
-        for some in oldest[may_go].split(self._thread.part):
-            self._evict(some)
+    def _make_room(self, count: int, due: int | None = None) -> None:
+        """Empties slots until so many are free, or no more may go (`NextUse.first_to_go`)."""
+        more = True
+        while more and (short := count - self._idle) > 0:
+            slots, more = self._next_use.first_to_go(min(short, self._at_once), due)
+            for some in slots.split(self.part):
+                self._evict(some)
 
     def _take(self, count: int) -> Tensor:
         """Takes (count,) free slots."""
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        self._idle -= count
+        return self._free[self._idle : self._idle + count].to(torch.int64)
 
     def _evict(self, slots: Tensor) -> None:
         """Empties slots; rows that have been written go to the file first."""
@@ -332,42 +333,43 @@ class WorkingSet:
             written, before = slots[dirty], number[dirty]
             self._log.give_back(before[before >= 0])
             self._where.index_fill_(0, rows[dirty], 0)
-            self._write(rows[dirty], self._slots.leave(written))
+            self._write(rows[dirty], partial(self._slots.leave, written))
             self.counts.written += written.numel()
         self._vacate(slots)
 
     def _vacate(self, slots: Tensor) -> None:
         """Has nobody's rows in slots."""
         self.row_of.index_fill_(0, slots, -1)
-        self._used.index_fill_(0, slots, _FREE)
-        self._free = torch.cat([self._free, slots])
+        self._next_use.give_back(slots)
+        self._free[self._idle : self._idle + slots.numel()] = slots
+        self._idle += slots.numel()
 
-    def _write(self, rows: Tensor, leaving: Leaving) -> None:
-        """Begins to write rows (K,), whose records, if they had any, have been given back."""
+    def _write(self, rows: Tensor, leave: Leave) -> None:
+        """Begins to write rows (K,), a part of them at most, whose records, if any, have been given back."""
         while self._log.lacks(rows.numel()):
             self._empty_block()
         numbers = self._log.take(rows)
         self._where.index_copy_(0, rows, -numbers - 1)
-        self._thread.write(numbers, rows, leaving)
+        self._thread.write(numbers, rows, leave)
 
     def _empty_block(self) -> None:
         """Moves the records of a block elsewhere, where they are the only ones of their rows."""
         assert isinstance(self._log, RecordLog)
-        numbers = numbers_of([self._log.sparsest()])
-        records = self._thread.read(numbers.to(torch.int64))
-        rows = self.records.rows(records)
-        where = self._where.index_select(0, rows)
-        only = where == -numbers - 1
-        slots = where.to(torch.int64).sub_(1).clamp_(min=0)
-        copied = (where > 0) & (self._number.index_select(0, slots) == numbers)
-        self._log.give_back(numbers[only | copied])
-        self._number.index_fill_(0, slots[copied], -1)
-        self._dirty.index_fill_(0, slots[copied], True)
-        moved = self._log.take(rows[only])
-        self._where.index_copy_(0, rows[only], -moved - 1)
-        self._thread.move(moved, records[only])
+        for numbers in numbers_of([self._log.sparsest()]).split(self.part):
+            records = self._thread.read(numbers.to(torch.int64))
+            rows = self.records.rows(records)
+            where = self._where.index_select(0, rows)
+            only = where == -numbers - 1
+            slots = where.to(torch.int64).sub_(1).clamp_(min=0)
+            copied = (where > 0) & (self._number.index_select(0, slots) == numbers)
+            self._log.give_back(numbers[only | copied])
+            self._number.index_fill_(0, slots[copied], -1)
+            self._dirty.index_fill_(0, slots[copied], True)
+            moved = self._log.take(rows[only])
+            self._where.index_copy_(0, rows[only], -moved - 1)
+            self._thread.move(moved, records, only)
 
-    def _begin(self, rows: Tensor, slots: Tensor, used: int) -> None:
+    def _begin(self, rows: Tensor, slots: Tensor) -> None:
         """Begins to bring rows (K,) into free slots."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
@@ -378,7 +380,6 @@ class WorkingSet:
             self._on_device.index_copy_(0, *map(self._slots.to_index, (rows, (slots + 1).to(torch.int32))))
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self.row_of.index_copy_(0, slots, rows)
-        self._used.index_fill_(0, slots, used)
         self._dirty.index_fill_(0, slots, False)
         self._number.index_copy_(0, slots, number)
         self._job.index_fill_(0, slots, self._jobs)

@@ -47,7 +47,7 @@ def memory(slots: int, storage: tuple[StorageTier, ...], law: str = "Zipf, 1") -
     """What is predicted from twenty batches of as many ranks, whose steps are one batch's."""
     unique = [ids.unique() for ids in drawn(LAWS[law], 20)]
     found = Draws.of(measure(unique, V, 8, 4, draws=20 * IDS))
-    return RowMemory(V, slots, 100.0, 4, 64, 50, replace(found, ids=IDS), storage)
+    return RowMemory(V, slots, 100.0, 4.0, 0, 64, 50, replace(found, ids=IDS), storage)
 
 
 @pytest.mark.parametrize("law", LAWS)

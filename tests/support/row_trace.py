@@ -35,9 +35,7 @@ def trace(memory: WorkingSet) -> list[Event]:
 
     def note(before: frozenset[int]) -> None:
         after = rows(memory.row_of)
-        assert memory._thread.waiting <= 2 * memory._thread.part, (
-            "more rows wait to be written than memory is meant for"
-        )
+        assert memory._thread.waiting <= 3 * memory.part, "more rows wait to be written than memory is meant for"
         events.extend([Event("leave", before - after), Event("come", after - before)])
 
     def noted_places(ids: Tensor, **kwargs: Any) -> Tensor:

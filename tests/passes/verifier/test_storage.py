@@ -28,7 +28,7 @@ STEPS = StepGraph(
     ),
     tuple(map(str, COMPUTE)),
 )
-MEMORY = RowMemory(1000, 300, 100.0, 4, 64, 100, Draws(1000, 0.0, 105.0), (StorageTier("file", 0.02, 0.02),))
+MEMORY = RowMemory(1000, 300, 100.0, 4.0, 0, 64, 100, Draws(1000, 0.0, 105.0), (StorageTier("file", 0.02, 0.02),))
 
 
 def drop(steps: StepGraph, before: str, after: str) -> StepGraph:

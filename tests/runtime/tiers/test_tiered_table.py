@@ -68,14 +68,14 @@ def test_rows_of_which_the_page_cache_lacks_some_move_as_in_memory(
     """A thread reads those, which is behind with what it writes."""
     read_cached, read, left = RecordFile.read_cached, RecordFile.read, 0
 
-    def some_cached(file: RecordFile, numbers: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        records, there = read_cached(file, numbers, rows)
+    def some_cached(file: RecordFile, numbers: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        records, there = read_cached(file, numbers, *args)
         return records, there & (numbers % 3 > 0)
 
-    def counted(file: RecordFile, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
+    def counted(file: RecordFile, numbers: Tensor, *args: Any) -> Tensor:
         nonlocal left
         left += numbers.numel()
-        return read(file, numbers, rows)
+        return read(file, numbers, *args)
 
     monkeypatch.setattr(RecordFile, "read_cached", some_cached)
     monkeypatch.setattr(RecordFile, "read", counted)
