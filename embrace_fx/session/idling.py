@@ -82,12 +82,12 @@ class Idling(JoinHook):
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
         """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
         tables = self._setting.state.tables
-        own = tuple(name for name, table in tables.items() if table.has_gradient)
+        own = tuple(name for name, table in tables.items() if table.held is not None)
         everyone = self._setting.communicator.gather(own, tuple[str, ...])
         kept = {name for rank in active for name in everyone[rank]}
         for name, table in tables.items():
             if name not in kept:
-                table.clear_gradient()
+                table.parameter.grad = None
             elif name not in own:
                 none = table.local.new_empty((0,), dtype=torch.int64)
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))

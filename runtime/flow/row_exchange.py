@@ -169,7 +169,8 @@ class RowExchange:
     def can_split(self, ids: Tensor | None) -> bool:
         """Tells whether the gradient of the batch with these ids will be all that the coming step applies."""
         batch = self.gradient.batch
-        return batch is not None and batch.ids is ids and not self.table.has_gradient and not self.gradient.waiting
+        has_none = all(each.held is None for each in self.table.members)
+        return batch is not None and batch.ids is ids and has_none
 
     def cut(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
         """Cuts both batches at the start of a backward, with the next batch's routing.

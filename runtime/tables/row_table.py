@@ -154,11 +154,6 @@ class RowTable:
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient waits for the next step."""
-        return self.held is not None
-
     def open_gradient(self) -> HeldGradient:
         """Returns the gradient that a backward adds to: the one in `.grad`, or a new one of zeros."""
         gradient = self.parameter.grad
@@ -179,9 +174,6 @@ class RowTable:
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
         self.open_gradient().add_rows(ids, rows)
-
-    def clear_gradient(self) -> None:
-        self.parameter.grad = None
 
     def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""

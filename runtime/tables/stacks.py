@@ -64,11 +64,6 @@ class StackedTable:
     def note(self, ids: Tensor, among: Tensor) -> None:
         """As of a table: none of a stack needs its host."""
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient waits for the next update at any of the tables."""
-        return any(member.has_gradient for member in self.members)
-
     def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
         """Each table's own of rows (K, d) of the stack, whose ids (K,) are sorted."""
         cuts = torch.searchsorted(ids, torch.tensor(self._bounds, device=ids.device)).tolist()

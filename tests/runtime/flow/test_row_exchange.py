@@ -281,7 +281,7 @@ class Training:
         self.reference.step(self.number)
 
     def zero_grad(self) -> None:
-        self.table.clear_gradient()
+        self.table.parameter.grad = None
         self.reference.zero_grad()
 
     def finish(self) -> None:

@@ -112,7 +112,7 @@ def test_an_optimizer_that_moves_all_rows_does() -> None:
     for ids in ([1], [2]):
         case.give_rows(ids)
         case.optimizer.step()
-        case.state.tables["table"].clear_gradient()
+        case.state.tables["table"].parameter.grad = None
     case.state.settle_tables()
 
     assert case.table[1, 0] < 0.5  # twice, of which once by its momentum
