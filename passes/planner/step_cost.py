@@ -98,8 +98,9 @@ class _Rows:
 
 
 def has_backward(graph: TrainingGraph) -> bool:
-    """Tells whether a graph has compute beside which transfers could be: one of gradients alone has none."""
-    return any(isinstance(role, Tangent) for _, role in graph.inputs())
+    """Tells whether a graph has compute beside which transfers could be: one that is given all gradients has none."""
+    made = [node for node, role in graph.outputs() if isinstance(role, Gradient) and node is not None]
+    return any(node.op != "placeholder" for node in made)
 
 
 def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:

@@ -15,7 +15,8 @@ from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, prices
+from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, has_backward, prices
+from embrace_fx.session.gradient_graph import gradient_graph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
@@ -98,6 +99,13 @@ def test_one_rank_has_nothing_to_weigh() -> None:
     model = Deep()
 
     assert embrace_fx.plan(model, batch(0), cluster=SHARED).chosen_because == ""
+
+
+def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
+    model = Deep()
+
+    assert not has_backward(gradient_graph(dict(model.named_parameters()), ["table.weight"], {}, frozenset()))
+    assert has_backward(planned(SHORT)._graph)
 
 
 @pytest.mark.parametrize(("ms", "chosen"), [(9.8, "none"), (9.6, "2d")])
