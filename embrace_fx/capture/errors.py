@@ -57,7 +57,8 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
         raised: the error that the forward itself raises on the batch; None: it runs.
     """
     kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
-    found = f"{type(error).__name__}: {_first_lines(error)}"
+    skipped = _skipped(error)
+    found = f"{skipped}()" if skipped else f"{type(error).__name__}: {_first_lines(error)}"
     if raised is not None:
         told = CaptureError(
             f"expected a batch that the forward takes, in {kind}, at {_user_line(raised) or where}, found that the "
@@ -144,10 +145,16 @@ class _NothingIsSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _skipped(error: Exception) -> str:
+    """Returns the name of the function, called by the forward, that Dynamo does not trace; "" where that is not why."""
+    found = re.search(r"marked that the function `(\w+)`", str(error))
+    return "" if found is None else found[1]
+
+
 def _in_short(error: Exception) -> str:
     """Returns an error's first line, or the call of a function that Dynamo skips, where that is the reason."""
-    if skipped := re.search(r"marked that the function `(\w+)`", str(error)):
-        return f"calls {skipped[1]}()"
+    if skipped := _skipped(error):
+        return f"calls {skipped}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return "its sizes depend on values" if line.startswith(("Consider annotating", "Could not")) else line.rstrip(".")
 

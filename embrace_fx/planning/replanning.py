@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.passes.planner.step_cost import has_compute
 from embrace_fx.planning.last_run import changes
 from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.ranks.checksums import digest_of
@@ -138,6 +139,8 @@ class Trials:
             measured: milliseconds of a step under the plan, and of the loop's own code in it; None: not measured yet.
         """
         if not self._chooses or measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
+            return False
+        if not has_compute(findings.graph):
             return False
         step_ms, loop_ms = measured
         self._loop_ms = self._loop_ms if self._step_ms else loop_ms

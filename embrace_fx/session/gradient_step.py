@@ -50,9 +50,9 @@ class GradientStep(Step):
         self._results, self._read_again = [], AsSeen()  # autograd checks the tensors that its backward reads
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Announces a training step of a host ahead: ranks meet at the head of its backward, as nothing leaves before.
+        """Announces a training step on a host ahead: ranks meet at the head of its backward, before anything leaves.
 
-        Buffers that ranks share do.
+        Where ranks share buffers, which leave before the forward, they meet here.
         """
         flow = self.program.flow
         if flow is None or flow.streams is not None or self.program.share_buffers is not None:

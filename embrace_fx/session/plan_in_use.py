@@ -246,6 +246,7 @@ class PlanInUse:
             afresh: do not favour the strategies of the plan in use.
         """
         setting = self._setting
+        self._trials, self._weighs = Trials(setting.options.schedule), False  # steps of another graph were measured
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
         new = plan_on_links(setting, findings, None if afresh else self._in_use())

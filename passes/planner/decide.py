@@ -16,7 +16,7 @@ from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.passes.planner.step_cost import compared, has_backward, measured, prices
+from embrace_fx.passes.planner.step_cost import compared, has_compute, measured, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
@@ -92,7 +92,7 @@ def decide(
     """
     if findings.schedule != AUTO:
         return _decide(findings, links, current, links_are)
-    if findings.world_size == 1 or links_are == "assumed" or not has_backward(findings.graph):
+    if findings.world_size == 1 or links_are == "assumed" or not has_compute(findings.graph):
         return _decide(replace(findings, schedule=FULL), links, current, links_are)
     weighed: dict[str, Plan] = {
         name: _decide(replace(findings, schedule=name), links, current, links_are) for name in reversed(SCHEDULES)

@@ -97,7 +97,7 @@ class _Rows:
     ready_ms: float
 
 
-def has_backward(graph: TrainingGraph) -> bool:
+def has_compute(graph: TrainingGraph) -> bool:
     """Tells whether a graph has compute beside which transfers could be: one that is given all gradients has none."""
     made = [node for node, role in graph.outputs() if isinstance(role, Gradient) and node is not None]
     return any(node.op != "placeholder" for node in made)

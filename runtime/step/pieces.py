@@ -44,7 +44,7 @@ class InPieces:
 
     def begin(self) -> None:
         """Begins a backward, of which nothing has run."""
-        self._run, self._values, self._left = 0, Values(), set[int]()
+        self._run, self._values = 0, Values()
 
     def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
         """Whether the gradients of the next piece are there."""
@@ -53,14 +53,13 @@ class InPieces:
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
         """Runs the pieces whose gradients are there, in their order."""
         while self.may_run(tangents):
-            piece, needed = self._pieces[self._run]
+            piece, _ = self._pieces[self._run]
             self._run += 1
-            self._left |= needed
             keep(piece.roles, piece((), {}, tangents), self._values)
 
     def has_run(self, tangent: int) -> bool:
         """Whether a gradient has left."""
-        return tangent in self._left
+        return any(tangent in needed for _, needed in self._pieces[: self._run])
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         """Runs what is left of the backward; the next one begins anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,43 +35,37 @@ class _WithBuffer(_Noting):
         self.register_buffer("scale", torch.ones(()))
 
 
-def _one_after_the_other(rank: int, world_size: int) -> list[float]:
-    """Rank 1 begins each forward but the first ones once rank 0 has ended its own."""
+def _losses(model: nn.Module, rank: int, begin: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Trains; `begin` is called at the head of each step."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        begin(step)
+        optimizer.zero_grad()
+        losses.append(model(*labelled(step, rank)))
+        losses[-1].backward()
+        optimizer.step()
+    return [loss.item() for loss in losses]
+
+
+def _one_after_the_other(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Rank 1 begins each forward but the first ones once rank 0 has ended its own. Losses here, and under DDP."""
     torch.manual_seed(0)
     model: Any = _Noting()
     store = dist.distributed_c10d._get_default_store()
-    compiled = embrace_fx.compile(model, route="eager")
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
+
+    def begin(step: int) -> None:
         if step >= PLANNED and rank == 0:
-            model.after = lambda step=step: store.set(f"ended {step}", "")
+            model.after = lambda: store.set(f"ended {step}", "")
         if step >= PLANNED and rank == 1:
             store.wait([f"ended {step}"])
-        loss = compiled(*labelled(step, rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
-
-def _reference(rank: int, world_size: int) -> list[float]:
+    found = _losses(embrace_fx.compile(model, route="eager"), rank, begin)
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Asserting())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = model(*labelled(step, rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return found, _losses(nn.parallel.DistributedDataParallel(Asserting()), rank)
 
 
 def test_a_forward_waits_for_no_other_rank() -> None:
-    for found, expected in zip(run_ranks(2, _one_after_the_other), run_ranks(2, _reference), strict=True):
+    for found, expected in run_ranks(2, _one_after_the_other):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

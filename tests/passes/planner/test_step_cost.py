@@ -15,7 +15,7 @@ from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, has_backward, prices
+from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, has_compute, prices
 from embrace_fx.session.gradient_graph import gradient_graph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
@@ -105,8 +105,8 @@ def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
     given = gradient_graph(dict(Deep().named_parameters()), ["table.weight"], {}, frozenset())
     captured: Any = planned(SHORT)
 
-    assert not has_backward(given)
-    assert has_backward(captured._graph)
+    assert not has_compute(given)
+    assert has_compute(captured._graph)
 
 
 @pytest.mark.parametrize(("ms", "chosen"), [(9.8, "none"), (9.6, "2d")])
