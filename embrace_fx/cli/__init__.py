@@ -119,7 +119,7 @@ def _write_json(forecast: Forecast, path: Path) -> None:
 
 @main.command()
 @click.argument("saved", type=click.Path(exists=True, dir_okay=False))
-@click.option("--output", type=click.Path(dir_okay=False), help="draw it there: .html or .svg; else it is opened")
+@click.option("--output", type=click.Path(dir_okay=False), help="draw it there: .html, .svg or .dot; else it is opened")
 def show(saved: str, output: str | None) -> None:
     """Opens a saved schedule or timeline in a browser, converts one saved as .json, or prints a saved plan."""
     source = Path(saved)
@@ -128,18 +128,15 @@ def show(saved: str, output: str | None) -> None:
             raise click.UsageError(f"expected a picture saved as .json, to convert it, found {source.name}")
         _open(source)
         return
-    from embrace_fx.viz import save  # noqa: PLC0415
-    from embrace_fx.viz.reading import read_trace  # noqa: PLC0415
+    from embrace_fx.viz import save, trace  # noqa: PLC0415
 
     with told_plainly():
         if (planned := plan_in(source)) is not None:
             click.echo(str(planned))
             return
-        schedule, timeline = read_trace(source)
+        schedule, timeline = trace.read(source)
         # Not beside the file: a page saved there has more facts than one made from a .json.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
-        if target.suffix == ".dot":
-            raise ValueError("expected .html or .svg, in --output, found .dot: a .json holds no dependences")
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")
     if output is None:

@@ -1,21 +1,25 @@
 """`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
 
 A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
-microseconds; flow arrows along the critical path, if it is known. The figures are in `otherData`.
+microseconds; flow arrows along the critical path, if it is known. `otherData` has the figures, and schedule and timeline
+as plain data, from which `read` makes them again for drawing in another format.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 from embrace_fx.viz.palette import paint
 from embrace_fx.viz.picture import MIB, Panel, Picture
 from embrace_fx.vocabulary.operation_id import LANES, Lane
-from embrace_fx.vocabulary.schedule import Span, Wait
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
+from embrace_fx.vocabulary.schedule import Schedule, Span, Timeline, Wait
 
 Event = dict[str, Any]
 _NANOSECOND_US = 0.001
@@ -36,7 +40,31 @@ def render(picture: Picture) -> str:
         other["launch_order"] = picture.schedule.launch_order
         other["digest"] = picture.schedule.digest()
         other["source"] = picture.schedule.source
+    other["drawn"] = [_plain(Schedule, picture.schedule), _plain(Timeline, picture.timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, allow_nan=False)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
+    """Reads the prediction and the measurement, None if missing, from a file that `render` has made.
+
+    Raises:
+        ValueError: there is no such file, or it is no trace of embrace_fx.
+    """
+    try:
+        schedule, timeline = json.loads(Path(path).read_text(encoding="utf-8"))["otherData"]["drawn"]
+        return from_plain(Schedule | None, schedule, "schedule"), from_plain(Timeline | None, timeline, "timeline")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        is_unread = isinstance(error, OSError | json.JSONDecodeError)
+        found = f"{type(error).__name__}: {error}" if is_unread else "other data"
+        raise ValueError(
+            f"expected a schedule or a timeline saved as .json, in {path}, found {found}. Save it by "
+            "model.schedule.save(path) or model.timeline.save(path)."
+        ) from error
+
+
+def _plain(kind: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
+    """Makes plain data of the fields that a class declares, without those of a class that draws it."""
+    return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(kind)}
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
