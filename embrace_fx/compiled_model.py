@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from embrace_fx.setup.options import Options
-from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
+from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.plan import Plan
 
@@ -359,13 +359,13 @@ class CompiledModel(nn.Module, Joinable):
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
         views = self._session.views
-        return drawn(views.schedule, background=views.background)
+        return DrawnSchedule.of(views.schedule, views.background)
 
     @property
     def timeline(self) -> DrawnTimeline:
         """The spans of all ranks under the last `record()`; `.save(path)` draws them beside the prediction."""
         views = self._session.views
-        return drawn(views.timeline, views.schedule, background=views.background)
+        return DrawnTimeline.of(views.timeline, views.schedule, views.background)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
         """Measures the training steps inside, the first ones too: see `timeline`. Collective."""

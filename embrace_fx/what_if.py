@@ -37,7 +37,7 @@ from embrace_fx.session.memory_report import beyond_memory
 from embrace_fx.session.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
-from embrace_fx.viz import DrawnSchedule, drawn
+from embrace_fx.viz import DrawnSchedule
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
@@ -59,7 +59,7 @@ class Forecast(Plan):
 
     @classmethod
     def of(cls, planned: Plan, setting: Setting, graph: TrainingGraph) -> Forecast:
-        found = cls(**{field.name: getattr(planned, field.name) for field in fields(Plan)})
+        found = cls(**vars(planned))
         vars(found).update(_setting=setting, _graph=graph)
         return found
 
@@ -102,7 +102,7 @@ class Forecast(Plan):
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         schedule = Scheduling(self._setting, self, compiled.graph, found, ahead=LOADER_AHEAD).schedule
-        return drawn(schedule, background=lambda: background_of(self, schedule))
+        return DrawnSchedule.of(schedule, lambda: background_of(self, schedule))
 
 
 class _Imagined(Communicator):

@@ -114,7 +114,7 @@ class Scheduling:
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self.measured: tuple[float, float] | None = None
-        self._exchanged = _exchanged(plan)
+        self._exchanged = plan.row_exchanges
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
         self.memory = {
@@ -290,7 +290,7 @@ def cuts(setting: Setting, plan: Plan) -> Cuts:
     if plan.world_size == 1:
         return Cuts((), ())
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
-    exchanged = _exchanged(plan).items() if plan.schedule_name in LOOKS_AHEAD else ()
+    exchanged = plan.row_exchanges.items() if plan.schedule_name in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
 
 
@@ -308,16 +308,6 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
     count = max(1, round(elements / wanted))
     size = ceil(elements / count)
     return [min(size, elements - start) for start in range(0, elements, size)]
-
-
-def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Maps each sharded table or stack that has its own exchange to the tables that this serves."""
-    stacked = {table: stack for stack in plan.stacks for table in stack.tables}
-    found: dict[str, tuple[str, ...]] = {}
-    for table in plan.sharded:
-        stack = stacked.get(table)
-        found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
-    return found
 
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
 
 from rich.table import Table
 
@@ -24,7 +23,7 @@ from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.plan_text import printed
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
-__all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
+__all__ = ["DrawnSchedule", "DrawnTimeline", "save"]
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
 """The suffixes of files that a picture can be saved as."""
@@ -77,6 +76,10 @@ class DrawnSchedule(Schedule):
 
     background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, schedule: Schedule, background: Callable[[], Background] | None = None) -> DrawnSchedule:
+        return cls(**vars(schedule), background=background)
+
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
         """Draws the prediction, and below it `timeline` if given: see `embrace_fx.viz.save`."""
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
@@ -99,6 +102,12 @@ class DrawnTimeline(Timeline):
 
     schedule: Schedule | None = None
     background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], Background] | None = None
+    ) -> DrawnTimeline:
+        return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Draws the measurement, below the prediction where one is known: see `embrace_fx.viz.save`."""
@@ -127,27 +136,3 @@ def _table(picture: Picture) -> str:
         text.add_row(label, *cells, *([ratios[label]] if ratios else []))
     why = () if picture.why is None else (str(picture.why),)
     return printed(f"{picture.title}; {picture.subtitle}", text, *why, widest=120)
-
-
-@overload
-def drawn(shown: Schedule, *, background: Callable[[], Background] | None = None) -> DrawnSchedule: ...
-@overload
-def drawn(
-    shown: Timeline, schedule: Schedule | None = None, *, background: Callable[[], Background] | None = None
-) -> DrawnTimeline: ...
-def drawn(
-    shown: Schedule | Timeline,
-    schedule: Schedule | None = None,
-    *,
-    background: Callable[[], Background] | None = None,
-) -> DrawnSchedule | DrawnTimeline:
-    """Makes a schedule or timeline that prints and saves itself.
-
-    Args:
-        schedule: the prediction for a timeline.
-        background: computes the facts beside it on a page.
-    """
-    if isinstance(shown, Schedule):
-        return DrawnSchedule(**{f.name: getattr(shown, f.name) for f in fields(Schedule)}, background=background)
-    of_timeline = {f.name: getattr(shown, f.name) for f in fields(Timeline)}
-    return DrawnTimeline(**of_timeline, schedule=schedule, background=background)

@@ -246,6 +246,17 @@ class Plan:
         )
 
     @property
+    def row_exchanges(self) -> dict[str, tuple[str, ...]]:
+        """Sharded table or stack that has an exchange of rows -> the tables that this serves; "none" has no stacks."""
+        stacks = self.stacks if self.schedule_name != "none" else ()
+        stacked = {table: stack for stack in stacks for table in stack.tables}
+        found: dict[str, tuple[str, ...]] = {}
+        for table in self.sharded:
+            stack = stacked.get(table)
+            found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
+        return found
+
+    @property
     def exchanged(self) -> tuple[str, ...]:
         """Replicas whose gradients are exchanged sparsely."""
         return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)

@@ -106,12 +106,12 @@ def has_compute(graph: TrainingGraph) -> bool:
 def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
     """Predicts what communication adds to a step: schedule -> its price, under the plan that was made for it."""
     node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
-    return {name: _added(plan, name, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
+    return {name: _added(plan, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
 
-def _added(plan: Plan, schedule: str, compute: _Compute) -> Added:
-    cluster = plan.links.among(plan.world_size)
-    rows = [_rows(plan, tables, cluster, compute, schedule) for tables in exchanged(plan, schedule)]
+def _added(plan: Plan, compute: _Compute) -> Added:
+    schedule, cluster = plan.schedule_name, plan.links.among(plan.world_size)
+    rows = [_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
     buckets = [_bucket(plan, names, cluster, compute) for names in plan.buckets]
     awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0
     head_ms = sum(awaited * each.one_way_ms for each in rows)
@@ -122,19 +122,12 @@ def _added(plan: Plan, schedule: str, compute: _Compute) -> Added:
     sent_ms = sum(2 * each.one_way_ms + each.ids_ms for each in rows) + sum(ms for _, ms in buckets)
     waits_ms += max(sent_ms - compute.step_ms - waits_ms, 0.0)
     beside_ms = max(sent_ms - waits_ms, 0.0)
-    shared = sum(len(tables) - 1 for tables in exchanged(plan, schedule))
+    shared = sum(len(tables) - 1 for tables in plan.row_exchanges.values())
     rounds = STEP_ROUNDS[schedule] - shared * ROUNDS * launches_of(schedule)
     rounds += UPDATE_ROUNDS * len(buckets) if schedule in INTO_FORWARD else 0.0
     tables_ms = sum(_table_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
     work_ms = rounds * cluster.handling.round_ms + tables_ms + cluster.busy * beside_ms
     return Added(waits_ms, beside_ms, work_ms, compute.step_ms)
-
-
-def exchanged(plan: Plan, schedule: str) -> list[tuple[str, ...]]:
-    """Lists the sharded tables whose rows travel together: those of a stack, but under "none" each alone."""
-    stacks = [stack.tables for stack in plan.stacks] if schedule != "none" else []
-    stacked = {name for tables in stacks for name in tables}
-    return [*stacks, *((name,) for name in plan.sharded if name not in stacked)]
 
 
 def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
@@ -161,10 +154,10 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
     return _Compute(step_ms, backward_ms, ready_ms)
 
 
-def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute, schedule: str) -> _Rows:
+def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _Rows:
     ids = [_ids(plan[name], plan.world_size) for name in tables]
     rows_bytes = sum(plan[name].sent_bytes_per_step for name in tables) - sum(each.sent_bytes for each in ids)
-    messages = ONE_WAY[schedule] * (plan.world_size - 1)
+    messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
     together = cost.Exchange(sum(each.sent_bytes for each in ids), ids[0].messages)
     return _Rows(
         cost.Exchange(max(rows_bytes, 0) // 2, messages).time_ms(cluster, "all_to_all"),

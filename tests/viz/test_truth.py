@@ -39,7 +39,7 @@ def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
 
     assert picture.ratios()["exposed dense"] == ""
     assert picture.ratios()["step"] == "1.00"
-    assert "000000" not in str(viz.drawn(with_wait(1.5), picture.schedule))
+    assert "000000" not in str(viz.DrawnTimeline.of(with_wait(1.5), picture.schedule))
 
 
 def with_bucket(ms: float) -> Timeline:
@@ -135,8 +135,8 @@ def test_graphs_are_laid_out_or_listed_with_all_their_words(laid_out: bool, monk
 
 
 def test_notebooks_show_pictures_and_tables(schedule: Schedule, timeline: Timeline) -> None:
-    assert viz.drawn(schedule)._repr_html_().startswith("<svg")
-    assert viz.drawn(timeline, schedule)._repr_html_().startswith("<svg")
+    assert viz.DrawnSchedule.of(schedule)._repr_html_().startswith("<svg")
+    assert viz.DrawnTimeline.of(timeline, schedule)._repr_html_().startswith("<svg")
     assert Graphs()._repr_html_() == "no graph yet"
 
 

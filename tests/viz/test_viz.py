@@ -52,7 +52,7 @@ def test_a_timeline_alone_has_no_step_graph(tmp_path: Path, timeline: Timeline) 
 
 
 def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    drawn, measured = viz.drawn(schedule), viz.drawn(timeline, schedule)
+    drawn, measured = viz.DrawnSchedule.of(schedule), viz.DrawnTimeline.of(timeline, schedule)
     assert isinstance(drawn, Schedule)
     assert isinstance(measured, Timeline)
     assert drawn.digest() == schedule.digest()
@@ -66,7 +66,7 @@ def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timelin
 
 
 def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> None:
-    text = str(viz.drawn(timeline, schedule))
+    text = str(viz.DrawnTimeline.of(timeline, schedule))
     rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in map(_cells, text.splitlines()) if cells}
     predicted, measured = schedule.diagnostics(), timeline.diagnostics()
     assert rows["step"] == [
@@ -77,7 +77,7 @@ def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> 
     assert rows["exposed dense"][:2] == [f"{d.exposed_ms['dense']:.2f} ms" for d in (predicted, measured)]
     assert rows["overlap ratio"][:2] == [f"{d.overlap_ratio:.3f}" for d in (predicted, measured)]
     assert rows["memory held"][0] == f"{predicted.held_bytes / 2**20:.2f} MiB"
-    assert "measured" not in str(viz.drawn(schedule))
+    assert "measured" not in str(viz.DrawnSchedule.of(schedule))
 
 
 def _cells(line: str) -> list[str]:

@@ -15,9 +15,9 @@ from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import Added, compared, exchanged, has_compute, prices
+from embrace_fx.passes.planner.step_cost import Added, compared, has_compute, prices
 from embrace_fx.session.gradient_graph import gradient_graph
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import Plan, Stack
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
 from tests.support.ranks import run_ranks
@@ -169,9 +169,12 @@ def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
 
 
 def test_under_none_each_table_has_its_own_messages() -> None:
-    plan = replace(planned(SHORT), stacks=())
+    stack = Stack(("table.weight", "other.weight"), (0, ROWS))
+    tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in stack.tables)
+    plan = replace(planned(SHORT), decisions=tables, stacks=(stack,))
 
-    assert exchanged(plan, "none") == exchanged(plan, "2d") == [("table.weight",)]
+    assert plan.row_exchanges == {stack.name: stack.tables}
+    assert replace(plan, schedule_name="none").row_exchanges == {name: (name,) for name in stack.tables}
 
 
 # ---- on ranks ----
