@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture import capture
@@ -18,15 +18,14 @@ from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.devices import NVME
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
+from embrace_fx.cost.sparsity import Sparsity, extrapolate
 from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.background import background_of
-from embrace_fx.planning.findings import facts_of
-from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.planning.findings import facts_of, findings_of, reported
+from embrace_fx.planning.reads import Read, reads_of, used_parameters
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -39,7 +38,7 @@ from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.random_state import random_state_kept
@@ -173,18 +172,14 @@ def plan(  # noqa: PLR0913
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
     used = set().union(*(used_parameters(each.graph) for each in measured))
-    read = {table.parameter: _read_of(table, measured, ranks) for table in graph.tables}
-    known = {name: of_table for name, of_table in read.items() if of_table is not None}
-    lies = {name: of_table.sparsity for name, of_table in known.items()}
-    local_rows = {name: of_table.local_rows for name, of_table in known.items() if of_table.local_rows is not None}
-    facts, own_rows = (
-        facts_of(model, stepping.holders, row_updates, used, {}),
-        {n: each.rows for n, each in known.items()},
-    )
-    findings = Findings(graph, facts, own_rows, ranks, strategy, options.schedule, lies, local_rows, rows, buckets)
+    facts = facts_of(model, stepping.holders, row_updates, used, {})
+    reads = [reported(each.reads, rank, ranks) for rank, each in enumerate(measured)]
+    findings = findings_of(graph, facts, reads, ranks, options)
+    if len(batches) < ranks:
+        findings = replace(findings, sparsity=_extrapolated(measured, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
-    return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)
+    return Forecast.of(fit_plan(setting, planned, findings.sparsity, lambda records: storage), setting, graph)
 
 
 @dataclass(frozen=True)
@@ -193,34 +188,6 @@ class _Measured:
 
     graph: TrainingGraph
     reads: Mapping[str, Read]
-
-
-@dataclass(frozen=True)
-class _OfTable:
-    """The rows that all ranks' batches read of a table.
-
-    Attributes:
-        rows: by rank; of ranks without a batch of their own, the mean.
-        local_rows: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
-    """
-
-    rows: tuple[int, ...]
-    sparsity: Sparsity
-    local_rows: dict[int, tuple[int, ...]] | None
-
-
-def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
-    """Counts the rows that batches read of a table; None where not all of them could tell."""
-    reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
-    if len(reads) < len(measured):
-        return None
-    mean_rows = round(sum(read.rows for read in reads) / len(reads))
-    rows = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
-    local_rows = None
-    if len(reads) == ranks:
-        by_rank = [read.local_rows(rank, ranks) for rank, read in enumerate(reads)]
-        local_rows = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
-    return _OfTable(rows, _sparsity(table, reads, ranks), local_rows)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
@@ -258,10 +225,12 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _sparsity(table: Table, reads: Sequence[Read], ranks: int) -> Sparsity:
-    drawn: list[Tensor] = [read.drawn.cpu() for read in reads]
-    shape = (table.num_rows, table.embedding_dim, table.dtype.itemsize)
-    unique = [ids.unique() for ids in drawn]
-    if len(reads) == ranks:
-        return measure(unique, *shape, draws=sum(ids.numel() for ids in drawn))
-    return extrapolate(drawn, *shape, world_size=ranks)
+def _extrapolated(measured: Sequence[_Measured], ranks: int) -> dict[str, Sparsity]:
+    """Estimates, for more ranks than batches, the sparsity of each table whose rows all batches tell."""
+    found = {}
+    for table in measured[0].graph.tables:
+        drawn = [each.reads[table.parameter].drawn.cpu() for each in measured if table.parameter in each.reads]
+        if len(drawn) == len(measured):
+            shape = table.num_rows, table.embedding_dim, table.dtype.itemsize
+            found[table.parameter] = extrapolate(drawn, *shape, world_size=ranks)
+    return found

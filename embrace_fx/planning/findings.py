@@ -16,11 +16,12 @@ from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_bl
 from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.last_run import as_last_run
 from embrace_fx.planning.links import links_between
-from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
+from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import share_memory
+from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
@@ -87,14 +88,14 @@ def find(
     """
     reads, failure = {}, None
     try:
-        reads = _measure_reads(setting, graph, leaves)
+        ranks = setting.communicator.rank, setting.communicator.world_size
+        reads = reported(reads_of(setting.state, graph, leaves), *ranks)
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
-    tables = tuple(table.parameter for table in graph.tables)
     whole = dict.fromkeys(sorted({*unshardable(graph), *setting.state.hooked}), WHOLE)
-    plain = [name for name in tables if not isinstance(setting.state.parameter(name), Part)]
-    whole |= {name: SHARED for name in plain if share_memory([setting.state.parameter(name)])}
-    own = _Report(tuple(sorted(used_parameters(graph))), tables, whole, reads, failure)
+    weights = {table.parameter: setting.state.parameter(table.parameter) for table in graph.tables}
+    whole |= {name: SHARED for name, each in weights.items() if not isinstance(each, Part) and share_memory([each])}
+    own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
@@ -151,30 +152,45 @@ def _findings(
 ) -> Findings:
     """Makes the findings from the reports of all ranks."""
     used = set(used).union(*(report.used for report in everyone))
-    reads = [report.reads for report in everyone]
-    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
     sharded = {name: table.shape for name, table in setting.state.tables.items()}
     facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
     facts = tuple(replace(f, local=f.name in setting.state.ignored) for f in facts)
     blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
     facts = tuple(replace(f, row_update_blocker=blocked[f.name]) if f.name in blocked else f for f in facts)
-    sparsity = {
-        table.parameter: found
-        for table in graph.tables
-        if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
-    }
-    ranks = setting.communicator.world_size
-    local_rows = {
-        name: {each: tuple(own[name].local_rows[each] for own in reads) for each in grid_rows(ranks)}
-        for name in everyone[0].tables
-        if all(name in own for own in reads)
-    }
-    options = setting.options
-    asked = options.strategy, schedule
-    findings = Findings(graph, facts, rows, ranks, *asked, sparsity, local_rows, options.rows, options.buckets)
+    options = replace(setting.options, schedule=schedule)
+    ranks, reads = setting.communicator.world_size, [report.reads for report in everyone]
+    findings = findings_of(graph, facts, reads, ranks, options)
     if setting.communicator.comm_hook is None:
         return findings
-    return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")
+    return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce")
+
+
+def findings_of(
+    graph: TrainingGraph,
+    facts: tuple[ParameterFacts, ...],
+    reads: Sequence[Mapping[str, Reported]],
+    ranks: int,
+    options: Options,
+) -> Findings:
+    """Makes findings from what batches read.
+
+    Args:
+        reads: of each rank, or of fewer: then the others read as many rows as the mean, and nothing is known of their
+            ids.
+    """
+    names = [table.parameter for table in graph.tables]
+    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in names}
+    rows = {name: (*of, *[round(sum(of) / len(of))] * (ranks - len(of))) for name, of in rows.items()}
+    known = [t for t in graph.tables if len(reads) == ranks and all(t.parameter in own for own in reads)]
+    told = {table.parameter: [own[table.parameter] for own in reads] for table in known}
+    local_rows = {
+        name: {each: tuple(own.local_rows[each] for own in of) for each in grid_rows(ranks)}
+        for name, of in told.items()
+    }
+    lies = {table.parameter: _sparsity(table, told[table.parameter]) for table in known}
+    sparsity = {name: found for name, found in lies.items() if found is not None}
+    asked = options.strategy, options.schedule
+    return Findings(graph, facts, rows, ranks, *asked, sparsity, local_rows, options.rows, options.buckets)
 
 
 def facts_of(
@@ -217,7 +233,7 @@ def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOp
 
 
 @dataclass(frozen=True)
-class _Reported:
+class Reported:
     """One rank's report of a table: the number of unique rows, the ids with a gradient (None: too many), how many ids
     the batch has, and rows of a grid -> how many rows would be in the rank's own row of it.
     """
@@ -230,38 +246,35 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """One rank's report of its batch: parameters with a gradient, tables, why some cannot be sharded, the rows read of
-    each table; or why measuring failed.
+    """One rank's report of its batch: parameters with a gradient, why some cannot be sharded, the rows read of each
+    table; or why measuring failed.
     """
 
     used: tuple[str, ...]
-    tables: tuple[str, ...]
     whole: dict[str, str]
-    reads: dict[str, _Reported]
+    reads: dict[str, Reported]
     failure: str | None
 
 
-def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:
-    rank, ranks = setting.communicator.rank, setting.communicator.world_size
-    limit = MOST_GATHERED_IDS // ranks
-    reported = {}
-    for name, read in reads_of(setting.state, graph, leaves).items():
+def reported(reads: Mapping[str, Read], rank: int, ranks: int) -> dict[str, Reported]:
+    """Makes a rank's report of the rows that its batch reads."""
+    found = {}
+    for name, read in reads.items():
         ids = read.drawn.unique().cpu()
-        told = _narrow(ids) if ids.numel() <= limit else None
-        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.local_rows(rank, ranks))
-    return reported
+        told = _narrow(ids) if ids.numel() <= MOST_GATHERED_IDS // ranks else None
+        found[name] = Reported(read.rows, told, read.drawn.numel(), read.local_rows(rank, ranks))
+    return found
 
 
 def _narrow(ids: Tensor) -> Tensor:
     return ids.to(torch.int32) if ids.numel() and int(ids.max()) < 2**31 else ids
 
 
-def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
+def _sparsity(table: Table, everyone: Sequence[Reported]) -> Sparsity | None:
     """Measures the sparsity of a table's gradients on all ranks; None unless every rank reported its ids."""
-    told = [own for own in reported if own is not None]
-    ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
-    if len(ids) < len(reported):
+    ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
+    if len(ids) < len(everyone):
         return None
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports ids outside
-    draws = sum(own.draws for own in told)
+    draws = sum(own.draws for own in everyone)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)

@@ -1,8 +1,8 @@
 """`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
 
 A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
-microseconds; flow arrows along the critical path, if it is known. `otherData` has the figures, and schedule and timeline
-as plain data, from which `read` makes them again for drawing in another format.
+microseconds; flow arrows along the critical path, if it is known. `otherData` has the figures, and schedule and
+timeline as plain data, from which `read` makes them again for drawing in another format.
 """
 
 from __future__ import annotations
