@@ -33,13 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import torch
 from torch import fx
 
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
-from embrace_fx.passes.row_sizes import expected_sizes
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, RENORM, SAMPLE_WEIGHTS_BACKWARD
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -56,7 +56,7 @@ from embrace_fx.vocabulary.graph import (
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import argument, own_columns, set_argument
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.sizes import RowCounts
+from embrace_fx.vocabulary.sizes import ExpectedSizes, RowCounts
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -88,8 +88,11 @@ class ShardTables:
         if not self.tables and not self.renormed:
             return graph
         result = graph.edit()
-        shard_tables(result, self)
-        return replace(result, expected=expected_sizes(result, self.rows, self.world_size))
+        return replace(result, expected=shard_tables(result, self))
+
+    def expects(self, table: Table) -> RowCounts:
+        """Returns how many rows of a table a step is expected to read."""
+        return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -101,25 +104,37 @@ class _Ids:
     counts: fx.Node
 
 
-def shard_tables(graph: TrainingGraph, options: ShardTables) -> None:
+class _Sizes(dict[str, int]):
+    """Symbol of a data-dependent size -> the number expected. Later passes keep symbols, with their fake values."""
+
+    def expect(self, node: fx.Node, count: int) -> None:
+        """Notes the number expected for the first size of a node's result, which is a new symbol."""
+        self[str(node.meta["val"].shape[0].node.expr)] = count
+
+
+def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
+    """Shards tables in place; returns the numbers expected for the sizes that exchanges return."""
     by_name = {table.parameter: table for table in graph.tables}
-    rewriter = Rewriter(graph.module)
+    rewriter, sizes = Rewriter(graph.module), _Sizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
-    ids = _exchange_ids(graph, rewriter, exchanged, options.world_size)
+    ids = _exchange_ids(graph, rewriter, exchanged, options, sizes)
     outputs = list(graph.outputs())
     for name in options.tables:
-        outputs = _shard(graph, rewriter, by_name[name], ids[name], outputs, options)
+        outputs = _shard(graph, rewriter, by_name[name], ids[name], outputs, options, sizes)
     for name in options.renormed:
         _renorm_everywhere(graph, by_name[name], ids[name])
     if options.in_order:
         _put_in_order(graph, options.tables)
     graph.graph.eliminate_dead_code()
+    return ExpectedSizes(sizes)
 
 
-def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], world_size: int) -> dict[str, _Ids]:
+def _exchange_ids(
+    graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], options: ShardTables, sizes: _Sizes
+) -> dict[str, _Ids]:
     """Inserts one exchange of ids for all tables, as early as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
-    head = _hoist([node for nodes in id_nodes.values() for node in nodes])
+    head, world_size = _hoist([node for nodes in id_nodes.values() for node in nodes]), options.world_size
     uniques: list[fx.Node] = []
     wheres: dict[str, dict[fx.Node, fx.Node]] = {}
     with rewriter.before(head):
@@ -130,11 +145,14 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
                 embrace.unique_ids.default, nodes, table.num_rows, table.uses[0].padding_idx, name=f"{short}_unique"
             )
             uniques.append(rewriter.item(found, 0, f"{short}_rows_of_batch"))
+            sizes.expect(uniques[-1], options.expects(table).own)
             wheres[table.parameter] = {
                 node: rewriter.item(found, k + 1, f"{short}_where") for k, node in enumerate(nodes)
             }
-        sizes = [table.num_rows for table in tables]
-        launch = rewriter.call(embrace.all_gather_ids.default, uniques, sizes, "ids", world_size, name="ids")
+        all_rows = [table.num_rows for table in tables]
+        launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
+        widest = sum(options.expects(table).own for table in tables)  # a rank sends its counts, then its ids, padded
+        sizes.expect(launch, world_size * (len(tables) + widest))
         launch.meta["tables"] = tuple(table.parameter for table in tables)  # for messages
         launch.meta["launch"] = IDS
         packed = rewriter.wait(launch)
@@ -143,6 +161,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
         for k, table in enumerate(tables):
             short = table.parameter.removesuffix(".weight")
             all_ids = rewriter.item(unpacked, 2 * k, f"{short}_ids")
+            sizes.expect(all_ids, options.expects(table).all)
             counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
             found_ids[table.parameter] = _Ids(wheres[table.parameter], all_ids, counts)
     return found_ids
@@ -166,11 +185,12 @@ def _shard(
     ids: _Ids,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     options: ShardTables,
+    sizes: _Sizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    size = options.world_size
+    read = options.expects(table)
     short = table.parameter.removesuffix(".weight")
     weight = parameters_of(graph.module)[table.parameter]
-    grid = options.grids.get(table.parameter, Grid(1, size))
+    grid = options.grids.get(table.parameter, Grid(1, options.world_size))
     first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
@@ -182,12 +202,16 @@ def _shard(
         sent = route.send(embrace.all_to_all_rows.default, columns, table.embedding_dim)
         launch = rewriter.call(*sent, name=f"{short}_rows")
         launch.meta["launch"] = rows_id(table.parameter, "whole")
+    sizes.expect(launch, read.own * table.embedding_dim)
+    if route.order is not None:
+        sizes.expect(route.ids, ceil(read.all / grid.rows))
+        sizes.expect(route.order, read.own)
     with rewriter.before(min(weight.users)):
         flat = rewriter.wait(launch)
         rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
     _read_rows(rewriter, weight, rows, ids, table)
     outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _row_gradient(
-        graph, rewriter, table, route, outputs, last - first, size
+        graph, rewriter, table, route, outputs, last - first, read, sizes
     )
     set_outputs(graph.module, outputs)
     graph.graph.erase_node(weight)
@@ -284,7 +308,8 @@ def _row_gradient(
     route: _Route,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     own: int,
-    size: int,
+    read: RowCounts,
+    sizes: _Sizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
     if gradient is None:
@@ -296,11 +321,13 @@ def _row_gradient(
         sent = route.send(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
         launch = rewriter.call(*sent, name=f"{short}_gradient")
         launch.meta["launch"] = gradients_id(table.parameter, "whole")
+    sizes.expect(launch, ceil(read.all / route.grid.rows) * own)
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
-        how = own, route.padding(table.uses[0].padding_idx), 1.0 / size
+        how = own, route.padding(table.uses[0].padding_idx), 1.0 / (route.grid.rows * route.grid.columns)
         coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
+        sizes.expect(ids_K, ceil(read.together / route.grid.rows))
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
     return [(ids_K, GradientOfRows(table.parameter, "ids")), (rows_Kd, GradientOfRows(table.parameter, "rows"))]
 
