@@ -10,8 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
-from embrace_fx.runtime.flow.device_batch import look_ahead
-from embrace_fx.runtime.flow.next_batch import NextBatch
+from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
@@ -129,7 +128,7 @@ class GraphCalls:
         program = None if variant is None or variant.captured.switches else variant.program
         if variant is None or program is None:
             return None  # an earlier step may still change which graph is valid
-        of_ids, streams = program.ids_program, program.streams
+        of_ids = program.ids_program
         if of_ids is None or not of_ids.is_pure or (is_next and not program.overlaps_steps):
             return None
         try:
@@ -137,9 +136,7 @@ class GraphCalls:
             if is_next and any(index >= len(coming) for index in of_ids.reads):
                 return None  # objects, from which the other inputs are read, may change until its turn
             with torch.no_grad(), autocast_is_in_the_graph():
-                if streams is None:
-                    return NextBatch(of_ids, inputs, of_ids.unique(inputs))
-                return look_ahead(of_ids, inputs, streams)
+                return look_ahead(of_ids, inputs, program.streams)
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 

@@ -3,7 +3,13 @@
 Contract
     A step begins with an announcement. In it each rank tells how many rows its batch reads, and how many the next one
     will. So all ranks know the sizes of the messages by which ids travel, before these leave.
-    On the CPU a batch's rows are found at once. On a device they are found in another stream (`device_batch.py`).
+    On the CPU a batch's rows are found at once.
+    On a device another stream finds them, exchanges the ids and cuts both batches; the host waits for none of it. What
+    depends on the ids is computed in tensors of the size that it cannot exceed, which the host knows from the batch's
+    shape. So the host announces the number of a batch's ids in place of that of its rows. The sizes are copied to the
+    host, which reads them half a step later and takes slices.
+    Every rank learns every rank's counts, and from them whether any rank's batch holds an id outside a table: then all
+    ranks forget what they have prepared, and the batch fails at its turn.
 """
 
 from __future__ import annotations
@@ -12,16 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Routing
+from embrace_fx.runtime.flow.routing import Routed, Routing, SplitAhead, routed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.stream_queue import StreamTicket
+from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
@@ -140,6 +150,124 @@ class NextBatch:
 
     def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
         self.program.route(self.values, wait(ticket))
+
+
+class DeviceBatch(NextBatch):
+    """The next batch on a device. The ids' stream prepares it.
+
+    Args:
+        counts: (T,) its unique rows by table, of this rank.
+    """
+
+    def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
+        super().__init__(program, leaves, values, counts)
+        self._streams, self._of_tables = streams, counts
+        self._copies: list[Tensor] = []  # rows by table, and how many they are, on their way to the host
+        self._copied: Event = None
+        self._rank = 0
+        self._tables: list[Routed] = []
+        self._splits: dict[str, SplitAhead] = {}
+        self._sizes: Tensor | None = None  # on their way to the host
+        self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids on their way to tables whose host needs them
+
+    def copy_rows(self) -> None:
+        with self._streams.on("ids", "rows of a batch to come"):
+            rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
+            self._copies = [*rows, self._streams.to_host(self._of_tables)]
+            self._copied = self._streams.record("rows copied")
+
+    def rows(self) -> dict[str, Tensor]:
+        """Returns the rows that were copied to the host; those of a table with an id outside of it are left out.
+
+        The last one may be row 0, with which unique rows are padded.
+        """
+        self._streams.reach(self._copied)
+        *rows, counts = self._copies
+        found = zip(self.program.tables, rows, counts.tolist(), strict=True)
+        return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
+
+    def sizes(self) -> list[int]:
+        """Returns the most rows that the batch can read, by table."""
+        return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
+
+    def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
+        """Exchanges the ids, cuts both batches, and has the sizes copied to the host; all on the ids' stream."""
+        current, self._rank = self.current, communicator.rank
+        launched = super().exchange(communicator, exchanges)
+        packed = communicator.wait(launched)
+        self._tables = [routed(packed, self.announced, [(table, 0)]) for table in range(len(self.program.tables))]
+        for table in self.program.routes:
+            exchange = exchanges[table]
+            if table in current and exchange.splits_ahead:
+                self._streams.keep(current[table].ids)
+                self._splits[table] = SplitAhead(
+                    current[table],
+                    self._routed(packed, table),
+                    exchange.among,
+                    exchange.table.shape[0],
+                    exchange.delayed_chunks,
+                    self.program.paddings.get(table, -1),
+                )
+        parts = [table.counts for table in self._tables] + [split.sizes() for split in self._splits.values()]
+        self._sizes = self._streams.to_host(torch.cat(parts))
+        for table in self.program.routes:
+            (first, *others) = exchanges[table].table.members
+            if first.needs_host and not others:
+                self._for_host.append((table, first, self._streams.to_host(self._routed(packed, table).ids)))
+        return InFlight(packed, None, reads=launched.reads)
+
+    def _routed(self, packed: Tensor, table: str) -> Routed:
+        parts = [(self.program.tables.index(part), first) for part, first in self.program.parts[table]]
+        if len(parts) == 1 and parts[0][1] == 0:
+            return self._tables[parts[0][0]]
+        return routed(packed, self.announced, parts)
+
+    def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
+        assert isinstance(ticket, StreamTicket)
+        assert self._sizes is not None
+        ticket.issue()
+        sizes = self._streams.read(ticket.ended, self._sizes)
+        ranks = self._tables[0].counts.numel()
+        counts = [sizes[k * ranks : (k + 1) * ranks] for k in range(len(self._tables))]
+        wait(ticket)
+        self.usable = all(count >= 0 for of_table in counts for count in of_table)
+        if not self.usable:
+            return
+        self._cut_padding([of_table[self._rank] for of_table in counts])
+        unpacked = []
+        for routing, of_table in zip(self._tables, counts, strict=True):
+            self._streams.keep(routing.ids)
+            unpacked += [routing.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
+        self.program.routing(self.values, unpacked)
+        rest, rows, found = sizes[len(self._tables) * ranks :], self.program.rows_of_ranks(self.values), {}
+        for table, split in self._splits.items():
+            self._streams.keep(*split.tensors())
+            found[table] = split.cut(split.current.of_batch(*rows[table]), rest)
+            rest = rest[split.length :]
+        self.cuts = found
+        for table, beyond, ids in self._for_host:
+            own, _ = rows[table]
+            beyond.note_rows(own, ids[: own.numel()].unique())
+
+    def _cut_padding(self, counts: Sequence[int]) -> None:
+        """Cuts this rank's unique rows to their numbers. From here on the stream of compute uses what was prepared."""
+        padded = self.program.rows_of_batch(self.values)
+        self._streams.keep(*(value for value in self.values.values() if isinstance(value, Tensor)))
+        by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
+        self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
+
+
+def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | None) -> NextBatch:
+    """Finds the rows of a batch before its turn: at once on the host, or in the ids' stream of its device."""
+    if streams is None:
+        return NextBatch(program, leaves, program.unique(leaves))
+    there = streams.record("batch ready")
+    with streams.on("ids", "unique rows"):
+        streams.wait(there)
+        streams.keep(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        values, counts = program.unique_on_device(leaves)
+        of_tables = torch.stack(counts) if counts else torch.empty(0, device="cpu")
+        return DeviceBatch(program, leaves, values, of_tables, streams)
 
 
 @dataclass(frozen=True)

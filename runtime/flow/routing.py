@@ -1,4 +1,4 @@
-"""Rows of a table that each rank reads for one batch: how two batches in a row are cut, and how the rows travel.
+"""Rows of a table that each rank reads for one batch: whose they are, where, and how two batches in a row are cut.
 
 Contract
     Rows are cut by the ids of all ranks, in the same way on all of them. On the grid of ranks that a table lies on
@@ -6,7 +6,7 @@ Contract
     On a device with several rows in the grid, the host waits for the sizes of each part.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`; R rows of a routing, of all ranks; N ranks; U' rows that this rank
-reads of the whole batch.
+reads of the whole batch; C most rows that a batch can read, by its number of ids.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import (
-    coalesce,
-    gpu,
-    join_columns,
-    join_columns_into,
-    split_columns,
-    split_selected_columns,
-)
-from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
+from embrace_fx.runtime.kernels import first_true, gpu, heads_of
+from embrace_fx.runtime.kernels.grid import route_grid
 from embrace_fx.vocabulary.plan import Grid
 
 Sums = tuple[Tensor, Tensor]
@@ -113,44 +106,6 @@ class Routing:
         grid of one row."""
         return self._on_grid[2]
 
-    def join(self, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        """Returns the rows that have arrived, in their places among those of the batch.
-
-        Args:
-            out: (U', D) those of parts before; None: there are none.
-            shape: U', D.
-        """
-        positions, columns = self.own_positions, self.grid.columns
-        if positions is None:
-            return join_columns(flat, shape[1], columns)
-        out = flat.new_empty(shape) if out is None else out
-        if self.grid.rows == 1:
-            join_columns_into(out, positions, flat, columns)
-        else:
-            join_grid_into(out, positions, flat, self.counts_by_row[self.rank], columns)
-        return out
-
-    def split(self, rows: Tensor) -> Tensor:
-        """Returns the part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
-        positions, columns = self.own_positions, self.grid.columns
-        if positions is None:
-            return split_columns(rows, columns)
-        if self.grid.rows == 1:
-            return split_selected_columns(rows, positions, columns)
-        return split_selected_grid(rows, positions, self.counts_by_row[self.rank], columns)
-
-    def summed(
-        self, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients (M, d) of all ranks that have arrived, flat, as one for each row: ids (K,), rows (K, d)."""
-        flat = flat.to(dtype)
-        if self.sums is None:
-            ids, rows = coalesce(self.held_ids, flat, columns, padding_idx, scale)
-            return ids, rows
-        unique, places = self.sums
-        rows = flat.view(places.numel(), columns)
-        return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
-
 
 def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tuple[Routing, Routing]:
     """Cuts two batches in a row by use, reading the sizes of their pieces (EmbRace, ICPP 2022, section 4.2).
@@ -225,3 +180,148 @@ def by_rank(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.cat([like.new_full((size,), rank, dtype=torch.int64) for rank, size in enumerate(sizes)])
     number = torch.cat([torch.arange(size, device=like.device) for size in sizes])
     return owner, number
+
+
+# -- before the host knows the sizes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of a routing, whose sizes are still on the device.
+
+    Attributes:
+        positions: (R,) of theirs among all, then others.
+        counts: (N,) how many of them are whose.
+        sums: of gradients, ids of their sums, which of them each row goes into, and how many there are.
+    """
+
+    positions: Tensor
+    counts: Tensor
+    sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def of(self, routing: Routing, counts: tuple[int, ...], number_of_sums: int = 0) -> Routing:
+        """Returns them, with the sizes that the host has read by now."""
+        positions, sums = self.positions[: sum(counts)], None
+        if self.sums is not None:
+            ids, places, _ = self.sums
+            sums = ids[:number_of_sums], places.index_select(0, positions)
+        return routing.at(positions, counts, sums)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The next batch's routing of one table: ids (C of all ranks,) in rank order, then others; counts (N,)."""
+
+    ids: Tensor
+    owner: Tensor
+    is_row: Tensor
+    counts: Tensor
+
+
+def routed(packed: Tensor, capacities: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> Routed:
+    """Finds the rows that all ranks read of a table, or of a stack of several.
+
+    Args:
+        packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
+        capacities: C by rank, by table.
+        parts: the tables, with the row in which each begins.
+    """
+    starts = [list(accumulate(of_rank, initial=len(of_rank))) for of_rank in capacities]
+    pieces = [(rank, table, first) for rank in range(len(capacities)) for table, first in parts]
+    ids = [packed[rank, starts[rank][table] : starts[rank][table + 1]].to(torch.int64) for rank, table, _ in pieces]
+    flat = torch.cat([own + first if first else own for own, (_, _, first) in zip(ids, pieces, strict=True)])
+    piece, number = by_rank([capacities[rank][table] for rank, table, _ in pieces], flat)
+    of_pieces = torch.stack([packed[:, table] for table, _ in parts], 1).to(torch.int64)
+    is_row = number < of_pieces.view(-1).index_select(0, piece)
+    order = first_true(is_row)
+    total = is_row.sum()
+    return Routed(
+        flat.index_select(0, order),
+        piece.index_select(0, order) // len(parts),
+        torch.arange(order.numel(), device=order.device) < total,
+        of_pieces.sum(1),
+    )
+
+
+class SplitAhead:
+    """Cuts a table's rows of two batches in a row, before the host knows the sizes.
+
+    Args:
+        current: the batch whose rows have been asked for.
+        following: the next one.
+        among: of the table's rows; used on this stream alone.
+        num_rows: of the table.
+        chunks: in how many pieces delayed gradients travel.
+        padding_idx: the row without gradient, or -1.
+    """
+
+    def __init__(
+        self, current: Routing, following: Routed, among: Among, num_rows: int, chunks: int, padding_idx: int
+    ) -> None:
+        self.current = current
+        self._following = following
+        ranks = following.counts.numel()
+        late = among(following.ids, current.ids) & following.is_row
+        prior = among(current.ids, torch.where(following.is_row, following.ids, num_rows))
+        owner, _ = by_rank(current.counts, current.ids)
+        ahead = [_piece(mask, following.owner, ranks) for mask in (late, following.is_row & ~late)]
+        ordered, order = current.ids.sort(stable=True)
+        self._gradients = [
+            _piece(mask, owner, ranks, _sums(ordered, order, mask, padding_idx))
+            for mask in (prior, *_chunks(ordered, order, current.ids, ~prior, chunks))
+        ]
+        self._pieces = (*ahead, *self._gradients)
+
+    @property
+    def length(self) -> int:
+        """Counts the numbers in `sizes`."""
+        return self._following.counts.numel() * len(self._pieces) + len(self._gradients)
+
+    def sizes(self) -> Tensor:
+        """All sizes, in the order in which `cut` takes them: int64, of a length that the host knows."""
+        of_sums = torch.stack([each.sums[2] for each in self._gradients if each.sums is not None])
+        return torch.cat([*(each.counts for each in self._pieces), of_sums])
+
+    def tensors(self) -> list[Tensor]:
+        """Lists the tensors that another stream will read."""
+        of_sums = [tensor for each in self._gradients if each.sums is not None for tensor in each.sums[:2]]
+        return [self._following.ids, *(each.positions for each in self._pieces), *of_sums]
+
+    def cut(self, following: Routing, sizes: Sequence[int]) -> tuple[Routing, Routing]:
+        """As `routing.cut`, with the sizes that the host has read by now."""
+        ranks, of_sums = len(following.counts), sizes[self.length - len(self._gradients) : self.length]
+        counts = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(len(self._pieces))]
+        late, early = (piece.of(following, own) for piece, own in zip(self._pieces[:2], counts[:2], strict=True))
+        prior, *delayed = [
+            piece.of(self.current, own, size)
+            for piece, own, size in zip(self._gradients, counts[2:], of_sums, strict=True)
+        ]
+        return replace(prior, rest=lambda: delayed), replace(early, rest=lambda: (late,))
+
+
+def _piece(mask: Tensor, owner: Tensor, ranks: int, sums: tuple[Tensor, Tensor, Tensor] | None = None) -> _Piece:
+    counts = torch.zeros(ranks, dtype=torch.int64, device=mask.device).index_add_(0, owner, mask.to(torch.int64))
+    return _Piece(first_true(mask), counts, sums)
+
+
+def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
+    """`chunks_of`, for ids whose order is known."""
+    if chunks == 1:
+        return [mask]
+    masked = mask.index_select(0, order)
+    candidates = ordered.index_select(0, first_true(masked))  # the masked ids in order, then others
+    size = masked.sum()
+    at = [(size * k // chunks).clamp(max=max(ids.numel() - 1, 0)) for k in range(1, chunks)]
+    if ids.numel() == 0:
+        return [mask] * chunks
+    which = torch.bucketize(ids, candidates.index_select(0, torch.stack(at)), right=True)
+    return [mask & (which == k) for k in range(chunks)]
+
+
+def _sums(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds the sum that each masked row goes into; of equal ids all rows are masked or none is."""
+    counted = mask.index_select(0, order) & (ordered != padding_idx)
+    heads = heads_of(ordered) & counted
+    size = heads.sum()
+    places = torch.where(counted, heads.cumsum(0) - 1, size)
+    return ordered.index_select(0, first_true(heads)), torch.empty_like(order).scatter_(0, order, places), size

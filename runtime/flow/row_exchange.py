@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.flow.routing import Routing, cut, membership
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
+from embrace_fx.runtime.kernels import join_columns, join_columns_into
+from embrace_fx.runtime.kernels.grid import join_grid_into
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
@@ -128,7 +130,7 @@ class RowExchange:
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
         for ticket, routing in self.sent:
-            joined = routing.join(self._launcher.wait(ticket), joined, shape)
+            joined = _join(routing, self._launcher.wait(ticket), joined, shape)
         self._end_batch()
         assert joined is not None
         self._recorder.mark(compute_id("rows", table))
@@ -240,3 +242,21 @@ class RowExchange:
     def is_under_way(self) -> bool:
         """Tells whether an update is still to be applied, or rows have left ahead."""
         return bool(self.sent) or self.gradient.step is not None
+
+
+def _join(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """Returns the rows that have arrived, in their places among those of the batch.
+
+    Args:
+        out: (U', D) those of parts before; None: there are none.
+        shape: U', D.
+    """
+    positions, columns = routing.own_positions, routing.grid.columns
+    if positions is None:
+        return join_columns(flat, shape[1], columns)
+    out = flat.new_empty(shape) if out is None else out
+    if routing.grid.rows == 1:
+        join_columns_into(out, positions, flat, columns)
+    else:
+        join_grid_into(out, positions, flat, routing.counts_by_row[routing.rank], columns)
+    return out

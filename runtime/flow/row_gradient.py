@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing
+from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns
+from embrace_fx.runtime.kernels.grid import split_selected_grid
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
@@ -117,7 +119,7 @@ class RowGradient:
 
     def _send(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
         self._table.note(routing.held_ids, routing.all_ids)
-        ticket = self._launch(launch, routing.split(rows), routing.counts_by_row, rows.shape[1])
+        ticket = self._launch(launch, _split(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
 
     def all_to_all_gradients(
@@ -252,11 +254,34 @@ class RowGradient:
         return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)
 
 
+def _split(routing: Routing, rows: Tensor) -> Tensor:
+    """Returns the part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
+    positions, columns = routing.own_positions, routing.grid.columns
+    if positions is None:
+        return split_columns(rows, columns)
+    if routing.grid.rows == 1:
+        return split_selected_columns(rows, positions, columns)
+    return split_selected_grid(rows, positions, routing.counts_by_row[routing.rank], columns)
+
+
+def summed(
+    routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Sums the gradients (M, d) of all ranks that have arrived, flat, by row: ids (K,), rows (K, d)."""
+    flat = flat.to(dtype)
+    if routing.sums is None:
+        ids, rows = coalesce(routing.held_ids, flat, columns, padding_idx, scale)
+        return ids, rows
+    unique, places = routing.sums
+    rows = flat.view(places.numel(), columns)
+    return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
+
+
 def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
     """Returns the rows of parts, once they are here."""
     found = []
     for ticket, routing in parts:
-        ids, rows = routing.summed(launcher.wait(ticket), *how)
+        ids, rows = summed(routing, launcher.wait(ticket), *how)
         table.note(ids, routing.held_ids)
         found.append((ids, rows))
     return found

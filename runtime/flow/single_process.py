@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.flow.device_batch import unique_ids
+from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -88,7 +88,7 @@ class SingleProcessRows:
 
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
         """The op, in tensors whose sizes the host knows."""
-        rows, count, where = unique_ids(ids, num_rows, padding_idx)
+        rows, count, where = padded_unique_ids(ids, num_rows, padding_idx)
         self._counts[rows] = count
         return [rows, *where]
 

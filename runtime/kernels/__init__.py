@@ -43,6 +43,49 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
 _BELOW_ALL = torch.iinfo(torch.int64).min
 
 
+def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Does `unique_ids`, in tensors whose sizes follow from those of `ids`.
+
+    Returns: (C,) the rows it reads, then zeros; how many those are, 0-d int64, -1 where an id is outside the table;
+        where each of `ids` finds its row.
+    """
+    flat = torch.cat([i.reshape(-1) for i in ids]).to(torch.int64)
+    given = flat.numel()
+    bad = (flat < 0) | (flat >= num_rows)
+    if padding_idx >= 0:
+        # The padding row comes first, whether or not a batch holds it: as a number below all others, present once.
+        flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
+        flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
+    ordered, order = flat.sort(stable=True)
+    heads = heads_of(ordered)
+    places = heads.cumsum(0) - 1
+    where = torch.empty_like(order).scatter_(0, order, places)[:given]
+    unique = torch.zeros_like(ordered).scatter_(0, places, ordered)
+    if padding_idx >= 0:
+        unique[:1].fill_(padding_idx)  # by index, the host would copy a number to the device and wait
+    count = torch.where(bad.any(), -1, heads.sum())
+    parts = where.split([i.numel() for i in ids])
+    return unique.clamp_(0, num_rows - 1), count, [part.view(i.shape) for part, i in zip(parts, ids, strict=True)]
+
+
+def heads_of(ordered: Tensor) -> Tensor:
+    """Marks the first of each run of equal values in a sorted tensor: bool."""
+    heads = torch.ones_like(ordered, dtype=torch.bool)
+    heads[1:] = ordered[1:] != ordered[:-1]
+    return heads
+
+
+def first_true(mask: Tensor) -> Tensor:
+    """Returns the places at which a mask (R,) is true, in order, padded with zeros: (R,) int64.
+
+    Unlike `nonzero`, it does not make the host wait for their number.
+    """
+    size = mask.numel()
+    places = torch.where(mask, mask.cumsum(0) - 1, size)
+    found = torch.zeros(size + 1, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, places, torch.arange(size, device=mask.device))[:size]
+
+
 def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
     """Finds of each tensor of ids one outside its table, or None.
 

@@ -158,14 +158,3 @@ def streams_of(device: torch.device) -> Streams | None:
 def _cuda_streams(device: torch.device) -> CudaStreams:
     """Makes the set of streams of a device, shared by all models on it: a device has few streams."""
     return CudaStreams(device)
-
-
-def first_true(mask: Tensor) -> Tensor:
-    """Returns the places at which a mask (R,) is true, in order, padded with zeros: (R,) int64.
-
-    Unlike `nonzero`, it does not make the host wait for their number.
-    """
-    size = mask.numel()
-    places = torch.where(mask, mask.cumsum(0) - 1, size)
-    found = torch.zeros(size + 1, dtype=torch.int64, device=mask.device)
-    return found.scatter_(0, places, torch.arange(size, device=mask.device))[:size]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from embrace_fx.runtime.flow.device_batch import unique_ids
 from embrace_fx.runtime.flow.next_batch import IdsProgram
+from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
@@ -83,7 +83,7 @@ def _unique_on_device(
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            rows, counts[name], where = unique_ids(ids, num_rows, padding_idx)
+            rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
         return unique_ids_on_device

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from embrace_fx.runtime.flow.device_batch import SplitAhead, routed, unique_ids
-from embrace_fx.runtime.flow.routing import Routing, membership
+from embrace_fx.runtime.flow.routing import Routing, SplitAhead, membership, routed
+from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.lower.rnn_loop import Walk
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -40,7 +40,7 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
     with streams.on("ids", "unique rows"):
         streams.wait(there)
         ids = torch.arange(40, device=device) % 7
-        unique, count, _ = unique_ids([ids], 9, 0)
+        unique, count, _ = padded_unique_ids([ids], 9, 0)
         packed = torch.cat([count.view(1), unique]).view(1, -1)
         table = routed(packed, [[unique.numel()]], [(0, 0)])
         current = Routing(torch.arange(5, device=device), (5,), Grid(1, 1), 0)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.runtime.flow.device_batch import routed
+from embrace_fx.runtime.flow.routing import routed
 from embrace_fx.runtime.kernels import stack_ids, unstack_rows
 from embrace_fx.runtime.tables import stacks as stacks_module
 from embrace_fx.vocabulary.plan import STACK_BYTES, Stack

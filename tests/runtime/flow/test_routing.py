@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.flow.device_batch import SplitAhead, routed, unique_ids
-from embrace_fx.runtime.flow.routing import Routing, cut, membership
-from embrace_fx.runtime.launch.streams import first_true
+from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut, membership, routed
+from embrace_fx.runtime.flow.row_gradient import summed
+from embrace_fx.runtime.kernels import first_true, padded_unique_ids
 from embrace_fx.vocabulary.plan import Grid
 
 V = 9
@@ -33,7 +33,7 @@ def test_where_a_mask_is_true(mask: list[bool]) -> None:
 def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], padding_idx: int) -> None:
     ids = [torch.tensor(use, dtype=torch.int64) for use in uses]
 
-    unique, count, where = unique_ids(ids, V, padding_idx)
+    unique, count, where = padded_unique_ids(ids, V, padding_idx)
 
     expected, *expected_where = kernels.unique_ids(ids, V, padding_idx)
     assert int(count) == expected.numel()
@@ -46,7 +46,7 @@ def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], paddin
 
 @pytest.mark.parametrize("bad", [-1, V, -(2**62)])
 def test_an_id_outside_the_table_is_told_and_harms_nothing(bad: int) -> None:
-    unique, count, _ = unique_ids([torch.tensor([3, bad, 0])], V, -1)
+    unique, count, _ = padded_unique_ids([torch.tensor([3, bad, 0])], V, -1)
 
     assert int(count) == -1
     assert unique.min() >= 0
@@ -93,6 +93,8 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        summed = part.summed(rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
-        for mine, reference in zip(summed, kernels.coalesce(part.ids, rows.view(-1), 3, padding_idx, 0.5), strict=True):
+        found_sums = summed(part, rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
+        for mine, reference in zip(
+            found_sums, kernels.coalesce(part.ids, rows.view(-1), 3, padding_idx, 0.5), strict=True
+        ):
             assert torch.equal(mine, reference)
