@@ -267,10 +267,13 @@ def steps_rows(options: Options) -> bool:
 
 
 def facts_of(optimizer: Optimizer, options: Options) -> tuple[tuple[str, Hashable], ...]:
-    """Yields a class's own options as plain values, without the lr."""
+    """Returns a class's own options as plain values, without the lr.
+
+    A class's defaults may name what its groups lack: once state is loaded, SparseAdam's name `differentiable`.
+    """
     found: list[tuple[str, Hashable]] = []
     for name in sorted(optimizer.defaults):  # several times a step, for each table
-        if name != "lr":
+        if name != "lr" and name in options:
             value = options[name]
             found.append((name, value if type(value) in _HASHABLE else _plain(value)))
     return tuple(found)

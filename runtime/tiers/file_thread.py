@@ -3,18 +3,20 @@
 Contract
     What is read sees what was written before it was asked for. Rows that have been read come into slots which nobody
     else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
-    On the host one thread writes, and reads what a disk has to be waited for: what the page cache holds comes at once,
-    for another thread would take Python's lock from the one that trains, and a processor, for as long. What leaves a
-    device is there once the device has come so far: a thread of its own waits for that, and reads wait for writes of
-    the same records alone.
+    On the host a thread reads what a disk has to be waited for. What the page cache holds or takes comes and goes at
+    once: a thread would take Python's lock from the one that trains, and a processor, for as long. Once a write has had
+    to wait, the thread has the next ones. What leaves a device is there once the device has come so far: a thread of
+    its own waits for that, and reads wait for writes of the same records alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +34,8 @@ from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
 _LEAVING = 8
 """Of a device's slots, which part waits to be written: it may be that they have not left yet."""
+_LATE_S, _BY_THREAD = 4e-3, 32
+"""A write of a part that takes longer had to wait; so many of the next ones are the thread's."""
 _FIRST_BYTES = 64
 """Bytes of memory in which an element of first values is computed."""
 
@@ -88,6 +92,7 @@ class FileThread:
         self._cached = file.read_cached if streams is None and isinstance(file, RecordFile) else None
         self._most_waiting = self.part * LEAVING if streams is None else max(self.part, count // _LEAVING)
         self._next = 0  # of those, where the next record will be
+        self._by_thread = 0 if streams is None else None  # the number of next writes that are; None: all
         self._leaving = self._to_read = self._to_read_here = None
         self._first = self.part
         if streams is None:
@@ -119,7 +124,7 @@ class FileThread:
                 with watch:
                     self._file.write(numbers, self._records.sign(leaving(), rows))
 
-            self._writes.append((self._writer.submit(write), numbers, at))
+            self._writes.append((self._begin_write(write), numbers, at))
 
     def move(self, numbers: Tensor, records: Tensor, only: Tensor) -> None:
         """Begins to write some of the records (K, B) that have been read, a part at most, at other numbers (L,)."""
@@ -127,7 +132,23 @@ class FileThread:
             at, into = self._room(numbers.numel())
             assert into is not None
             torch.index_select(records, 0, only.nonzero().view(-1), out=into)
-            self._writes.append((self._writer.submit(self._file.write, numbers, into), numbers, at))
+            self._writes.append((self._begin_write(partial(self._file.write, numbers, into)), numbers, at))
+
+    def _begin_write(self, write: Callable[[], None]) -> Future[None]:
+        """Writes at once, or has the thread write, behind what it has to write or where writes have to wait."""
+        if self._by_thread != 0 or not all(written.done() for written, _, _ in self._writes):
+            self._by_thread = self._by_thread and self._by_thread - 1
+            return self._writer.submit(write)
+        written: Future[None] = Future()
+        began = time.perf_counter()
+        try:
+            write()
+        except Exception as error:  # whoever waits for it is told, as of the thread's
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+        self._by_thread = _BY_THREAD if time.perf_counter() - began > _LATE_S else 0
+        return written
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
         """Reads the records (K, B) at ascending numbers (K,), a part of them at most, of rows (K,) or of any; on the

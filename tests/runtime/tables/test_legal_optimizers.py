@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, moving
+from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, facts_of, moving
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
@@ -125,3 +139,12 @@ def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
 
 def test_a_number_that_is_a_tensor_is_read_as_one() -> None:
     assert way(Definition(Adagrad, {"lr": torch.tensor(0.1)}), "exact", weight_decay=torch.tensor(0.1)) == "sweep"
+
+
+def test_defaults_that_groups_lack_are_no_options() -> None:
+    """Loading state gives SparseAdam's defaults a `differentiable`, and its groups none."""
+    optimizer = SparseAdam([nn.Parameter(torch.ones(V, D))])
+    before = facts_of(optimizer, optimizer.param_groups[0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.defaults.keys() > optimizer.param_groups[0].keys() - {"params"}
+    assert facts_of(optimizer, optimizer.param_groups[0]) == before

@@ -56,7 +56,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
 
 def _late(write: Callable[..., None]) -> Callable[..., None]:
     def late(*args: Any) -> None:
-        time.sleep(0.001)
+        time.sleep(0.005)
         write(*args)
 
     return late
