@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from embrace_fx.vocabulary.graph import (
-    Gradient,
-    GradientOfRows,
-    InputRole,
-    OutputRole,
-    Parameter,
-    Saved,
-    Shard,
     TrainingGraph,
-    inputs_of,
-    outputs_of,
 )
 from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, is_users_wait, launch_of, op_name
 
@@ -43,19 +34,6 @@ USERS = "forward's own"
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """The places where values leave a module, and where later modules read them.
-
-    Attributes:
-        roles: node -> the roles of the outputs that return it.
-        readers: saved value -> the placeholders, in all phases, that read it.
-    """
-
-    roles: Mapping[fx.Node, Sequence[OutputRole]]
-    readers: Mapping[str, Sequence[fx.Node]]
-
-
-@dataclass(frozen=True)
 class Collective:
     """The part of a launch that must be the same on all ranks.
 
@@ -63,7 +41,7 @@ class Collective:
         group: the communication class.
         op: the op, without its overload.
         id: the launch's id as text; "" where it has none.
-        serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
+        serves: the tables whose ids, or the parameters whose gradients, are packed into one launch, in their order.
         options: the op's other plain arguments, by name.
         dtype: of the tensor that travels.
         shape: of a tensor that is reduced or exchanged as a whole; None for other launches.
@@ -83,27 +61,12 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
-    modules = tuple(running_modules(graph))
-    ends = _ends(modules)
     return tuple(
-        _users_collective(node) if is_users_launch(node) else _collective(node, ends)
-        for module in modules
+        _users_collective(node) if is_users_launch(node) else _collective(node)
+        for module in running_modules(graph)
         for node in module.graph.nodes
         if is_launch(node) or is_users_launch(node)
     )
-
-
-def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
-    roles: dict[fx.Node, list[OutputRole]] = {}
-    readers: dict[str, list[fx.Node]] = {}
-    for module in modules:
-        for node, role in inputs_of(module):
-            if isinstance(role, Saved):
-                readers.setdefault(role.name, []).append(node)
-        for value, output_role in outputs_of(module):
-            if value is not None:
-                roles.setdefault(value, []).append(output_role)
-    return _Ends(roles, readers)
 
 
 def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
@@ -122,14 +85,14 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
     return hashlib.sha256("\n".join(map(repr, sequence)).encode()).hexdigest()
 
 
-def _collective(launch: fx.Node, ends: _Ends) -> Collective:
+def _collective(launch: fx.Node) -> Collective:
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
     return Collective(
         group=group_of(launch),
         op=op_name(launch),
         id=str(launch_of(launch) or ""),
-        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, ends) if (name := _name(role)))),
+        serves=launch.meta.get("tables") or launch.meta.get("parameters", ()),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),
         shape=tuple(map(str, value.shape)) if op_name(launch) in EQUAL_SHAPES else None,
@@ -200,58 +163,3 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-# ---- whose values travel ----
-
-
-def _name(role: InputRole | OutputRole) -> str | None:
-    """Returns the table or parameter a role speaks of."""
-    match role:
-        case Shard(name) | Parameter(name) | GradientOfRows(name, _) | Gradient(of=Parameter(name)):
-            return name
-    return None
-
-
-def _carries(node: fx.Node) -> bool:
-    """Tells whether a node packs, unpacks, casts or looks up what travels: it belongs to the collective beside it."""
-    if is_launch(node):
-        return False
-    name = op_name(node)  # embrace_fx's own ops pack and unpack, except those of RNNs, which compute
-    ours = (name.startswith("embrace::") and not name.startswith("embrace::rnn")) or node.target is operator.getitem
-    return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
-
-
-def _roles_met(launch: fx.Node, ends: _Ends) -> Iterator[InputRole | OutputRole]:
-    """Finds roles of inputs and outputs between a launch and the nearest computation, in the order of packing."""
-    yield from _roles_before(launch, set())
-    yield from _roles_behind(launch, ends, set())
-
-
-def _roles_before(node: fx.Node, seen: set[fx.Node]) -> Iterator[InputRole]:
-    """Yields the roles of the inputs before a node; each node is walked through once."""
-    for value in node.all_input_nodes:
-        if value in seen:
-            continue
-        seen.add(value)
-        if value.op == "placeholder":
-            yield value.meta["role"]
-        elif _carries(value) and not is_wait(value):
-            yield from _roles_before(value, seen)
-
-
-def _roles_behind(node: fx.Node, ends: _Ends, seen: set[fx.Node]) -> Iterator[InputRole | OutputRole]:
-    # Items of a list in the order of their indices, not in the order of the nodes that take them.
-    for user in sorted(node.users, key=lambda u: (u.args[1] if u.target is operator.getitem else 0, u)):
-        if user.op == "output":
-            for role in ends.roles.get(node, ()):
-                yield role
-                for reader in ends.readers.get(role.name, ()) if isinstance(role, Saved) else ():
-                    if reader not in seen:
-                        seen.add(reader)
-                        yield from _roles_behind(reader, ends, seen)
-        elif user not in seen and not is_launch(user):
-            seen.add(user)
-            yield from (value.meta["role"] for value in user.all_input_nodes if value.op == "placeholder")
-            if _carries(user):
-                yield from _roles_behind(user, ends, seen)

@@ -95,7 +95,7 @@ def reduce_gradients(
                 launch = rewriter.call(
                     EXCHANGE, flat, rows, *sparsely, "dense", world_size, name=f"bucket_{k}_exchanged"
                 )
-        launch.meta["launch"] = chunk_id(k, 0)
+        launch.meta |= {"launch": chunk_id(k, 0), "parameters": present}
         launches.append((launch, present))
     with rewriter.before(output):
         for k, (launch, present) in enumerate(launches):

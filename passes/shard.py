@@ -153,7 +153,7 @@ def _exchange_ids(
         launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
         widest = sum(options.expects(table).own for table in tables)  # a rank sends its counts, then its ids, padded
         sizes.expect(launch, world_size * (len(tables) + widest))
-        launch.meta["tables"] = tuple(table.parameter for table in tables)  # for messages
+        launch.meta["tables"] = tuple(table.parameter for table in tables)
         launch.meta["launch"] = IDS
         packed = rewriter.wait(launch)
         unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")

@@ -300,17 +300,6 @@ def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
     return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))
 
 
-def all_to_all_rows(rows_by_rank: tuple[int, ...], own_columns: int, itemsize: int, rank: int) -> Exchange:
-    """Prices sending own columns of every other rank's rows."""
-    others = sum(rows_by_rank) - rows_by_rank[rank]
-    return Exchange(others * own_columns * itemsize, len(rows_by_rank) - 1)
-
-
-def all_to_all_gradients(rows: int, other_columns: int, itemsize: int, world_size: int) -> Exchange:
-    """Prices the exchange of a rank's row gradients with the owners of their columns."""
-    return Exchange(rows * other_columns * itemsize, world_size - 1)
-
-
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
     """Prices an AlltoAll of `own_bytes` per rank in equal parts, one of which stays."""
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)

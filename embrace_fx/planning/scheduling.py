@@ -20,7 +20,7 @@ from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone, compute_durations
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone
 from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage import check_storage
@@ -280,7 +280,7 @@ class Scheduling:
             {name: sum(plan[table].norm_bytes for table in tables) for name, tables in self._exchanged.items()},
             self._setting.options.buckets,
         )
-        durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
+        durations = profiled.compute_ms if profiled else None
         steps = build(self._graph, sizes, durations, self._cluster, plan.world_size)
         return with_storage(steps, self.memory)
 

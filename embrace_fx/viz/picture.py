@@ -237,23 +237,20 @@ class Picture:
     def __post_init__(self) -> None:
         if self.schedule is None and self.timeline is None:
             raise ValueError("expected a schedule or a timeline to draw, found neither. Give one of them.")
-        for status, timeline in self._timelines():
-            if not any(span.operation.is_compute for span in timeline.spans):
+        for panel in self.panels:
+            if not any(span.operation.is_compute for span in panel.timeline.spans):
                 raise ValueError(
-                    f"expected a {status} timeline with compute, found {len(timeline.spans)} spans without. "
-                    "Measure one with `record()` around whole training steps."
+                    f"expected a {panel.status} timeline with compute, found {len(panel.timeline.spans)} spans "
+                    "without. Measure one with `record()` around whole training steps."
                 )
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        path = self.schedule.critical_path if self.schedule else ()
-        found: list[Panel] = []
-        for status, timeline in self._timelines():
-            if status == "predicted" and self.schedule is not None:
-                found.append(Panel(status, timeline, self.schedule.diagnostics(), path))
-            else:
-                figures = timeline.diagnostics()
-                found.append(Panel(status, timeline, figures, figures.critical_path))
+        found = []
+        if (schedule := self.schedule) is not None:
+            found.append(Panel("predicted", schedule.predicted, schedule.diagnostics(), schedule.critical_path))
+        if self.timeline is not None:
+            found.append(Panel("measured", self.timeline, self.timeline.diagnostics(), ()))
         return tuple(found)
 
     @property
@@ -321,12 +318,6 @@ class Picture:
             ranks = self.timeline.world_size
             parts.append(f"measured on {ranks} rank{'s' if ranks != 1 else ''}")
         return ", ".join(parts)
-
-    def _timelines(self) -> Iterator[tuple[Literal["predicted", "measured"], Timeline]]:
-        if self.schedule is not None:
-            yield "predicted", self.schedule.predicted
-        if self.timeline is not None:
-            yield "measured", self.timeline
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:

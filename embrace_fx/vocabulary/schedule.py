@@ -181,7 +181,6 @@ class Diagnostics:
         overlap_ratio: share of communication's and copies' time that compute hides, from 0 to 1; 1 if there is none.
         shares_ms: the step's time by part (`embrace_fx.vocabulary.shares`); the parts add up to a step.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
-        critical_path: (window, name) of operations, in order; empty for a measurement.
     """
 
     step_ms: float
@@ -190,7 +189,6 @@ class Diagnostics:
     communication_ms: dict[Lane, float]
     overlap_ratio: float
     held_bytes: int
-    critical_path: tuple[tuple[int, str], ...] = ()
     shares_ms: dict[Share, float] = field(default_factory=dict, compare=False)
 
 
@@ -264,19 +262,14 @@ class Schedule:
 
     def diagnostics(self) -> Diagnostics:
         """Computes the figures of the prediction."""
-        return diagnose(self.predicted, self.critical_path)
+        return diagnose(self.predicted)
 
     def digest(self) -> str:
-        """Hashes what must be equal on all ranks: the name and the launch order."""
-        return launch_digest(self.name, self.launch_order)
+        """Returns the SHA-256, hexadecimal, of what must be equal on all ranks: the name and the launch order."""
+        return hashlib.sha256("\n".join((self.name, *self.launch_order)).encode()).hexdigest()
 
 
-def launch_digest(name: str, launch_order: Iterable[str]) -> str:
-    """Returns the SHA-256 of a schedule's name and its launch order, hexadecimal."""
-    return hashlib.sha256("\n".join((name, *launch_order)).encode()).hexdigest()
-
-
-def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()) -> Diagnostics:
+def diagnose(timeline: Timeline) -> Diagnostics:
     """Computes the figures of a timeline: medians over the windows and ranks shown, for memory the maximum.
 
     A step lasts from the start of a window's first compute operation to that of the next window; in a single window, to
@@ -304,7 +297,6 @@ def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()
         communication_ms=busy,
         overlap_ratio=min(max(1.0 - all_exposed / all_busy, 0.0), 1.0) if all_busy else 1.0,
         held_bytes=max((_peak_held(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
-        critical_path=critical_path,
         shares_ms=_shares(lengths, spans, waits),
     )
 

@@ -99,16 +99,13 @@ def _is_dense(node: fx.Node) -> bool:
 # ---- copies put in ----
 
 
-def insert_copies(graph: TrainingGraph, found: StepMemory, copies: Sequence[PlacedCopy], rate: CopyRate) -> None:
+class Copies:
     """Inserts offloads and reloads into a joint graph, in place.
 
     Args:
         found: the memory of the graph without them.
     """
-    _Copies(graph, found, rate).insert(copies)
 
-
-class _Copies:
     def __init__(self, graph: TrainingGraph, found: StepMemory, rate: CopyRate) -> None:
         self._rewriter = Rewriter(graph.module)
         self._held = found

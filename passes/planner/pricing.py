@@ -207,15 +207,14 @@ class Pricing:
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
             if rounds:  # the residuals: of the rank's own gradient, and of the share that it adds up
                 held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
-            of_strategy = self._priced(
+            priced[strategy] = Priced(
                 strategy,
                 found.mean + upkeep,
-                found.time_ms(self.cluster) + others_ms,
-                shared.time_ms(self.cluster) + others_ms,
+                *self._times_ms(found.time_ms(self.cluster) + others_ms, shared.time_ms(self.cluster) + others_ms),
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
+                travels_as=self.findings.buckets_as if rounds else "exact",
             )
-            priced[strategy] = replace(of_strategy, travels_as=self.findings.buckets_as if rounds else "exact")
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
@@ -251,19 +250,22 @@ class Pricing:
         rests, moving = self._moving(table, fact, rows)
         work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + moving
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
-        priced = self._priced(
+        return Priced(
             "alltoall",
             exchange,
-            exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
-            shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
+            *self._times_ms(
+                exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
+                shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
+            ),
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
             blocker=shard_blocker(table)
             or fact.row_update_blocker
             or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
             grid=grid,
+            rests=rests,
+            norm_bytes=norms.sent_bytes,
+            travels_as=self.findings.rows_as if wire.rounds else "exact",
         )
-        travels_as = self.findings.rows_as if wire.rounds else "exact"
-        return replace(priced, rests=rests, norm_bytes=norms.sent_bytes, travels_as=travels_as)
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """Prices the AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
@@ -283,20 +285,9 @@ class Pricing:
         rests = fact.moving == "replay" or (fact.moving == "either" and faster)
         return rests, replay if rests else sweep
 
-    def _priced(
-        self,
-        strategy: str,
-        exchange: cost.Exchange,
-        predicted_ms: float,
-        sharing_ms: float,
-        memory_bytes: int,
-        scheme: str = "",
-        blocker: str | None = None,
-        grid: Grid | None = None,
-    ) -> Priced:
-        """Makes a price; on a single rank the times are 0."""
-        times_ms = (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
-        return Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
+    def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
+        """Returns both times; on a single rank they are 0."""
+        return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
         """Returns the sparsity of a table's gradient in rows: dense if read densely or by ids of the forward."""

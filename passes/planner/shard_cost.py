@@ -72,18 +72,12 @@ def shard_exchange(
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
     sent_bytes = 0.0  # over all ranks
-    columns = grid.columns if grid is not None else world_size
-    chunks = [own_columns(table.embedding_dim, columns, column) for column in range(columns)]
+    grid = grid or Grid(1, world_size)
+    chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.piece_bytes(last - first) for first, last in chunks]
-    row_bytes = sum(piece_bytes)
-    for rank, rows in enumerate(rows_by_rank):
-        if grid is None:
-            own_bytes = piece_bytes[rank]
-            sent_bytes += cost.all_to_all_rows(rows_by_rank, own_bytes, 1, rank).sent_bytes
-            sent_bytes += cost.all_to_all_gradients(rows, row_bytes - own_bytes, 1, world_size).sent_bytes
-        else:  # each row that a rank reads arrives once and leaves once, except those it owns
-            own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
-            sent_bytes += 2 * (rows * row_bytes - own_rows * piece_bytes[grid.place(rank)[1]])
+    for rank, rows in enumerate(rows_by_rank):  # a row that a rank reads arrives and leaves once, but for own pieces
+        own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
+        sent_bytes += 2 * (rows * sum(piece_bytes) - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
 

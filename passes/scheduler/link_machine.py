@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from embrace_fx.vocabulary.operation_id import BETWEEN
@@ -291,25 +292,14 @@ class LinkMachine:
 
     def any_sequence(self) -> list[int]:
         """Sorts a window's operations so that each comes after its dependences, under no particular launch order."""
-        done = [False] * len(self.operations)
-        sequence: list[int] = []
-        ran, waiting = 0, list(range(self.count, len(self.operations)))
-        while True:
-            before = len(sequence)
-            while ran < self.count and all(done[p] for p in self.needs[ran]):
-                done[ran] = True
-                sequence.append(ran)
-                ran += 1
-            for k in list(waiting):
-                if all(done[p] for p in self.needs[k]) and all(done[p] for d, p in self.needs_launches[k] if d == 0):
-                    done[k] = True
-                    sequence.append(k)
-                    waiting.remove(k)
-            if len(sequence) == before:
-                break
-        if waiting:
-            self.sequence([*(k for k in sequence if k >= self.count), *waiting])
-        return sequence
+        needs = {k: [p for distance, p in self.dependences(k) if distance == 0] for k in range(len(self.operations))}
+        for before, after in pairwise(range(self.count)):
+            needs[after].append(before)
+        try:
+            return [*TopologicalSorter(needs).static_order()]
+        except CycleError:
+            self.sequence(range(self.count, self.copying))  # raises: names two operations of the circle
+            raise
 
 
 def _shifted(before: list[float], after: list[float]) -> bool:

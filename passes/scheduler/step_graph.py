@@ -243,15 +243,10 @@ def _source(node: fx.Node) -> OperationId:
     return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
 
 
-def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
-    """Estimates the milliseconds of each compute operation."""
-    return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute, graph.expected))}
-
-
 def build(
     graph: TrainingGraph,
     sizes: Sizes,
-    durations: Mapping[OperationId, float],
+    durations: Mapping[OperationId, float] | None,
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
@@ -259,12 +254,13 @@ def build(
 
     Args:
         graph: a graph with phases.
-        durations: compute operation -> milliseconds; an operation that is missing takes no time.
+        durations: compute operation -> milliseconds; an operation that is missing takes no time. None: estimates.
     """
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
     found = blocks(graph, estimate(cluster.compute, graph.expected))
+    durations = {block.id: block.ms for block in found} if durations is None else durations
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
     pieces = _pieces(found)

@@ -23,8 +23,6 @@ from embrace_fx.cost.links import (
     all_gather,
     all_reduce,
     all_to_all,
-    all_to_all_gradients,
-    all_to_all_rows,
     bucket_bytes,
     chunk_bytes,
     claim,
@@ -33,7 +31,6 @@ from embrace_fx.cost.links import (
     launch_ms,
     passes_over,
 )
-from embrace_fx.vocabulary.ops import own_columns
 
 RANKS = st.integers(2, 8)
 
@@ -46,10 +43,6 @@ RANKS = st.integers(2, 8)
         (all_reduce(1000, 4), Exchange(1500, 6)),
         (all_gather(100, 4), Exchange(300, 3)),
         (all_to_all(100, 4), Exchange(75, 3)),
-        # Rank 0 sends its 3 columns of rank 1's 5 rows and rank 2's 2.
-        (all_to_all_rows((4, 5, 2), 3, 8, rank=0), Exchange(7 * 3 * 8, 2)),
-        # Its own 4 rows' gradients, the 6 columns that are others'.
-        (all_to_all_gradients(4, 6, 8, world_size=3), Exchange(4 * 6 * 8, 2)),
         # Two counts, one of them with the ids, and the longest rank's 5 ids.
         (gather_ids((4, 5), 100), Exchange(8 + 4 * 6, 1)),
         (gather_ids((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
@@ -83,19 +76,6 @@ def test_large_messages_hide_start_up() -> None:
 
 def test_the_default_link_is_25_gigabits_per_second() -> None:
     assert Exchange(25 * 10**9 // 8, 0).time_ms(Cluster()) == pytest.approx(1000.0)
-
-
-@given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.integers(1, 20))
-def test_what_is_sent_in_an_all_to_all_is_every_row_but_the_own_share(rows: list[int], columns: int) -> None:
-    """Summed over ranks, each of a rank's rows comes from all ranks but itself."""
-    ranks = len(rows)
-    widths = [last - first for first, last in (own_columns(columns, ranks, rank) for rank in range(ranks))]
-
-    forward = sum(all_to_all_rows(tuple(rows), widths[r], 4, r).sent_bytes for r in range(ranks))
-    backward = sum(all_to_all_gradients(rows[r], columns - widths[r], 4, ranks).sent_bytes for r in range(ranks))
-
-    assert forward == backward
-    assert forward == sum(own * (columns - width) * 4 for own, width in zip(rows, widths, strict=True))
 
 
 @given(RANKS, st.integers(0, 10**9))

@@ -9,9 +9,14 @@ import torch
 
 from embrace_fx.passes.collectives import USERS, collective_sequence, sequence_hash
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import find_tables
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
+from tests.support.graphs import IDS, analysed, tables_model
+from tests.support.graphs import D as WIDTH
 from tests.support.hand_built_graphs import (
     B,
     Builder,
@@ -20,28 +25,32 @@ from tests.support.hand_built_graphs import (
     dense_graph,
     partitioned_graph,
     table_graph,
-    two_tables_graph,
 )
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-
-def test_sequence_tells_group_op_table_and_bucket() -> None:
-    told = [(c.group, c.op.partition("::")[2], c.serves, c.shape) for c in collective_sequence(table_graph())]
-    assert told == [
-        ("ids", "all_gather_ids", ("t",), None),
-        ("embedding", "all_to_all_rows", ("t",), None),
-        ("embedding", "all_to_all_gradients", ("t",), None),
-    ]
-    (bucket,) = collective_sequence(dense_graph())
-    assert (bucket.group, bucket.serves, bucket.shape) == ("dense", ("w", "bias"), (str(D * D + D),))
+TABLES, BUCKET = ("table.weight", "other.weight"), ("linear.weight", "linear.bias")
 
 
-def test_tables_are_told_in_the_order_of_packing() -> None:
-    sequence = collective_sequence(two_tables_graph())
-    assert sequence[0].serves == ("t0", "t1")
-    assert collective_sequence(two_tables_graph(order=(1, 0))) == sequence
+def two_tables(tables: tuple[str, ...] = TABLES, bucket: tuple[str, ...] = BUCKET) -> TrainingGraph:
+    graph = analysed(tables_model(lambda model, ids: model.linear(model.table(ids) + model.other(ids))), IDS)
+    return ReduceGradients((bucket,), 2)(ShardTables(tables, (), 0, 2)(graph))
+
+
+def test_sequence_tells_group_op_id_and_what_is_packed() -> None:
+    told = {(c.group, c.op.partition("::")[2], c.id, c.serves, c.shape) for c in collective_sequence(two_tables())}
+    assert told == {
+        ("ids", "all_gather_ids", "ids", TABLES, None),
+        *(("embedding", "all_to_all_rows", f"{table} rows", (), None) for table in TABLES),
+        *(("embedding", "all_to_all_gradients", f"{table} gradients", (), None) for table in TABLES),
+        ("dense", "all_reduce_", "bucket 0 [0]", BUCKET, (str(WIDTH * WIDTH + WIDTH),)),
+    }
+
+
+def test_hash_tells_another_order_of_packing() -> None:
+    others = [two_tables(), two_tables(tables=TABLES[::-1]), two_tables(bucket=BUCKET[::-1])]
+    assert len({sequence_hash(graph) for graph in others}) == len(others)
 
 
 def test_sequence_of_the_phases_is_that_of_the_joint_graph() -> None:
@@ -62,6 +71,8 @@ def two_reductions(names: tuple[str, str] = ("v", "w"), group: str = "dense", ro
     b = Builder()
     tangents = [b.input(f"tangent_{k}", Tangent(k), rows, D) for k in range(2)]
     launches = [b.call(c10d.all_reduce.default, tangent, "sum", group) for tangent in tangents]
+    for launch, name in zip(launches, names, strict=True):
+        launch.meta["launch"] = OperationId("all_reduce", name)
     waits = [b.call(c10d.wait_tensor.default, launch) for launch in launches]
     return b.done(*((wait, Gradient(Parameter(name))) for wait, name in zip(waits, names, strict=True)))
 

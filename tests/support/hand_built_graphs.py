@@ -160,15 +160,15 @@ def table_backward(b: Builder, tangent: fx.Node, table: str) -> list[tuple[fx.No
     return [(parts[0], GradientOfRows(table, "ids")), (parts[1], GradientOfRows(table, "rows"))]
 
 
-def two_tables_graph(order: tuple[int, int] = (0, 1)) -> TrainingGraph:
-    """One exchange of ids for the tables "t0" and "t1", unpacked in the given order."""
+def two_tables_graph() -> TrainingGraph:
+    """One exchange of ids for the tables "t0" and "t1"."""
     b = Builder()
     shards = [b.input(f"shard_{k}", Shard(f"t{k}"), V, d) for k in range(2)]
     unique = [b.input(f"unique_{k}", BatchInput(k), B, dtype=torch.int64) for k in range(2)]
     launch = b.call(embrace.all_gather_ids.default, unique, [V, V], "ids", 2, name="gathered")
     packed = b.call(c10d.wait_tensor.default, launch, name="packed")
     unpacked = b.call(embrace.unpack_ids.default, packed, 2, 2, name="unpacked")
-    ids = {k: b.call(operator.getitem, unpacked, 2 * k) for k in order}
+    ids = {k: b.call(operator.getitem, unpacked, 2 * k) for k in range(2)}
     rows = [b.call(embrace.lookup.default, shards[k], ids[k], name=f"rows_{k}") for k in range(2)]
     return b.done((rows[0], Result(0)), (rows[1], Result(1)))
 

@@ -17,7 +17,6 @@ from embrace_fx.vocabulary.schedule import (
     Timeline,
     Wait,
     diagnose,
-    launch_digest,
 )
 
 BACKWARD = Operation("backward", "backward", "compute", 4.0)
@@ -144,17 +143,6 @@ def test_schedules_that_launch_alike_have_one_digest() -> None:
     spans, waits = two_windows()
     one = Schedule("2d", ("lookups", "bucket 0 [0]"), STEPS, Timeline(spans, waits, 1))
 
-    assert one.digest() == launch_digest("2d", ["lookups", "bucket 0 [0]"])
     assert one.digest() == replace(one, source="profile", predicted=Timeline((), (), 1)).digest()
     assert one.digest() != replace(one, launch_order=one.launch_order[::-1]).digest()
     assert one.digest() != replace(one, name="horizontal").digest()
-
-
-def test_a_schedule_hands_on_its_critical_path() -> None:
-    spans, waits = two_windows()
-    path = ((0, "backward"), (0, "bucket 0 [0]"), (0, "forward"))
-
-    found = Schedule("2d", ("lookups", "bucket 0 [0]"), STEPS, Timeline(spans, waits, 1), path).diagnostics()
-
-    assert found.critical_path == path
-    assert found.step_ms == 9.0

@@ -350,6 +350,15 @@ def test_bytes_of_a_sharded_table_by_hand() -> None:
     assert shard_exchange(table_of(graph_of(10_000)), (100,), Wire(8), 1) == cost.Exchange(0, 0)
 
 
+def test_bytes_of_uneven_columns_by_hand() -> None:
+    """Three ranks with 2, 2 and no columns of 8 bytes: each sends its own of others' rows, and gradients of others'."""
+    rows, gradients = (2 * 7 + 2 * 6) * 8, (4 * 2 + 5 * 2 + 2 * 4) * 8
+    ids = 2 * (8 + 4 * (1 + 5))
+
+    found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8), 3)
+    assert found == cost.Exchange(round((rows + gradients) / 3) + ids, 2 + 2 * 2 * 2)
+
+
 def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -> None:
     scaled = ILLEGAL["scaled by frequency"].forward
     twice = table_of(analysed(tables_model(lambda m, x: scaled(m, x) * m.linear(scaled(m, x))), IDS))
