@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import embrace_fx
 from benchmarks.models import MODELS
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, yields_views
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes

@@ -118,21 +118,19 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
     """
     if communicator.world_size == 1:
         return prepare()
-    own, wishes, failure = None, None, None
+    own, failure = None, None
     try:
         own = prepare()
-        wishes = asked(own)
     except Exception as error:  # whatever keeps this rank from taking part, the others must know
-        failure = f"{type(error).__name__}: {error}"
-    everyone = communicator.gather((failure, wishes), tuple[str | None, dict[str, str] | None])
-    failures = {rank: text for rank, (text, _) in enumerate(everyone) if text is not None}
-    able = {rank: theirs for rank, (_, theirs) in enumerate(everyone) if theirs is not None}
-    first = min(able, default=0)
-    for rank, theirs in able.items():
-        other = [f"{name} {theirs[name]}, not {value}" for name, value in able[first].items() if theirs[name] != value]
-        if other:
-            failures[rank] = f"expected to be asked for the same as rank {first}, found {'; '.join(other)}"
-    if failures or own is None:
+        failure = error
+    communicator.check_none_failed(failure)
+    assert own is not None
+    first, *others = communicator.gather(asked(own), dict[str, str])
+    failures = {}
+    for rank, theirs in enumerate(others, start=1):
+        if other := [f"{name} {theirs[name]}, not {value}" for name, value in first.items() if theirs[name] != value]:
+            failures[rank] = f"expected to be asked for the same as rank 0, found {'; '.join(other)}"
+    if failures:
         raise PeerFailure(failures)
     return own
 

@@ -13,11 +13,12 @@ from itertools import pairwise
 from math import ceil
 from statistics import mean, median
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.cost.storage import together
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
+from embrace_fx.passes.planner.step_cost import ids_exchange, rows_bytes
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone
@@ -275,8 +276,8 @@ class Scheduling:
             return with_storage(build_alone(self._graph, self._cluster.compute), self.memory)
         sizes = Sizes(
             profiled.sent_bytes if profiled else self._expected_bytes(),
-            {name: sum(_rows_bytes(plan, table) // 2 for table in tables) for name, tables in self._exchanged.items()},
-            sum(_ids_bytes(plan, table) for table in plan.sharded),
+            {name: _one_way_bytes(plan, tables) for name, tables in self._exchanged.items()},
+            sum(ids_exchange(plan[table], plan.world_size).sent_bytes for table in plan.sharded),
             {name: sum(plan[table].norm_bytes for table in tables) for name, tables in self._exchanged.items()},
             self._setting.options.buckets,
         )
@@ -312,20 +313,13 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
     """Counts the pieces of tables' delayed gradients, as if all of the first batch's rows were delayed."""
-    sent = sum(_rows_bytes(plan, table) for table in tables) / 2  # rows one way, their gradients the other
-    own = sent * plan.world_size / (plan.world_size - 1)
+    own = _one_way_bytes(plan, tables) * plan.world_size / (plan.world_size - 1)
     return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
 
 
-def _rows_bytes(plan: Plan, table: str) -> int:
-    """Counts the bytes of a table's rows and their gradients."""
-    return plan[table].sent_bytes_per_step - plan[table].norm_bytes
-
-
-def _ids_bytes(plan: Plan, table: str) -> int:
-    """Estimates the bytes of a rank's ids of a table: 4 for each row that the plan expects to travel."""
-    rows_bytes = _rows_bytes(plan, table) / 2 * plan.world_size / (plan.world_size - 1)
-    return round(rows_bytes / plan[table].shape[1])
+def _one_way_bytes(plan: Plan, tables: Sequence[str]) -> int:
+    """Counts the bytes of tables' rows one way; as many are those of their gradients, the other way."""
+    return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
 
 @dataclass(frozen=True)

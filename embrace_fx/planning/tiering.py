@@ -276,7 +276,7 @@ def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) 
     stacked = {stack.tables[0]: stack for stack in plan.stacks if stack.tables[0] in beyond}  # others come behind
     among = {name for stack in stacked.values() for name in stack.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
-    told, directory = "", setting.options.tables_in
+    told, directory = None, setting.options.tables_in
     for first_table in [name for name in beyond if name not in among]:
         stack = stacked.get(first_table, Stack((first_table,), (0,)))
         first_rows = {t: first for t, first in zip(stack.tables, stack.first_rows, strict=True) if t in beyond}
@@ -353,7 +353,7 @@ def place_tiered(
 
 def _store(setting: Setting, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
     """Puts a table's first values at rest. Collective: fails on all ranks or on none."""
-    told = ""
+    told = None
     try:
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():
             cut = {key: value[int(some[0]) :][: some.numel()].cpu() for key, value in values.items()}
@@ -363,8 +363,7 @@ def _store(setting: Setting, memory: WorkingSet, first: int, rows: int, values: 
     _agree(setting, told)
 
 
-def _agree(setting: Setting, told: str) -> None:
+def _agree(setting: Setting, told: str | None) -> None:
     """Raises on every rank what one of them has to tell."""
-    for rank, each in enumerate(setting.communicator.gather(told, str)):
-        if each:
-            raise ValueError(each if setting.communicator.world_size == 1 else f"on rank {rank}: {each}")
+    for rank, each in setting.communicator.reports(told).items():
+        raise ValueError(each if setting.communicator.world_size == 1 else f"on rank {rank}: {each}")

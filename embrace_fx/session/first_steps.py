@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.planning.findings import find, plan_on_links
 from embrace_fx.planning.scheduling import PROFILED, PROFILED_AFTER
 from embrace_fx.runtime.launch.tally import Tally

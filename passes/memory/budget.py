@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight

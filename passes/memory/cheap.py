@@ -21,7 +21,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
 from embrace_fx.passes.node_cost import NodeMs, estimate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Wire
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.ops import own_columns

@@ -20,7 +20,7 @@ from itertools import chain
 
 from torch import fx
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.planner.shard_cost import ONE_WAY, ROUNDS, launches_of
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Tangent, TrainingGraph
@@ -155,18 +155,25 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
 
 
 def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _Rows:
-    ids = [_ids(plan[name], plan.world_size) for name in tables]
-    rows_bytes = sum(plan[name].sent_bytes_per_step for name in tables) - sum(each.sent_bytes for each in ids)
+    ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
+    one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
     together = cost.Exchange(sum(each.sent_bytes for each in ids), ids[0].messages)
     return _Rows(
-        cost.Exchange(max(rows_bytes, 0) // 2, messages).time_ms(cluster, "all_to_all"),
+        cost.Exchange(one_way_bytes, messages).time_ms(cluster, "all_to_all"),
         together.time_ms(cluster, "all_gather"),
         max(compute.ready_ms.get(name, 0.0) for name in tables),
     )
 
 
-def _ids(decision: Decision, world_size: int) -> cost.Exchange:
+def rows_bytes(decision: Decision, world_size: int) -> int:
+    """Returns the bytes that a rank sends in a step of a sharded table's rows and of their gradients."""
+    besides = decision.norm_bytes + ids_exchange(decision, world_size).sent_bytes
+    return max(decision.sent_bytes_per_step - besides, 0)
+
+
+def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
+    """Prices a sharded table's share of the exchange of ids, by the rows that the plan expects to be read."""
     own = decision.rows.own if decision.rows is not None else 0
     return cost.gather_ids((own,) * world_size, decision.shape[0])
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import fx
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import nbytes
@@ -57,7 +57,7 @@ class Sizes:
     Attributes:
         sent: launch -> bytes one rank sends, where measured or otherwise known.
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
-        ids_bytes: of the AllGather of ids, on each rank.
+        ids_bytes: bytes one rank sends in the AllGather of ids.
         norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
         buckets_as: the format in which buckets travel.
     """
@@ -314,7 +314,7 @@ def _pieces(found: Sequence[Block]) -> dict[str, int]:
 def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mapping[str, int], world_size: int) -> int:
     """Returns the bytes that one rank sends; until measured, half of a batch's rows count as early, half as delayed."""
     if launch == IDS:
-        return sizes.ids_bytes * (world_size - 1)
+        return sizes.ids_bytes
     if launch.kind == "all_reduce":
         value = node.meta["val"]
         elements = node.args[2] if op_name(node) == "embrace::submit_chunk" else value.numel()

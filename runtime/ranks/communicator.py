@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elements
 from embrace_fx.runtime.ranks.backends import alone_on, backend_name, travels_by_host

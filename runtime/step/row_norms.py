@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import Rows

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from tests.eager.models import KINDS, WIDTH, WORDS, labelled
 from tests.support.ranks import run_ranks
 

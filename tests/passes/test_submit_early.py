@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly, made_for
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks

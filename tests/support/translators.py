@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.scheduler.step_graph import Sizes, build
 from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -60,5 +60,5 @@ def translator(name: str) -> tuple[TrainingGraph, Plan]:
 def steps_of_translator(name: str, sent: dict[OperationId, int] | None = None) -> StepGraph:
     graph, plan = translator(name)
     row_bytes = {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded}
-    sizes = Sizes(sent or {}, row_bytes, BATCH * LENGTH * 4)
+    sizes = Sizes(sent or {}, row_bytes, BATCH * LENGTH * 4 * (plan.world_size - 1))
     return build(graph, sizes, None, cost.Cluster(), plan.world_size)

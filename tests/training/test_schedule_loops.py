@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from tests.support.loops import LOOPS, WARNED, Loop
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embrace_fx import cost
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, OperationId, compute_id, gradients_id
 from embrace_fx.vocabulary.schedule import SCHEDULES, StepGraph
