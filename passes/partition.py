@@ -18,6 +18,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,7 @@ from embrace_fx.vocabulary.graph import (
     OutputRole,
     Result,
     Saved,
+    Table,
     TrainingGraph,
     after_tangents,
     ancestors,
@@ -131,6 +133,17 @@ def _is_ids_op(node: fx.Node) -> bool:
         target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload)
     )
     return bool(reads_one) and _is_ids_op(node.all_input_nodes[0])
+
+
+def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
+    """Extracts a graph, roles included, that computes the ids of every use of `tables` from the batch.
+
+    rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
+    ->        def ids(batch): ids = batch + 1; return (ids,)
+    """
+    wanted = [graph.node(use.ids) for table in tables for use in table.uses]
+    needed = ancestors(wanted)
+    return _phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
 
 
 def _phase(

@@ -10,7 +10,6 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from embrace_fx.vocabulary.graph import (
     BatchInput,
     Mutation,
     Parameter,
-    Saved,
     Table,
     TableUse,
     Tangent,
     TrainingGraph,
-    ancestors,
     gradients_of,
     reached,
     source_of,
@@ -140,22 +137,3 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
     # Two bags may read the same ids: the pieces of forward output that the backward reads tell them apart.
     offset2bag = argument(backward, "offset2bag")
     return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup
-
-
-def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
-    """Extracts a graph, roles included, that computes the ids of every use of `tables` from the batch.
-
-    rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
-    ->        def ids(batch): ids = batch + 1; return (ids,)
-    """
-    wanted = [graph.node(use.ids) for table in tables for use in table.uses]
-    cone = ancestors(wanted)
-    read = {source for node in cone for source in node.all_input_nodes} | set(wanted)
-    extracted = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        if node in cone or (node.op == "placeholder" and node in read):
-            env[node] = extracted.node_copy(node, lambda n: env[n])
-    output = extracted.output(tuple(env[ids] for ids in wanted))
-    output.meta["roles"] = tuple(Saved(ids.name) for ids in wanted)
-    return fx.GraphModule(graph.module, extracted)

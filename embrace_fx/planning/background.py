@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from embrace_fx.cost.links import Cluster, Collective, all_reduce, exchange
+from embrace_fx.cost.links import Collective, all_reduce, exchange
 from embrace_fx.passes.scheduler.launch_order import quick_ms
 from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
 from embrace_fx.vocabulary.ops import own_columns
@@ -46,7 +46,7 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
             tables += reduced
         else:
             others += reduced
-    links = _links(plan, ranks)
+    links = plan.links.among(ranks)
     backward_ms = sum(each.duration_ms for each in steps.operations if each.kind == "backward")
     tables_ms, others_ms = (
         all_reduce(each, ranks).time_ms(links, "all_reduce") if each else 0 for each in (tables, others)
@@ -65,14 +65,10 @@ def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
         return operation
     own_bytes = operation.sent_bytes * 1000 // exchange(collective, 1000, plan.world_size).sent_bytes
     now, then = (
-        exchange(collective, own_bytes, each).time_ms(_links(plan, each), collective)
+        exchange(collective, own_bytes, each).time_ms(plan.links.among(each), collective)
         for each in (plan.world_size, ranks)
     )
     return replace(operation, duration_ms=operation.duration_ms * then / now)
-
-
-def _links(plan: Plan, ranks: int) -> Cluster:
-    return plan.links.among(ranks)
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:

@@ -106,10 +106,8 @@ def find(
 
 def _probed(setting: Setting, plan: Plan) -> Cluster | None:
     """Probes the links between the ranks; None where a step sends too little to be cut. Collective."""
-    devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
-    device = devices.pop() if len(devices) == 1 else torch.get_default_device()
     with stage("probing links", setting.communicator.rank):
-        return links_between(setting.communicator, plan.sent_bytes_per_step, device)
+        return links_between(setting.communicator, plan.sent_bytes_per_step, setting.device)
 
 
 def _agree_on_plan(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.passes.tables import extract_ids
+from embrace_fx.passes.partition import extract_ids
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.runtime.tables.model_state import ModelState

@@ -123,7 +123,7 @@ def fit_plan(
 def _by_working_set(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
     """Splits a stack: tables beyond the host's memory stay together that have the same columns, behind the first of
     them those in memory; beyond a device's, each is by itself."""
-    on_host = _device(setting).type == "cpu"
+    on_host = setting.device.type == "cpu"
     sets: dict[object, list[str]] = {}
     for name in stack.tables:
         if name in beyond:
@@ -146,22 +146,16 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
 
 def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
-    directory, streams = setting.options.tables_in, streams_of(_device(setting))
+    directory, streams = setting.options.tables_in, streams_of(setting.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
     except TierError:  # making the file will raise
         own = (0.0, 0.0)
     if streams is not None:  # copies between the device and the host run beside that: the slower sets the pace
-        copied_ms = records.nbytes / PinnedCopies(streams).measure(_device(setting))[0]
+        copied_ms = records.nbytes / PinnedCopies(streams).measure(setting.device)[0]
         own = max(own[0], copied_ms), max(own[1], copied_ms)
     read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
     return (StorageTier("host memory" if directory is None else "file", max(read), max(write)),)
-
-
-def _device(setting: Setting) -> torch.device:
-    """Finds the device of the model, parameters on the meta device apart."""
-    devices = (parameter.device for parameter in setting.model.parameters())
-    return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
 
 def _check_host(setting: Setting, found: Mapping[str, Tier], plan: Plan) -> None:
@@ -223,7 +217,7 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             f"expected {name} in shards by columns, with table_memory, in the first call, found it {how}. Pass "
             f"strategy={{{name!r}: 'alltoall'}}, or leave it out of table_memory."
         )
-    device = parameter.device if parameter.device.type != "meta" else _device(setting)
+    device = parameter.device if parameter.device.type != "meta" else setting.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"expected {name} on the CPU or on a CUDA device, with table_memory, found it on {device}. Leave it out of "
@@ -297,7 +291,7 @@ def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) 
 
 def _device_of(setting: Setting, name: str) -> torch.device:
     device = setting.state.parameter(name).device
-    return device if device.type != "meta" else _device(setting)
+    return device if device.type != "meta" else setting.device
 
 
 def _initial(setting: Setting, name: str, decision: Decision) -> FirstValues:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from embrace_fx.passes.tables import extract_ids
+from embrace_fx.passes.partition import extract_ids
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable

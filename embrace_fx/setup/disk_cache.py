@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from embrace_fx.vocabulary.json_files import read_json, write_json
+from embrace_fx.vocabulary.plain_data import read_json, write_json
 
 T = TypeVar("T")
 VARIABLE = "EMBRACE_FX_CACHE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
@@ -30,6 +31,12 @@ class Setting:
     @property
     def communicator(self) -> Communicator:
         return self.announcements.communicator
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model, parameters on the meta device apart."""
+        devices = (parameter.device for parameter in self.model.parameters())
+        return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
         """Returns the activity of a call made now, which ranks announce."""

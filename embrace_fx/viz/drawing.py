@@ -18,7 +18,8 @@ from html import escape
 from torch import fx
 
 from embrace_fx.viz.dot import quoted
-from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme
+from embrace_fx.viz.palette import DARK, LIGHT, PAINTS
+from embrace_fx.viz.svg import document
 from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
 
@@ -184,32 +185,11 @@ def _table(cells: Sequence[Cell], title: str) -> str:
         top = _MARGIN + k * _ROW
         corner = 2 if cell.lane == "compute" else (_ROW - 3) / 2
         lines.append(
-            f'<g><title>{escape(cell.about)}</title><text class="plain number" x="30" y="{top + 11}">{k + 1}</text>'
-            f'<rect class="{cell.paint}" x="36" y="{top}" width="{wide - 36:.0f}" height="{_ROW - 3}" rx="{corner:g}"/>'
-            f'<text class="t-{cell.paint}" x="44" y="{top + 11}">{escape(cell.label)}</text>'
-            f'<text class="plain" x="{wide + 8:.0f}" y="{top + 11}">{needed}</text></g>'
+            f'<g><title>{escape(cell.about)}</title><text class="lane" x="30" y="{top + 11}">{k + 1}</text>'
+            f'<rect class="f-{cell.paint}" x="36" y="{top}" width="{wide - 36:.0f}" '
+            f'height="{_ROW - 3}" rx="{corner:g}"/>'
+            f'<text class="i-{cell.paint}" x="44" y="{top + 11}">{escape(cell.label)}</text>'
+            f'<text x="{wide + 8:.0f}" y="{top + 11}">{needed}</text></g>'
         )
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto" viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">',
-            f'<title id="title">{escape(title)}</title>',
-            f"<style>{_style()}</style>",
-            f'<rect class="page" width="{width}" height="{height}"/>',
-            f'<text class="head" x="8" y="20">{escape(title)}</text>',
-            *lines,
-            "</svg>",
-            "",
-        )
-    )
-
-
-def _style() -> str:
-    def theme(colours: Theme) -> str:
-        paints = "".join(
-            f".{name}{{fill:{colours.fill[name]}}}.t-{name}{{fill:{colours.ink[name]}}}" for name in PAINTS
-        )
-        return f".page{{fill:{colours.page}}}.head,.plain{{fill:{colours.text}}}{paints}"
-
-    shared = "text{font:10px Helvetica,Arial,sans-serif}.head{font-size:13px}.number{text-anchor:end}"
-    return f"{shared}{theme(LIGHT)}@media (prefers-color-scheme:dark){{{theme(DARK)}}}"
+    heading = f'<text class="title" x="8" y="20">{escape(title)}</text>'
+    return document(title, width, height, (), (heading, *lines))

@@ -39,18 +39,23 @@ _LINE = 150
 def render(picture: Picture) -> str:
     """Prints a picture as an SVG file."""
     body = list(_body(picture))
-    height = math.ceil(body[-1].bottom)
+    told = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
+    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [told, definitions(picture)], lines)
+
+
+def document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
+    """Prints an SVG file, in the reader's light or dark scheme; `head` stands before its background, `lines` on it."""
+    labels = "title desc" if head else "title"
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'style="max-width:100%;height:auto" '  # scales down on a narrow screen
-            f'viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title desc">',
-            f'<title id="title">{escape(picture.title)}</title>',
-            f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>',
+            f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="{labels}">',
+            f'<title id="title">{escape(title)}</title>',
             f"<style>{style(LIGHT)}@media (prefers-color-scheme:dark){{{_colours(DARK)}}}</style>",
-            definitions(picture),
-            f'<rect class="page" width="{WIDTH}" height="{height}"/>',
+            *head,
+            f'<rect class="page" width="{width}" height="{height}"/>',
             *lines,
             "</svg>",
             "",

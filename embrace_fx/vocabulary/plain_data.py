@@ -8,14 +8,18 @@ Contract
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
@@ -112,3 +116,22 @@ def _integers(value: list[Any], where: str) -> Tensor:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where} is no tensor of integers ({error!r})") from error
+
+
+def write_json(value: Any, path: str | Path) -> None:
+    """Writes a dataclass of dataclasses, tuples, numbers and text, with the name of its class."""
+    Path(path).write_text(json.dumps({"what": type(value).__name__, "value": to_plain(value)}, indent=1) + "\n")
+
+
+def read_json(kind: type[T], path: str | Path) -> T:
+    """Reads a value from a file.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds something else; the message says what is wrong.
+    """
+    content = json.loads(Path(path).read_text())
+    if not isinstance(content, dict) or content.get("what") != kind.__name__:
+        raise ValueError(f"it does not say that it is a {kind.__name__}")
+    found: T = from_plain(kind, content.get("value"), kind.__name__)
+    return found

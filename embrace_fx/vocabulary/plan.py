@@ -12,7 +12,7 @@ from typing import Literal
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
-from embrace_fx.vocabulary.json_files import read_json, write_json
+from embrace_fx.vocabulary.plain_data import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.schedule import FULL
 from embrace_fx.vocabulary.sizes import RowCounts

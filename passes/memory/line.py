@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory
@@ -27,7 +27,7 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
         for spans, part in ((compute[: cuts[0]], backward), (compute[cuts[-1] + 1 :], forward)):
             times = _starts(spans, [node_ms(node) for node in found.nodes[part]])
             points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, found.by_time[part], strict=False)]
-    return tuple(_changes(points))
+    return tuple(next(same) for _, same in groupby(points, key=lambda point: point.held_bytes))
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
@@ -42,12 +42,3 @@ def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[fl
             passed += spans[k].end_ms - spans[k].start_ms
             k += 1
         yield spans[k].start_ms + at - passed
-
-
-def _changes(points: Sequence[MemoryAt]) -> Iterator[MemoryAt]:
-    """Drops each point with the same bytes as the one before."""
-    before = -1
-    for point in points:
-        if point.held_bytes != before:
-            yield point
-        before = point.held_bytes

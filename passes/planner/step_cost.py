@@ -42,13 +42,11 @@ class Added:
 
     Attributes:
         waits_ms: compute waits for transfers.
-        beside_ms: transfers beside compute.
-        work_ms: work of a rank's processor, the part of `beside_ms` that they share included.
+        work_ms: work of a rank's processor, and what transfers beside compute take from it.
         compute_ms: the compute of the step that it adds to.
     """
 
     waits_ms: float
-    beside_ms: float
     work_ms: float
     compute_ms: float
 
@@ -127,7 +125,7 @@ def _added(plan: Plan, compute: _Compute) -> Added:
     rounds += UPDATE_ROUNDS * len(buckets) if schedule in INTO_FORWARD else 0.0
     tables_ms = sum(_table_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
     work_ms = rounds * cluster.handling.round_ms + tables_ms + cluster.busy * beside_ms
-    return Added(waits_ms, beside_ms, work_ms, compute.step_ms)
+    return Added(waits_ms, work_ms, compute.step_ms)
 
 
 def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:

@@ -78,8 +78,8 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     machine = LinkMachine(steps)
     naive = order(machine, readiness)
     chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
-    picture = machine.picture(machine.run(machine.sequence(chosen)), chosen)
-    return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
+    timeline, critical_path = machine.picture(machine.run(machine.sequence(chosen)), chosen)
+    return Schedule(name, machine.names(chosen), steps, timeline, critical_path, source)
 
 
 def quick_ms(steps: StepGraph) -> float:

@@ -27,21 +27,6 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """The simulated outcome of a launch order.
-
-    Attributes:
-        step_ms: time from one window to the next, in the steady state.
-        timeline: the last two windows, as on one rank.
-        critical_path: (window, name) of the operations of `timeline` that determine its length, in order.
-    """
-
-    step_ms: float
-    timeline: Timeline
-    critical_path: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True)
 class WindowTimes:
     """Starts and ends of the simulated windows, by window and operation's index."""
 
@@ -261,7 +246,10 @@ class LinkMachine:
             window, k = window - decisive[0][0], decisive[0][1]
         return path[::-1]
 
-    def picture(self, run: WindowTimes, order: Sequence[int]) -> Simulation:
+    def picture(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
+        """Returns the last two windows of a run, as on one rank, and (window, name) of the operations that determine
+        their length, in order.
+        """
         first = len(run.ends) - 2
         waits = []
         for window in (first, first + 1):
@@ -284,7 +272,7 @@ class LinkMachine:
             for k, window, idle, start in waits
         )
         path = tuple((window - first, self.operations[k].name) for window, k in self.critical(run, order))
-        return Simulation(run.step_ms, Timeline(spans, shown, 1, self.steps.dependences), path)
+        return Timeline(spans, shown, 1, self.steps.dependences), path
 
     def dependences(self, k: int) -> list[tuple[int, int]]:
         """Lists (distance, operation) of all that an operation waits for, besides its lane."""

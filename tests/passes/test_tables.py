@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.passes.tables import extract_ids
 from embrace_fx.vocabulary.graph import Table, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import argument, draws, set_argument
 from tests.support.golden import check_golden

@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def prices(*_: Any) -> dict[str, Added]:
-    return {name: Added(ms, 0.0, 0.0, 0.0) for name, ms in PREDICTED.items()}
+    return {name: Added(ms, 0.0, 0.0) for name, ms in PREDICTED.items()}
 
 
 def _trained(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine, Simulation
+from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine
 from embrace_fx.vocabulary.operation_id import Kind, Lane
-from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, StepGraph, Timeline
 
 
 def compute(name: str, duration_ms: float, kind: Kind = "forward") -> Operation:
@@ -103,6 +104,21 @@ def large_step(blocks: int, chunks: int) -> StepGraph:
     return step(operations, dependences)
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated outcome of a launch order.
+
+    Attributes:
+        step_ms: time from one window to the next, in the steady state.
+        timeline: the last two windows, as on one rank.
+        critical_path: (window, name) of the operations of `timeline` that determine its length, in order.
+    """
+
+    step_ms: float
+    timeline: Timeline
+    critical_path: tuple[tuple[int, str], ...]
+
+
 def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDOWS) -> Simulation:
     """Runs windows in a row, at most `windows` (at least 2), until one repeats the one before it.
 
@@ -113,7 +129,8 @@ def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDO
         raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
     machine = LinkMachine(steps)
     order = _indices(machine, launch_order)
-    return machine.picture(machine.run(machine.sequence(order), windows), order)
+    run = machine.run(machine.sequence(order), windows)
+    return Simulation(run.step_ms, *machine.picture(run, order))
 
 
 def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
