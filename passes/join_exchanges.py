@@ -82,7 +82,8 @@ class JoinExchanges:
         rewriter = Rewriter(result.module)
         for name, each in reversed([*self.exchanged.items()]):  # each comes first
             if name in unread:
-                _add_parameter(rewriter, name, each)
+                with rewriter.before(next(iter(rewriter.graph.nodes))):
+                    rewriter.placeholder(name, Parameter(name), each.shape, each.dtype, each.device)
         for name in idle:
             _look_nothing_up(result, rewriter, name, self.exchanged[name])
         return replace(result, tables=find_tables(result))
@@ -104,11 +105,6 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     zero.meta["val"] = nothing
     graph.output((zero,)).meta["roles"] = (Result(0),)
     return TrainingGraph(fx.GraphModule(nn.Module(), graph))
-
-
-def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
-    with rewriter.before(next(iter(rewriter.graph.nodes))):
-        rewriter.placeholder(name, Parameter(name), like.shape, like.dtype, like.device)
 
 
 def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:

@@ -64,7 +64,7 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
     decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in plan)
-    stacks = (without_tables(plan, stack, whole) for stack in plan.stacks)
+    stacks = (stack_of(plan, [name for name in stack.tables if name not in whole]) for stack in plan.stacks)
     return replace(
         plan,
         decisions=decisions,
@@ -83,11 +83,6 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
         grid=None,
         travels_as=travels_as,
     )
-
-
-def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
-    """Copies a stack without the tables in `whole`."""
-    return stack_of(plan, [name for name in stack.tables if name not in whole])
 
 
 def stack_of(plan: Plan, tables: Sequence[str]) -> Stack:

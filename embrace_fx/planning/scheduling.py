@@ -65,16 +65,8 @@ MAY_HOLD = 1.05
 ComputeInOrder = Callable[[tuple[str, ...]], TrainingGraph]
 
 
-@dataclass(frozen=True)
-class _Ordered:
-    """The launch order and the order of compute that rank 0 has found.
-
-    Attributes:
-        units: units of the backward in their new order; empty: the order is unchanged.
-    """
-
-    schedule: Schedule
-    units: tuple[str, ...]
+_Found = tuple[Schedule, tuple[str, ...]]
+"""The schedule that rank 0 has found, and units of the backward in their new order; without units it is unchanged."""
 
 
 class Scheduling:
@@ -222,17 +214,16 @@ class Scheduling:
 
     def _order(self, profiled: Profile | None) -> Schedule:
         """Returns, on every rank, the schedule that rank 0 computes."""
-        communicator, found = self._setting.communicator, None
+        communicator = self._setting.communicator
         if profiled is not None:
             self.memory = {name: at_pace(name, of, profiled.byte_ms) for name, of in self.memory.items()}
-        if communicator.rank == 0:
-            found = self._search(profiled)
-        ordered = communicator.gather(found, _Ordered | None)[0]
-        assert ordered is not None  # rank 0 has found one
-        agreed = ordered.schedule
-        if ordered.units:
+        own = self._search(profiled) if communicator.rank == 0 else None
+        found = communicator.gather(own, _Found | None)[0]
+        assert found is not None  # rank 0 has found one
+        agreed, units = found
+        if units:
             assert self._compute_in_order is not None
-            self._graph = self._compute_in_order(ordered.units)
+            self._graph = self._compute_in_order(units)
         if self._plan.world_size > 1:
             check_launches(self._graph, launches(agreed, self.looks_ahead))
         check_storage(agreed.steps, self.memory)
@@ -240,12 +231,12 @@ class Scheduling:
         line = memory_line(agreed.predicted, step_memory(self._graph), node_ms)
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
-    def _search(self, profiled: Profile | None) -> _Ordered:
+    def _search(self, profiled: Profile | None) -> _Found:
         steps = self._step_graph(profiled)
         alone = self._gradients_alone and self._plan.world_size > 1
         name = "none" if alone else self._plan.schedule_name
         if profiled is None or not self._may_reorder():
-            return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
+            return schedule(steps, name, "profile" if profiled else "cost model"), ()
         measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
         units = BackwardUnits.of(self._graph.phases["backward"])
         atoms = Atoms.of(units, estimate(self._cluster.compute, self._graph.expected), measured)
@@ -253,10 +244,7 @@ class Scheduling:
         bound = memory.backward_peak([*units.needed_by])
         if self._setting.options.memory_budget is None:
             bound = round(bound * MAY_HOLD)
-        found, order = search(
-            steps, name, "profile", atoms, lambda order: memory.backward_peak(units.ordered(order)), bound
-        )
-        return _Ordered(found, order)
+        return search(steps, name, "profile", atoms, lambda order: memory.backward_peak(units.ordered(order)), bound)
 
     def _may_reorder(self) -> bool:
         """Tells whether a backward can be reordered without compiling regions or placing copies again."""

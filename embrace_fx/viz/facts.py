@@ -78,7 +78,7 @@ class Facts:
     def _into(self, panel: Panel, window: int, time_ms: float) -> str:
         if window not in panel.windows:
             return "outside of the windows"
-        return f"{_ms(time_ms - panel.window_start_ms(window))} into its window"
+        return f"{_ms(time_ms - panel.starts_ms[window])} into its window"
 
 
 def name(item: Item) -> str:

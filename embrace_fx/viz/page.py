@@ -137,7 +137,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
     return {
         "status": panel.status,
         "ranks": panel.ranks,
-        "windows": [{"number": w, "start": round(panel.window_start_ms(w), 4)} for w in panel.windows],
+        "windows": [{"number": w, "start": round(start_ms, 4)} for w, start_ms in panel.starts_ms.items()],
         "hasPath": bool(panel.critical_path),
         "figures": [_figure(figure) for figure in panel.figures()],
     }

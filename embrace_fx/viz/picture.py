@@ -124,12 +124,9 @@ class Panel:
         )
 
     @cached_property
-    def _starts_ms(self) -> dict[int, float]:
+    def starts_ms(self) -> dict[int, float]:
+        """Window -> the time at which the first rank enters it."""
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
-
-    def window_start_ms(self, window: int) -> float:
-        """Returns the time at which the first rank enters a window."""
-        return self._starts_ms[window]
 
     @property
     def pair(self) -> tuple[int, ...]:
@@ -139,7 +136,7 @@ class Panel:
     @property
     def origin_ms(self) -> float:
         """The begin of the first window in `pair`: 0 on the axis of a picture."""
-        return self.window_start_ms(self.pair[0])
+        return self.starts_ms[self.pair[0]]
 
     @cached_property
     def shown(self) -> tuple[float, float]:

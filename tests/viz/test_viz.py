@@ -149,7 +149,7 @@ def test_a_lane_without_operations_is_left_out(schedule: Schedule) -> None:
 
 def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
     panel = Picture(None, timelines.timeline(schedule, windows=5)).panels[0]
-    assert panel.origin_ms == panel.window_start_ms(3)
+    assert panel.origin_ms == panel.starts_ms[3]
     shown = [s for s in panel.timeline.spans if s.window >= 3]
     assert panel.shown == (
         min(s.start_ms for s in shown) - panel.origin_ms,
