@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.own_step import State, hyperparameters, step_rows
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import Decaying
 
@@ -51,8 +51,8 @@ class Shard:
         averages = {name: self.local.abs() * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
         self.state: State = {"step": torch.tensor(1000.0), **averages}
         self.optimizer.state[parameter] = dict(self.state)
-        place = Place("table", self.local.shape)
-        self.table = RowTable(parameter, place, "exact", self.optimizer)  # swept
+        layout = Layout.of_table("table", self.local.shape)
+        self.table = RowTable(parameter, layout, "exact", self.optimizer)  # swept
 
     @property
     def row_bytes(self) -> int:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
-from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -85,11 +85,11 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
     """Shards a table; `mesh`: the ranks of its parts, if its parameter is a part already."""
     parameter, communicator = setting.state.parameter(name), setting.communicator
-    place = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
+    layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = setting.options.row_updates == "replay", setting.state.reads
     table = RowTable(
         parameter,
-        place,
+        layout,
         semantics(setting.options.row_updates),
         may_rest=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
         gradients=setting.state.gradients_reader(),
@@ -98,7 +98,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
-            optimizer.state[parameter] = own_state(parameter, place, state, communicator.group)
+            optimizer.state[parameter] = own_state(parameter, layout, state, communicator.group)
     setting.state.tables[name] = table
 
 
@@ -109,7 +109,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":
-            table = RowTable(parameter, Place(found.parameter, parameter.shape), row_updates)
+            table = RowTable(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)

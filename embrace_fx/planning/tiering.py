@@ -20,8 +20,9 @@ from embrace_fx.planning.fitting import stack_of
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
-from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
+from embrace_fx.runtime.tables.layouts import mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tiers.budget import least_bytes, own_bytes, row_bytes, slot_bytes
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
@@ -319,23 +320,23 @@ def place_tiered(
     device, columns = _device_of(setting, name), memory.records.columns
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
     if begins_lazily(setting, name) is None:
-        place = shard_parameter(name, parameter, shape, communicator, None, mesh)
-        parts = {key: place.part_of(value, communicator.group) for key, value in state.items() if key in columns}
+        layout = shard_parameter(name, parameter, shape, communicator, None, mesh)
+        parts = {key: layout.part_of(value, communicator.group) for key, value in state.items() if key in columns}
         values = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)
-        place = Place(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
+        layout = Layout.of_table(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
     _store(setting, memory, first, shape[0], values)
     width = len(_columns_of(shape, communicator.world_size, communicator.rank))
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)  # one element's memory
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, Part):
-        become_part(parameter, like, place)
+        become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
     parameter.held = HeldInFile(like, REFUSAL.format(name=name, asked="an op"))
     return TieredTable(
         parameter,
-        place,
+        layout,
         semantics(setting.options.row_updates),
         optimizer,
         gradients=setting.state.gradients_reader(),

@@ -168,7 +168,7 @@ def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
         if own and not isinstance(table, TieredTable):
-            found[number] = dict(own) if table is None else shown_state(table.place, table.local.shape, own)
+            found[number] = dict(own) if table is None else shown_state(table.layout, table.local.shape, own)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": found}
 

@@ -48,7 +48,7 @@ def _checksums(setting: Setting) -> dict[str, int]:
 def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
     state = setting.state
     names = {id(state.parameter(name)): name for name in reversed(state.names)}  # tied parameters by their first name
-    sharded = {id(table.parameter) for table in state.tables.values() if table.place.mesh is not None}
+    sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
     for key, name in names.items():
         if key not in sharded and name not in state.ignored:
             yield name, state.parameter(name)

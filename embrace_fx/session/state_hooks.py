@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import REFUSAL
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.state_dicts import show_shards, take_own_parts
 from embrace_fx.setup.telling import tell
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """The places of a model's parts of tables, which the model keeps after its session has closed.
+    """The layouts of a model's tables, which the model keeps after its session has closed.
 
     Attributes:
         group: the ranks that hold the parts.
-        places: table, by each of its names -> its place.
+        layouts: table, by each of its names -> its layout.
         copies: hooks of copies of the model made while its tables were whole.
         kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
             read, even if the compiled model is gone.
@@ -39,9 +39,9 @@ class Placed:
 
     kept: Session | None = None
 
-    def __init__(self, group: dist.ProcessGroup | None = None, places: Mapping[str, Place] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, layouts: Mapping[str, Layout] | None = None) -> None:
         self.group = group
-        self.places = dict(places or {})
+        self.layouts = dict(layouts or {})
         self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
@@ -56,9 +56,9 @@ class Placed:
 
     def note(self, session: Session) -> None:
         """Records where a session has placed its tables."""
-        self.group, self.places = session.group, session.state.places
-        if self.places and self.copies and session.communicator.rank == 0:
-            tell(_MADE_BEFORE, ", ".join(self.places))
+        self.group, self.layouts = session.group, session.state.layouts
+        if self.layouts and self.copies and session.communicator.rank == 0:
+            tell(_MADE_BEFORE, ", ".join(self.layouts))
         self.copies.clear()
 
 
@@ -73,7 +73,7 @@ class _Hook:
 
     Args:
         session: its session; None on a copy of the model.
-        placed: the places of tables, kept without a session.
+        placed: the layouts of tables, kept without a session.
     """
 
     def __init__(self, session: Session | None = None, placed: Placed | None = None) -> None:
@@ -90,9 +90,9 @@ class _Hook:
         return self._placed.group if self.session is None else self.session.group
 
     @property
-    def places(self) -> Mapping[str, Place]:
-        """Sharded table -> the place of its parts."""
-        return self._placed.places if self.session is None else self.session.state.places
+    def layouts(self) -> Mapping[str, Layout]:
+        """Sharded table -> the layout of its parts."""
+        return self._placed.layouts if self.session is None else self.session.state.layouts
 
     @property
     def trainer(self) -> Session | None:
@@ -102,8 +102,8 @@ class _Hook:
     @property
     def taken(self) -> str | None:
         """The reason why the model cannot be compiled again; None: it can."""
-        if self.places and self.trainer is None:
-            return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
+        if self.layouts and self.trainer is None:
+            return f"of whose tables {', '.join(self.layouts)} an earlier compile() has left each rank its part"
         return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -116,8 +116,8 @@ class _Hook:
         return type(self), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        copied = type(self)(placed=Placed(self.group, self.places))
-        if not self.places:
+        copied = type(self)(placed=Placed(self.group, self.layouts))
+        if not self.layouts:
             self._placed.copies.add(copied)
         return copied
 
@@ -138,7 +138,7 @@ class ShowShards(_Hook):
             return self.watching()  # a function: a state dict's copy keeps it, but would copy a method's owner
 
         with watch():
-            show_shards(state_dict, self.places, self.group, watch, prefix=prefix)
+            show_shards(state_dict, self.layouts, self.group, watch, prefix=prefix)
 
 
 class TakeOwnPart(_Hook):
@@ -148,7 +148,7 @@ class TakeOwnPart(_Hook):
         if self.session is not None:
             self.session.parameters_may_change()
         with self.watching():
-            take_own_parts(state_dict, self.places, self.group, module.get_parameter, prefix=prefix)
+            take_own_parts(state_dict, self.layouts, self.group, module.get_parameter, prefix=prefix)
 
 
 class ParametersWereLoaded(_Hook):
@@ -163,10 +163,10 @@ class OwnPartsAreNoTables(_Hook):
     """Refuses direct calls of a sharded table's module, by the plain model or a copy of it."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.places and isinstance(module.weight, nn.Parameter):
+        if not torch.compiler.is_compiling() and self.layouts and isinstance(module.weight, nn.Parameter):
             raise RuntimeError(
                 f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
-                f"copy, whose tables {', '.join(self.places)} hold this rank's part alone. Call the compiled model on "
+                f"copy, whose tables {', '.join(self.layouts)} hold this rank's part alone. Call the compiled model on "
                 "every rank, or any part of it on every rank under `with model.whole():`, or load full_state_dict() "
                 "into a model of its own, which any rank may call."
             )

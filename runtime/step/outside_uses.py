@@ -65,7 +65,7 @@ class OutsideUses:
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Returns the mean over ranks of a gradient that autograd is about to accumulate; None: it stays as it is."""
         state, (gradient,) = self._state, gradients
-        if name in state.tables and state.tables[name].place.mesh is not None:
+        if name in state.tables and state.tables[name].layout.mesh is not None:
             raise RuntimeError(
                 f"expected a loss that reads the sharded {name} by the model's call alone, in backward(), found one "
                 "that reads the parameter itself, of which each rank has its own columns. Move what reads it into the "

@@ -209,7 +209,7 @@ class Stepping:
             else:
                 table.settle()
                 dense = held.memory()
-                if table.place.mesh is None:
+                if table.layout.mesh is None:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
         step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]

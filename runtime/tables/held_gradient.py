@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 Rows = tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ class HeldGradient(Held):
 
     Args:
         like: this rank's part (V', d).
-        place: the table's.
+        layout: the table's.
         siblings: the gradients that other tables have, in the same order on all ranks.
         no_dense: why it cannot be dense; "": it can.
 
@@ -87,14 +87,14 @@ class HeldGradient(Held):
     def __init__(
         self,
         like: Tensor,
-        place: Place,
+        layout: Layout,
         siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
         no_dense: str = "",
     ) -> None:
         super().__init__(like)
         self._local = None
         self._no_dense = no_dense
-        self.place = place
+        self.layout = layout
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
         self._seen = AsSeen()  # its memory, as the norms are of it
@@ -292,7 +292,7 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
     """Norms of tables, of each rank's parts of them."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
-    if first.place.is_alone:
+    if first.layout.is_alone:
         return own
     if abs(order) == float("inf"):
         return _together(first, own, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
@@ -304,5 +304,5 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
 def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
-    joined = held.place.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
+    joined = held.layout.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
     return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]

@@ -1,4 +1,4 @@
-"""Layouts of a sharded table: by columns, or on a grid of rows and columns; and moves between them.
+"""Where a sharded table's parts lie: by columns, or on a grid of rows and columns; and moves between the two.
 
 A shard is a DTensor. By columns it is `[Shard(1)]` over all ranks, in torch.chunk layout, which
 `torch.distributed.checkpoint` re-shards: what state dicts hold. On a `Grid` it is `[_StridedShard(0), Shard(1)]` over a
@@ -10,9 +10,7 @@ Shape legend: V x D the table, V' x d a rank's part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the one pl
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
-from embrace_fx.runtime.tables.part_layout import Axis, Layout
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 
@@ -80,75 +77,6 @@ def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tenso
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a table's parts: which ranks hold it, and how it is cut.
-
-    Attributes:
-        name: of the table.
-        shape: of the whole table, (V, D).
-        mesh: of the ranks that have them; None: this rank has all of it.
-        communicator: finds that of those ranks, as long as it is there.
-    """
-
-    name: str
-    shape: torch.Size
-    mesh: DeviceMesh | None = None
-    communicator: Callable[[], Communicator | None] = lambda: None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.mesh is None
-
-    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Makes a rank's numbers those of all ranks, in place. Collective."""
-        if self.mesh is None:
-            return value
-        communicator = self.communicator()
-        if communicator is not None and communicator.is_open:
-            return communicator.reduce_scalar(value, reduce_op)
-        for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
-            dist.all_reduce(value, reduce_op, group=group)
-        return value
-
-    @property
-    def grid(self) -> Grid | None:
-        """The grid on which it lies; None: by columns."""
-        return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of this rank's part of it, of its gradient and of its state."""
-        if self.mesh is None:
-            return Layout.contiguous(tuple(map(Axis.whole, self.shape)))
-        grid = self.grid or Grid(1, self.mesh.size())
-        ranks = grid.rows, grid.columns
-        parts = zip(("rows", "columns"), self.shape, own_part(self.shape, self.mesh), ranks, strict=True)
-        axes = [Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts]
-        return Layout.contiguous(tuple(axes))
-
-    def shard(self, local: Tensor) -> Tensor:
-        """Returns a rank's part (V', d) as that of the whole: a DTensor."""
-        return as_shard(local, self.shape, self.mesh)
-
-    def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Cuts this rank's part (V', d) out of a table's values, whole or a DTensor; returns other values as they are.
-
-        Collective from columns to a grid.
-        """
-        if value.shape != self.shape:
-            return value
-        if self.mesh is None:
-            return whole_table(value, value.device_mesh.get_group()) if isinstance(value, DTensor) else value
-        if not isinstance(value, DTensor):
-            return self.layout.cut(value).contiguous()
-        if self.grid is None or grid_of(value) is not None:
-            return value.to_local()
-        assert group is not None
-        return _moved(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), self.grid, group)
-
-
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
     """Rank 0's table (V, D), to each rank its own part (V', d). Each rank passes its own, equally shaped, table."""
     if travels_by_host(table, group):
@@ -174,7 +102,7 @@ def by_columns(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     if grid is None:
         return shard
     assert isinstance(shard, DTensor)
-    moved = _moved(shard.to_local(), shard.shape, grid, Grid(1, dist.get_world_size(group)), group)
+    moved = regrid(shard.to_local(), shard.shape, grid, Grid(1, dist.get_world_size(group)), group)
     return as_shard(moved, shard.shape, DeviceMesh.from_group(group, shard.device.type))
 
 
@@ -189,10 +117,10 @@ def whole_table(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 @torch.no_grad()
-def _moved(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
+def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a table on another grid, from its part on the old one: an AlltoAll of what both have."""
     if travels_by_host(local, group):
-        return _moved(local.cpu(), shape, old, new, group).to(local.device)
+        return regrid(local.cpu(), shape, old, new, group).to(local.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     had, wanted = ([part_of(shape, grid, r) for r in range(size)] for grid in (old, new))
     sent = [local[_within(had[rank], _common(had[rank], each))].reshape(-1) for each in wanted]

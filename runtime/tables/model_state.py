@@ -9,9 +9,9 @@ from weakref import WeakSet, ref
 from torch import Tensor, nn
 
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import OptimizerStacks
@@ -85,9 +85,9 @@ class ModelState:
         return lambda: [] if (state := itself()) is None else state.gradients()
 
     @property
-    def places(self) -> dict[str, Place]:
-        """Maps each name of a sharded table to the place of its parts."""
-        tables = {table.parameter: table.place for table in self.tables.values() if table.place.mesh is not None}
+    def layouts(self) -> dict[str, Layout]:
+        """Maps each name of a sharded table to the layout of its parts."""
+        tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 

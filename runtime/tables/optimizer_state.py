@@ -33,13 +33,13 @@ def show_state(
         table = tables.get(parameter)
         if table is not None and table.no_dense:
             raise RuntimeError(table.no_dense)
-        if key not in shown or table is None or table.place.mesh is None:
+        if key not in shown or table is None or table.layout.mesh is None:
             continue
         state, shape = plain_state(shown[key]), table.local.shape
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape:
                 with watch():
-                    shard = shard_by_columns(value, table.place, group)
+                    shard = shard_by_columns(value, table.layout, group)
                 state[name] = as_table_shard(shard, f"{name} of parameter {key}", watch)
         shown[key] = state
     return {**state_dict, "state": shown}
@@ -66,7 +66,7 @@ def own_state_of(
     if table is not None and table.no_dense:
         raise RuntimeError(table.no_dense)
     if table is not None:
-        return own_state(parameter, table.place, state, communicator.group)
+        return own_state(parameter, table.layout, state, communicator.group)
     return {key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()}
 
 

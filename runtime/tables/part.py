@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 
@@ -37,23 +36,20 @@ class Part(Tensor):
 
     Attributes:
         held: its memory.
-        spread: which elements of the whole these are.
-        place: the table's that it is of.
+        spread: which elements of the whole these are, of which table.
         kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
     """
 
     held: Held
     spread: Layout
-    place: Place
     kind: str
 
     @staticmethod
-    def __new__(cls, held: Held, place: Place, kind: str = "", layout: Layout | None = None) -> Part:
-        layout = place.layout if layout is None else layout
+    def __new__(cls, held: Held, spread: Layout, kind: str = "") -> Part:
         made: Part = Tensor._make_wrapper_subclass(
-            cls, layout.shape, strides=layout.stride, dtype=held.dtype, device=held.device
+            cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device
         )
-        made.held, made.spread, made.place, made.kind = held, layout, place, kind
+        made.held, made.spread, made.kind = held, spread, kind
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,12 +64,12 @@ class Part(Tensor):
 
     def like(self, held: Held, layout: Layout | None = None) -> Part:
         """Another part of the same table."""
-        return type(self)(held, self.place, self.kind, self.spread if layout is None else layout)
+        return type(self)(held, self.spread if layout is None else layout, self.kind)
 
     @property
     def what(self) -> str:
         """What it is of which table, in words."""
-        return f"{self.kind}the sharded {self.place.name}"
+        return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
         """Makes the error for an op that a part cannot answer."""
@@ -82,7 +78,7 @@ class Part(Tensor):
             f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
             ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, run or "
             "export what needs whole tables `with model.whole():`, or keep the table whole: "
-            f"strategy={{{self.place.name!r}: 'allreduce'}}."
+            f"strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     def not_reduced(self, asked: str) -> RuntimeError:
@@ -90,20 +86,20 @@ class Part(Tensor):
         return RuntimeError(
             f"expected a gradient of all ranks, found {asked} of {self.what} under no_sync(), or before the backward "
             "that ends its sum: what DDP has of each rank's own is the mean already. Ask after that backward, or keep "
-            f"the table whole: strategy={{{self.place.name!r}: 'allreduce'}}."
+            f"the table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor, on every rank. Collective, as of DTensor."""
         own = self.held.dense()
-        if self.place.is_alone:
+        if self.spread.is_alone:
             return own.detach().clone()
         whole = torch.zeros([axis.size for axis in self.spread.axes], dtype=own.dtype, device=own.device)
         self.spread.cut_into(whole, own)
         # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
         wide = whole.view(-1).view(torch.uint8)
-        return self.place.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
+        return self.spread.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
 
     def to_local(self) -> Tensor:
         """This rank's part, as a plain tensor in the same memory, as of DTensor."""
@@ -150,12 +146,12 @@ class Part(Tensor):
 
     def _whole(self, asked: str) -> Tensor:
         """Its memory, where that is all of it."""
-        if not self.place.is_alone:
+        if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        if self.place.is_alone:
+        if self.spread.is_alone:
             return repr(self.held.dense())
         return f"Part({self.what}, {tuple(self.shape)}, of which this rank has {self.held.dense()!r})"
 
@@ -167,7 +163,7 @@ class Part(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.place.is_alone:
+        if not self.spread.is_alone:
             raise TypeError(REFUSAL.format(f"a part of {self.what}"))
         return self.held.dense().__reduce_ex__(protocol)
 
@@ -181,10 +177,10 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""
 
 
-def become_part(parameter: nn.Parameter, local: Tensor, place: Place) -> None:
+def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
     """Makes a parameter this rank's part of a table, which stays the object that it was to all who hold it."""
-    part = Part(Held(local), place)
-    _exchange(parameter, nn.Parameter(part, parameter.requires_grad), place.name)
+    part = Part(Held(local), layout)
+    _exchange(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
@@ -213,7 +209,7 @@ def _refuse(name: str, gradients: object) -> NoReturn:
     )
 
 
-_OF_A_PART = ("held", "spread", "place", "kind", "_is_param")
+_OF_A_PART = ("held", "spread", "kind", "_is_param")
 
 
 def local_part(tensor: Tensor) -> Tensor:

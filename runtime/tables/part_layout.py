@@ -1,4 +1,4 @@
-"""Layouts of parts: the elements of a tensor that a rank holds, and views of them.
+"""Layouts: which elements of a table, of a view of it, or of what an optimizer keeps of it a rank holds.
 
 Contract
     A layout is of the whole tensor, as if it lay on one rank. All that ranks decide alike (which operands fit together,
@@ -10,12 +10,19 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.layouts import as_shard, grid_of, own_part, regrid, whole_table
+from embrace_fx.vocabulary.plan import Grid
 
 aten = torch.ops.aten
 
@@ -69,23 +76,87 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a tensor over the ranks.
+    """The layout of a table over the ranks, or of a view of it.
 
     Attributes:
-        shape, stride: of the whole tensor.
+        name: of the table.
+        mesh: of the ranks that have its parts; None: this rank has all of it.
+        communicator: finds that of those ranks, as long as it is there.
+        shape, stride: of the whole tensor; a table's shape is (V, D).
         axes: its dimensions; those it had before a view merged them where `is_flat`.
         chosen: indices that a view has chosen, along dimensions of which ranks hold different ones: one rank has them.
     """
 
+    name: str
+    mesh: DeviceMesh | None
+    communicator: Callable[[], Communicator | None]
     shape: torch.Size
     stride: tuple[int, ...]
     axes: tuple[Axis, ...]
     chosen: tuple[object, ...] = ()
 
     @classmethod
-    def contiguous(cls, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
+    def of_table(
+        cls,
+        name: str,
+        shape: torch.Size,
+        mesh: DeviceMesh | None = None,
+        communicator: Callable[[], Communicator | None] = lambda: None,
+    ) -> Layout:
+        """Lays a table out over a mesh."""
+        axes = tuple(map(Axis.whole, shape))
+        if mesh is not None:
+            grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
+            parts = zip(("rows", "columns"), shape, own_part(shape, mesh), (grid.rows, grid.columns), strict=True)
+            axes = tuple([Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts])
+        return cls(name, mesh, communicator, shape, (), ()).with_axes(axes)
+
+    def with_axes(self, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
+        """Lays a contiguous tensor of other axes out over the same ranks."""
         shape = torch.Size(axis.size for axis in axes)
-        return cls(shape, torch.empty(shape, device="meta").stride(), axes, chosen)
+        stride = torch.empty(shape, device="meta").stride()
+        return replace(self, shape=shape, stride=stride, axes=axes, chosen=chosen)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds all of the table."""
+        return self.mesh is None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid on which the table lies; None: by columns."""
+        return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
+
+    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Makes a rank's numbers those of all ranks, in place. Collective."""
+        if self.mesh is None:
+            return value
+        communicator = self.communicator()
+        if communicator is not None and communicator.is_open:
+            return communicator.reduce_scalar(value, reduce_op)
+        for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
+            dist.all_reduce(value, reduce_op, group=group)
+        return value
+
+    def shard(self, local: Tensor) -> Tensor:
+        """Returns a rank's part (V', d) of a table as that of the whole: a DTensor."""
+        return as_shard(local, self.shape, self.mesh)
+
+    def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Cuts this rank's part (V', d) out of a table's values, whole or a DTensor; returns other values as they are.
+
+        Collective from columns to a grid.
+        """
+        if value.shape != self.shape:
+            return value
+        if self.mesh is None:
+            return whole_table(value, value.device_mesh.get_group()) if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return self.cut(value).contiguous()
+        if self.grid is None or grid_of(value) is not None:
+            return value.to_local()
+        assert group is not None
+        return regrid(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), self.grid, group)
 
     @property
     def is_flat(self) -> bool:
@@ -137,9 +208,9 @@ def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layo
     bound = arguments_of(func, args, kwargs)
     if func in _LISTS:
         pieces = _LISTS[func](layout, local, whole, **bound)
-        return [(_as(each, of), each[2]) for each, of in zip(pieces, whole, strict=True)]
+        return [(_as(layout, each, of), each[2]) for each, of in zip(pieces, whole, strict=True)]
     viewed = _VIEWS[func](layout, local, whole, **bound)
-    return _as(viewed, whole), viewed[2]
+    return _as(layout, viewed, whole), viewed[2]
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,9 +221,9 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**found, **kwargs}
 
 
-def _as(viewed: Viewed, whole: Tensor) -> Layout:
+def _as(layout: Layout, viewed: Viewed, whole: Tensor) -> Layout:
     axes, chosen, _ = viewed
-    return Layout(whole.shape, whole.stride(), axes, chosen)
+    return replace(layout, shape=whole.shape, stride=whole.stride(), axes=axes, chosen=chosen)
 
 
 def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
@@ -204,7 +275,7 @@ def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> V
     asked = range(count) if dim is None else [each % count for each in (dim if isinstance(dim, Sequence) else (dim,))]
     for each in sorted((d for d in asked if layout.axes[d].size == 1), reverse=True):
         axes, chosen, local = _without(layout, local, each, 0)
-        layout = Layout(torch.Size(axis.size for axis in axes), (), axes, chosen)
+        layout = layout.with_axes(axes, chosen)
     return layout.axes, layout.chosen, local
 
 
@@ -268,4 +339,4 @@ VIEWS = frozenset((*_VIEWS, *_LISTS))
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
     """Lays out the result of a reduction over dimensions of which every rank holds all."""
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
-    return Layout.contiguous(tuple(axes), layout.chosen)
+    return layout.with_axes(tuple(axes), layout.chosen)

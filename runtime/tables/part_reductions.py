@@ -59,7 +59,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
     if local.dim() != len(axes):  # a view without dimensions, which this rank has not, or a flat one
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
-    if not part.place.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
+    if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
         found = _whole(part, local, dims, of_part, reduce_op, none)
         return found if asked.keep and not layout.is_flat else found.view(_looks(part, layout, asked, dims))
     own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
@@ -94,9 +94,9 @@ def _whole(
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none(dtype))
         both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
-        whole, flags = part.place.reduce(both, reduce_op).unbind()
+        whole, flags = part.spread.reduce(both, reduce_op).unbind()
         return whole.masked_fill(flags != _flags(torch.zeros_like(no_number), dtype, reduce_op), float("nan"))
-    return part.place.reduce(whole, reduce_op).to(narrow)
+    return part.spread.reduce(whole, reduce_op).to(narrow)
 
 
 def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
@@ -126,7 +126,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
     if _is_of_gradient(part, asked):
-        return part.place.reduce(aten.sum.default(part.held.values(), **dtype), _SUM)
+        return part.spread.reduce(aten.sum.default(part.held.values(), **dtype), _SUM)
     return _over(part, asked, func, lambda values, dims: values.sum(dims, keepdim=True, **dtype), _SUM, _zero)
 
 
@@ -211,7 +211,7 @@ def _dot(func: Any, args: Any, kwargs: Any) -> Any:
     one, other = args
     if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
         return NotImplemented
-    return one.place.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM)
+    return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM)
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     theirs = other.held.dense() if isinstance(other, Part) else one.spread.cut(other)
     own = torch.equal(one.held.dense(), theirs.reshape(one.held.dense().shape))
-    return bool(one.place.reduce(torch.tensor(int(own), dtype=torch.int32, device=one.device), _MIN).item())
+    return bool(one.spread.reduce(torch.tensor(int(own), dtype=torch.int32, device=one.device), _MIN).item())
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
         else:
             part.held.memory().copy_(changed)
         part.held.note_write()
-    parts[0].place.reduce(found_inf, _MAX)
+    parts[0].spread.reduce(found_inf, _MAX)
 
 
 REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Axis, Layout
+from embrace_fx.runtime.tables.part_layout import Axis
 
 aten = torch.ops.aten
 
@@ -138,7 +138,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
     if ids is None or any(axis.of for axis in part.spread.axes[: len(ids)]):
         return NotImplemented
     axes = (*map(Axis.whole, ids[0].shape), *part.spread.axes[len(ids) :])
-    return part.like(Held(part.held.dense()[tuple(ids)]), Layout.contiguous(axes))
+    return part.like(Held(part.held.dense()[tuple(ids)]), part.spread.with_axes(axes))
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
     if not part.dim() or part.spread.axes[dim].of:
         return NotImplemented
     axes = (*part.spread.axes[:dim], Axis.whole(ids.numel()), *part.spread.axes[dim + 1 :])
-    return part.like(Held(part.held.dense().index_select(dim, ids)), Layout.contiguous(axes))
+    return part.like(Held(part.held.dense().index_select(dim, ids)), part.spread.with_axes(axes))
 
 
 ROWS: Mapping[Any, Rule] = MappingProxyType(

@@ -53,7 +53,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(leaf for leaf in leaves if isinstance(leaf, Part))
     if any(isinstance(leaf, DTensor) for leaf in leaves):
         raise first.refused(f"{func._schema.name} with a DTensor")
-    summed = not first.place.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
+    summed = not first.spread.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
     # A `_foreach_` op goes by its single ones.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
@@ -68,7 +68,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _element_wise(func, args, kwargs)
         if found is not NotImplemented:
             return found
-    if first.place.is_alone:
+    if first.spread.is_alone:
         return _alone(func, args, kwargs)
     if func._can_decompose():  # called below autograd, by one of these rules too
         return func.decompose(*args, **kwargs)
@@ -130,7 +130,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     if any(not part.spread.meta().is_contiguous() for part in parts):
         looks = func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
         stride = pytree.tree_leaves(looks)[0].stride()
-        layout = Layout(layout.shape, stride, layout.axes, layout.chosen)
+        layout = replace(layout, stride=stride)
     return pytree.tree_map_only(Tensor, lambda found: parts[0].like(Held(found), layout), result)
 
 
@@ -156,11 +156,7 @@ def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
             if axis.of and (axis.size != shape[dim] or axes[dim].of not in ((), axis.of)):
                 return None
             axes[dim] = axis if axis.of or first.chosen else axes[dim]
-    return Layout.contiguous(tuple(axes), first.chosen) if shape != first.shape else _with(first, tuple(axes))
-
-
-def _with(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
-    return layout if axes == layout.axes else Layout(layout.shape, layout.stride, axes, layout.chosen)
+    return first.with_axes(tuple(axes), first.chosen) if shape != first.shape else replace(first, axes=tuple(axes))
 
 
 def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:

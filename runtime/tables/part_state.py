@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part, local_part
+from embrace_fx.runtime.tables.part_layout import Layout
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
@@ -49,22 +49,22 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
         value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
-    return Part(Held(value), parameter.place, "the optimizer's state of ", parameter.spread)
+    return Part(Held(value), parameter.spread, "the optimizer's state of ")
 
 
 def own_state(
-    parameter: nn.Parameter, place: Place, state: Mapping[str, Any], group: dist.ProcessGroup | None
+    parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Cuts this rank's part out of an optimizer's state of a table. Collective as `Place.part_of` is."""
+    """Cuts this rank's part out of an optimizer's state of a table. Collective as `Layout.part_of` is."""
     whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
-    return {**state, **{key: as_state(parameter, place.part_of(v, group)) for key, v in whole.items()}}
+    return {**state, **{key: as_state(parameter, layout.part_of(v, group)) for key, v in whole.items()}}
 
 
-def shown_state(place: Place, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Any]:
+def shown_state(layout: Layout, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state of a table, of whose part a rank holds `shape`, in DTensors."""
     plain = plain_state(state)
     is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
-    return {key: place.shard(value) if is_part[key] else value for key, value in plain.items()}
+    return {key: layout.shard(value) if is_part[key] else value for key, value in plain.items()}
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table, whole_table
 from embrace_fx.runtime.tables.part import Part, become_part, become_whole
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import shown_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
@@ -64,8 +65,8 @@ def shard_parameter(
     communicator: Communicator,
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
-) -> Place:
-    """Makes a table's parameter this rank's part of rank 0's table; returns where its parts lie.
+) -> Layout:
+    """Makes a table's parameter this rank's part of rank 0's table; returns its layout.
 
     A single process keeps all of it. Collective.
 
@@ -79,10 +80,10 @@ def shard_parameter(
         group = communicator.process_group("dense")
         assert group is not None
         local = scatter_table(local, group, grid)
-    place = Place(name, shape, mesh, weakref.ref(communicator))
+    layout = Layout.of_table(name, shape, mesh, weakref.ref(communicator))
     if mesh is not None:
-        become_part(parameter, local, place)
-    return place
+        become_part(parameter, local, layout)
+    return layout
 
 
 def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None) -> None:
@@ -91,12 +92,12 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
     parameter.grad = None
     for optimizer in optimizers:
         if parameter in optimizer.state:
-            shown = shown_state(table.place, table.local.shape, optimizer.state[parameter])
+            shown = shown_state(table.layout, table.local.shape, optimizer.state[parameter])
             optimizer.state[parameter] = {
                 key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
             }
     if isinstance(parameter, Part):
-        become_whole(parameter, whole_table(table.place.shard(table.local), group), table.name)
+        become_whole(parameter, whole_table(table.layout.shard(table.local), group), table.name)
     parameter.grad = gradient
 
 

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
-from embrace_fx.runtime.tables.layouts import Place, whole_table
+from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
@@ -46,7 +47,7 @@ class RowTable:
 
     Args:
         parameter: the table's parameter, whose data are this rank's part.
-        place: where its parts lie.
+        layout: where its parts lie.
         row_updates: the semantics the user asked for.
         may_rest: whether rows without gradient may rest, where what they skip can be made up for; asked at each step.
         gradients: those of all sharded tables, in the same order on all ranks.
@@ -59,16 +60,16 @@ class RowTable:
     def __init__(
         self,
         parameter: nn.Parameter,
-        place: Place,
+        layout: Layout,
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
         may_rest: Callable[[], bool] = lambda: False,
         gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
-        self.name = place.name
+        self.name = layout.name
         self.parameter = parameter
-        self.place = place
+        self.layout = layout
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = False
@@ -126,12 +127,12 @@ class RowTable:
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole table, (V, D)."""
-        return self.place.shape
+        return self.layout.shape
 
     @property
     def grid(self) -> Grid | None:
         """The grid on which it lies; None: by columns."""
-        return self.place.grid
+        return self.layout.grid
 
     @property
     def failure(self) -> str:
@@ -159,16 +160,16 @@ class RowTable:
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
-        held = HeldGradient(self.like, self.place, self._gradients, self.no_dense)
+        held = HeldGradient(self.like, self.layout, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
-            if not gradient.spread.fits(self.place.layout):
+            if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held
         if gradient is not None:  # the user's own
-            held.set_dense(self.place.layout.cut(gradient).contiguous())
-        self.parameter.grad = Part(held, self.place, "the gradient of ")
+            held.set_dense(self.layout.cut(gradient).contiguous())
+        self.parameter.grad = Part(held, self.layout, "the gradient of ")
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
@@ -178,11 +179,11 @@ class RowTable:
     def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
         held = self.held
-        return None if held is None else whole_table(self.place.shard(held.dense()), group)
+        return None if held is None else whole_table(self.layout.shard(held.dense()), group)
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
-        rows, columns = (axis.index for axis in self.place.layout.axes)
+        rows, columns = (axis.index for axis in self.layout.axes)
         of_rows = gradient[rows]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
         self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())

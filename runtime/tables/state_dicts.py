@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.layouts import Place, by_columns, whole_table
+from embrace_fx.runtime.tables.layouts import by_columns, whole_table
 from embrace_fx.runtime.tables.part import REFUSAL, Part
+from embrace_fx.runtime.tables.part_layout import Layout
 
 Watch = Callable[[], AbstractContextManager[None]]
 
@@ -69,7 +70,7 @@ def as_table_shard(shard: DTensor, name: str, watch: Watch) -> TableShard:
 
 def show_shards(
     state_dict: dict[str, Any],
-    places: Mapping[str, Place],
+    layouts: Mapping[str, Layout],
     group: dist.ProcessGroup | None,
     watch: Watch,
     *,
@@ -78,33 +79,33 @@ def show_shards(
     """Puts shards by columns in the place of this rank's parts of tables. Collective where one lies on a grid.
 
     Args:
-        places: of the tables, by each of their names.
+        layouts: of the tables, by each of their names.
         watch: as of `as_table_shard`.
         prefix: of the model's names in the state dict.
     """
     shown: dict[tuple[Any, ...], DTensor] = {}  # a tied parameter once; tables of a stack share their memory
-    for name, place in places.items():
+    for name, layout in layouts.items():
         value = state_dict.get(prefix + name)
         if value is None or isinstance(value, DTensor) or (isinstance(value, Part) and value.held.is_elsewhere):
             continue
         local = value.held.memory() if isinstance(value, Part) else value
-        memory = local.untyped_storage()._cdata, local.storage_offset(), *place.shape
+        memory = local.untyped_storage()._cdata, local.storage_offset(), *layout.shape
         if memory not in shown:
-            shown[memory] = shard_by_columns(local, place, group)
+            shown[memory] = shard_by_columns(local, layout, group)
         state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name, watch)
 
 
-def shard_by_columns(local: Tensor, place: Place, group: dist.ProcessGroup | None) -> DTensor:
+def shard_by_columns(local: Tensor, layout: Layout, group: dist.ProcessGroup | None) -> DTensor:
     """Returns a rank's part (V', d) of a table as a shard by columns. Collective where it lies on a grid."""
     assert group is not None
-    found = by_columns(place.shard(local.detach()), group)
+    found = by_columns(layout.shard(local.detach()), group)
     assert isinstance(found, DTensor)
     return found
 
 
 def take_own_parts(
     state_dict: dict[str, Any],
-    places: Mapping[str, Place],
+    layouts: Mapping[str, Layout],
     group: dist.ProcessGroup | None,
     parameter: Callable[[str], Tensor],
     *,
@@ -116,17 +117,17 @@ def take_own_parts(
     put together. Collective for the latter, and where tables are on a grid and values by columns.
 
     Args:
-        places, prefix: as of `show_shards`.
+        layouts, prefix: as of `show_shards`.
         parameter: finds one of the model's by name.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):
             continue
-        if (place := places.get(name.removeprefix(prefix))) is not None:
-            if isinstance(value, Part) or value.shape != place.shape:
+        if (layout := layouts.get(name.removeprefix(prefix))) is not None:
+            if isinstance(value, Part) or value.shape != layout.shape:
                 continue  # of other shapes load_state_dict names both
             check_in_memory(parameter(name.removeprefix(prefix)))
-            own, held = parameter(name.removeprefix(prefix)), place.part_of(value, group)
+            own, held = parameter(name.removeprefix(prefix)), layout.part_of(value, group)
             state_dict[name] = own.like(Held(held)) if isinstance(own, Part) else held
         elif isinstance(value, DTensor):
             state_dict[name] = whole_table(value, value.device_mesh.get_group())

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
-from embrace_fx.runtime.tables.layouts import Place, mesh_of
+from embrace_fx.runtime.tables.layouts import mesh_of
 from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSED = "expected "
@@ -33,23 +34,23 @@ class Parts:
         self.communicator = Communicator(dist.group.WORLD)
         self._mesh = mesh_of(self.communicator, "cpu", grid)
 
-    def _of(self, whole: Tensor) -> Place:
-        return Place("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
+    def _of(self, whole: Tensor) -> Layout:
+        return Layout.of_table("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
 
     def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
-        place = self._of(whole)
-        made: Any = nn.Parameter(Part(Held(place.layout.cut(whole).clone()), place), requires_grad=False)
+        layout = self._of(whole)
+        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout), requires_grad=False)
         return made  # type: ignore[no-any-return]
 
     def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
-        place = self._of(whole)
-        local = place.layout.cut(whole).contiguous()
-        held = HeldGradient(local, place)
+        layout = self._of(whole)
+        local = layout.cut(whole).contiguous()
+        held = HeldGradient(local, layout)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
-        return Part(held, place, "the gradient of ")
+        return Part(held, layout, "the gradient of ")
 
     def state(self, whole: Tensor) -> Part:
         """As an optimizer makes it of a parameter."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part, become_part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
@@ -49,7 +49,7 @@ OPTIMIZERS: Mapping[str, Make] = {
 def in_memory(table: Tensor, make: Make) -> RowTable:
     """A table whose rows rest, all of it in memory."""
     parameter = nn.Parameter(table.clone())
-    return RowTable(parameter, Place("t", table.shape), "exact", make([parameter]), may_rest=lambda: True)
+    return RowTable(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_rest=lambda: True)
 
 
 def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> TieredTable:
@@ -65,11 +65,11 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     shown = columns.keys() & state.keys()
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in shown}
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
-    place = Place("t", table.shape)
-    become_part(parameter, like, place)
+    layout = Layout.of_table("t", table.shape)
+    become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
     parameter.held = HeldInFile(like, "expected rows by ids")
-    return TieredTable(parameter, place, "exact", optimizer, memory=memory, shown=shown)
+    return TieredTable(parameter, layout, "exact", optimizer, memory=memory, shown=shown)
 
 
 ROWS, COLUMNS = 200, 6

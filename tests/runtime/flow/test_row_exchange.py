@@ -196,12 +196,12 @@ class Training:
         self.reference = Reference(whole, kind([whole], **options), self.padding_idx)
         parameter = nn.Parameter(initial.clone())
         self.optimizer = kind([parameter], **options)
-        place = shard_parameter("t", parameter, whole.shape, communicator)
+        layout = shard_parameter("t", parameter, whole.shape, communicator)
         self.group = self.optimizer.param_groups[0]
-        self.table = Watched(parameter, place, "exact", self.optimizer)
+        self.table = Watched(parameter, layout, "exact", self.optimizer)
         self.table.updates = []
         state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
-        state.update(own_state(parameter, place, state, communicator.group))
+        state.update(own_state(parameter, layout, state, communicator.group))
         self.moves = kind is Adam  # rows without gradient too
         self.early = 0  # forwards that found rows early, and right
         chunks = self.draw.randint(1, 3)

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
@@ -32,8 +32,8 @@ class Case:
         self.stepping = Stepping(self.state, self.communicator, self._make_whole)
         self.optimizer = make(self.model.parameters(), **{"lr": 0.5, **options})
         parameter = self.table
-        place = Place("table", parameter.shape, None, weakref.ref(self.communicator))
-        table = RowTable(parameter, place, "exact", None)
+        layout = Layout.of_table("table", parameter.shape, None, weakref.ref(self.communicator))
+        table = RowTable(parameter, layout, "exact", None)
         self.state.tables["table"] = table
 
     def _make_whole(self, names: Sequence[str], reason: str) -> None:
@@ -183,7 +183,7 @@ def test_a_closure_is_evaluated_once_and_before_gradients_are_taken() -> None:
 def test_a_replica_that_is_updated_by_rows_keeps_its_gradient_and_its_other_rows() -> None:
     case = Case(Adam)
     table = case.state.tables.pop("table")
-    replica = RowTable(table.parameter, table.place, "lazy")
+    replica = RowTable(table.parameter, table.layout, "lazy")
     case.stepping.replicas = [replica]
     case.stepping.adopt(case.optimizer)
     rows = []

@@ -22,7 +22,7 @@ from torch.optim import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, facts_of, moving
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, RowUpdates
@@ -109,8 +109,8 @@ def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_res
 
 def _table(optimizer: Optimizer, *, can_rest: bool) -> RowTable:
     parameter: nn.Parameter = optimizer.param_groups[0]["params"][0]
-    place = Place("t", parameter.shape)
-    return RowTable(parameter, place, "exact", optimizer, may_rest=lambda: can_rest)
+    layout = Layout.of_table("t", parameter.shape)
+    return RowTable(parameter, layout, "exact", optimizer, may_rest=lambda: can_rest)
 
 
 def test_a_scheduler_changes_the_rule() -> None:

@@ -12,8 +12,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
 from embrace_fx.runtime.tables import own_step
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.own_step import State, hyperparameters
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
@@ -54,7 +54,7 @@ def random_steps(
 def by_rows(definition: Definition, table: Tensor) -> RowTable:
     """A table whose rows without gradient stand still."""
     parameter = nn.Parameter(table.clone())
-    made = RowTable(parameter, Place("t", table.shape), "lazy", definition(parameter))
+    made = RowTable(parameter, Layout.of_table("t", table.shape), "lazy", definition(parameter))
     assert made.rule is RowsAlone
     return made
 
