@@ -23,7 +23,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held_gradient import GONE, Late
+from embrace_fx.runtime.tables.held import GONE, Late
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id

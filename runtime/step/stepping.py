@@ -30,7 +30,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state

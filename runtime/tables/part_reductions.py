@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Layout, arguments_of, without_axes
 
@@ -118,7 +117,7 @@ def _most(dtype: torch.dtype) -> Any:
 
 def _is_of_gradient(part: Part, asked: _Asked) -> bool:
     """Whether all elements of a gradient are asked, whose rows may be told apart."""
-    return isinstance(part.held, HeldGradient) and asked.is_of_all(part) and not asked.keep
+    return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -179,7 +178,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
     looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     order = float(asked.named["ord"])
-    if isinstance(part.held, HeldGradient) and asked.is_of_all(part):
+    if part.held.of_gradient and asked.is_of_all(part):
         total: Tensor = part.held.norm(order)
         return total.to(looks.dtype).view(looks.shape)
     wide = torch.promote_types(looks.dtype, torch.float32)  # half precision would overflow at the square of 256
@@ -232,14 +231,10 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
     gradients, found_inf, inverse_scale = args
     parts = [g for g in gradients if isinstance(g, Part)]
     plain = [g for g in gradients if not isinstance(g, Part)]
-    held = [part.held for part in parts]
-    values = [(each.values() if isinstance(each, HeldGradient) else each.dense()).clone() for each in held]
+    values = [part.held.values().clone() for part in parts]
     func([*plain, *values], found_inf, inverse_scale)
     for part, changed in zip(parts, values, strict=True):
-        if isinstance(part.held, HeldGradient):
-            part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
-        else:
-            part.held.memory().copy_(changed)
+        part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
         part.held.note_write()
     parts[0].spread.reduce(found_inf, _MAX)
 

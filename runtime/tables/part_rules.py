@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
@@ -171,7 +170,7 @@ def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """Another tensor of the same layout: a copy, a conversion, zeros."""
     part = args[0]
-    if func is aten.clone.default and not kwargs and isinstance(part.held, HeldGradient):
+    if func is aten.clone.default and not kwargs:
         return part.like(part.held.copied())
     keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
     found = func(part.held.dense(), *args[1:], **kwargs)
@@ -201,14 +200,14 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 # -- gradients in rows -------------------------------------------------------------------------------------------------
 
 
-def _rows_of(part: Any) -> HeldGradient | None:
+def _rows_of(part: Any) -> Any:
     """Returns the memory of a gradient in rows; None: the part is no such gradient."""
     held = part.held if isinstance(part, Part) else None
-    return held if isinstance(held, HeldGradient) and not held.is_dense else None
+    return None if held is None or held.is_dense else held
 
 
 def _zero(func: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(args[0].held, HeldGradient):
+    if not args[0].held.of_gradient:
         return NotImplemented
     args[0].held.set_zero()
     return args[0]

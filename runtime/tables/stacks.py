@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part_state import state_of
 from embrace_fx.runtime.tables.resting import RestingRows

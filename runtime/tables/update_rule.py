@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from embrace_fx.runtime.tables import fused_rows
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
     counters_after,

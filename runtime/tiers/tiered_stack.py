@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.own_step import same_options
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable

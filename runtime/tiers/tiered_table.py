@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held import Held, Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.held import Held, HeldGradient
 from embrace_fx.runtime.tables.layouts import mesh_of
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
