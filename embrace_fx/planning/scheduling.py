@@ -136,7 +136,7 @@ class Scheduling:
             queue = LaunchQueue(recorder, at_once=len(order) if self._gradients_alone else IN_FLIGHT)
         else:
             queue = StreamQueue(recorder, on, communicator.channels(device))
-            communicator.look_each_time(queue.looks())
+            communicator.look_each_time(queue.look)
         launcher = Launcher(order, of_forward, queue, communicator)
         communicator.in_turn = queue.in_turn
         pieces = dict(self._cuts.pieces)

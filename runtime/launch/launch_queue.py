@@ -132,7 +132,7 @@ class LaunchQueue:
 
     def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Makes the ticket of a launch of the current window."""
-        return Ticket(which, launch, sent_bytes, self.recorded_window, state=self)
+        return Ticket(which, launch, sent_bytes, self.recorded_window, queue=self)
 
     @property
     def recorded_window(self) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.tally import Tally
@@ -28,35 +28,21 @@ OUTSIDE = -2
 """The window of operations outside of a recording; -1 is the window before a recording's first backward."""
 
 
-class Clock(Protocol):
-    """Takes moments of a recording."""
+class Clock:
+    """Takes moments of a recording: on the host, by `time.perf_counter`."""
 
     def start(self) -> None:
         """Begins a recording."""
 
     def now(self) -> Moment:
         """Takes this moment, in the program's order."""
+        return time.perf_counter()
 
     def stop(self) -> None:
         """Ends a recording, after which `seconds` may be called."""
 
     def seconds(self, moment: Moment) -> float:
         """Converts a moment to the scale of `time.perf_counter`."""
-
-
-class HostClock:
-    """`time.perf_counter`."""
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def stop(self) -> None:
-        """Does nothing."""
-
-    def seconds(self, moment: Moment) -> float:
         return float(moment)
 
 
@@ -132,7 +118,7 @@ class Recorder:
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
         self._bytes_in_use = bytes_in_use
-        self.clock: Clock = clock or HostClock()
+        self.clock = clock or Clock()
         self.recording: Recording | None = None
         self.tally = Tally()
         self._segment: OperationId | None = None  # the operation that the forward computes; None: no forward runs

@@ -19,8 +19,7 @@ import bisect
 import contextlib
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +72,8 @@ class StreamTicket(Ticket):
         """
         if self.ended is None:
             self.queue.issue(hurry=True)
-        if self.state.error is not None:
-            raise self.state.error
+        if self.queue.error is not None:
+            raise self.queue.error
         if self.ended is None:
             raise RuntimeError(
                 f"expected '{self.id}' to be launched before it is waited for, found that an earlier launch of class "
@@ -160,9 +159,7 @@ class StreamQueue(LaunchQueue):
         current = self.windows[-1]
         place = (current.number, current.order.index(which))
         ready = self.streams.record(f"{which} ready")
-        ticket = StreamTicket(
-            which, launch, sent_bytes, self.recorded_window, state=self, place=place, ready=ready, queue=self
-        )
+        ticket = StreamTicket(which, launch, sent_bytes, self.recorded_window, queue=self, place=place, ready=ready)
         self.unwaited[place] = ticket
         return ticket
 
@@ -212,36 +209,24 @@ class StreamQueue(LaunchQueue):
         window = self.windows[-1]
         return window.number, len(window.expected)
 
-    def looks(self) -> Callable[[Any, str], None]:
-        """Makes the function that the ranks' thread calls a few times a second, with its store and a name; it does not
-        keep this queue alive.
-        """
-        found = weakref.ref(self)
-
-        def look(store: Any, name: str) -> None:
-            if (queue := found()) is not None:
-                queue.look(store, f"{name}/out of turn")
-
-        return look
-
-    def look(self, store: Any, key: str) -> None:
+    def look(self, store: Any, name: str) -> None:
         """Tells other ranks that launches have left out of turn here, or does the same if another rank tells so at this
         rank's position. Called a few times a second, by a thread that must not block.
 
         Args:
             store: a store that only that thread uses.
-            key: the key under which a rank writes its position.
+            name: what nothing else has there: a rank writes its position under it.
         """
         tells, self.tells = self.tells, None
         if tells is not None:
-            store.set(key, f"{tells}")
+            store.set(name, f"{tells}")
         if tells is not None or not self.lock.acquire(blocking=False):
             return  # the thread that has the lock launches
         try:
             place, held = self.place(), any(window.waiting for window in self.windows)
         finally:
             self.lock.release()
-        if held and store.check([key]) and store.get(key).decode() == f"{place}":
+        if held and store.check([name]) and store.get(name).decode() == f"{place}":
             threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
 
     def _follow(self, place: Place) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,51 +23,12 @@ Event = Any
 """Returned by `record`, for `wait` and `read` of the same streams."""
 
 
-class Streams(Protocol):
-    """One device's streams: that of compute, and one for each communication class.
+class Streams:
+    """A CUDA device's streams: that of compute, and one for each communication class; urgent ones have high priority.
 
     Attributes:
         last: (id of the launcher that has launched last on the device, the event behind that launch), or None.
     """
-
-    last: tuple[int, Event] | None
-
-    def on(self, lane: Lane, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which `what` is enqueued on the stream of a communication class."""
-
-    def record(self, name: str) -> Event:
-        """Records an event, which passes when all work enqueued on the current stream has ended."""
-
-    def wait(self, event: Event) -> None:
-        """Makes later work on the current stream, not the host, wait for the event."""
-
-    def keep(self, *tensors: Tensor) -> None:
-        """Keeps memory, allocated on another stream, from being reused before the current stream has used it."""
-
-    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        """Copies values to the device, (V,) int64, for later work on the current stream."""
-
-    def up(self, tensor: Tensor) -> Tensor:
-        """Copies a host's tensor to the device, for later work on the current stream."""
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts a copy to pinned memory, which may be read after an event recorded behind it has passed."""
-
-    def reach(self, event: Event) -> None:
-        """Makes the host wait for the event, if it has not passed."""
-
-    def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Returns the values of a copy, as a list; the host waits for the event if it has not passed."""
-
-    def clock(self) -> Clock:
-        """Takes moments on the current stream."""
-
-    def use_device(self) -> None:
-        """Makes this the calling thread's device, which is otherwise the first one of the machine."""
-
-
-class CudaStreams:
-    """The streams of a CUDA device; those of ids and embedding have high priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,50 +37,57 @@ class CudaStreams:
 
     @contextmanager
     def on(self, lane: Lane, what: str) -> Iterator[None]:
+        """Opens a context in which `what` is enqueued on the stream of a communication class."""
         with torch.cuda.stream(self._lanes[lane]):
             yield
 
     def record(self, name: str) -> Event:
+        """Records an event, which passes when all work enqueued on the current stream has ended."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, event: Event) -> None:
+        """Makes later work on the current stream, not the host, wait for the event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def keep(self, *tensors: Tensor) -> None:
+        """Keeps memory, allocated on another stream, from being reused before the current stream has used it."""
         stream = torch.cuda.current_stream(self._device)
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        return self.up(torch.tensor(values, dtype=torch.int64, device="cpu"))
-
     def up(self, tensor: Tensor) -> Tensor:
+        """Copies a host's tensor to the device, for later work on the current stream."""
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
+        """Starts a copy to pinned memory, which may be read after an event recorded behind it has passed."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def reach(self, event: Event) -> None:
+        """Makes the host wait for the event, if it has not passed."""
         if not event.query():
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
+        """Returns the values of a copy, as a list; the host waits for the event if it has not passed."""
         self.reach(event)
         values: list[Any] = copy.tolist()
         return values
 
     def clock(self) -> Clock:
-        return _CudaClock(self._device)
+        """Makes a clock that takes moments on the current stream."""
+        return _StreamClock(self._device)
 
     def use_device(self) -> None:
+        """Makes this the calling thread's device, which is otherwise the first one of the machine."""
         torch.cuda.set_device(self._device)
 
 
-class _CudaClock:
+class _StreamClock(Clock):
     """A clock whose moments are events on a stream; their times are known at the recording's end."""
 
     def __init__(self, device: torch.device) -> None:
@@ -151,10 +119,8 @@ def streams_of(device: torch.device) -> Streams | None:
     if device.type != "cuda":
         return None
     whichever = device == torch.device("cuda")  # each device has one set, under any of its names
-    return _cuda_streams(torch.device("cuda", torch.cuda.current_device()) if whichever else device)
+    return _of_device(torch.device("cuda", torch.cuda.current_device()) if whichever else device)
 
 
-@functools.cache
-def _cuda_streams(device: torch.device) -> CudaStreams:
-    """Makes the set of streams of a device, shared by all models on it: a device has few streams."""
-    return CudaStreams(device)
+_of_device = functools.cache(Streams)
+"""Makes the set of streams of a device, shared by all models on it: a device has few streams."""

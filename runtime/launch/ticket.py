@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,18 +12,10 @@ from embrace_fx.runtime.launch.recorder import OUTSIDE
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.operation_id import OperationId
 
+if TYPE_CHECKING:
+    from embrace_fx.runtime.launch.launch_queue import LaunchQueue
+
 Launch = Callable[[], InFlight]
-
-
-class _Shared(Protocol):
-    """The part of its launcher that a ticket sees, under the lock."""
-
-    lock: threading.RLock
-    arrived: threading.Condition
-    error: BaseException | None
-    hurried: int
-
-    def issue(self) -> None: ...
 
 
 class Dropped(Exception):
@@ -50,7 +41,7 @@ class Ticket:
     value: Tensor | None = None
     work: Any = None
     measured: Callable[[], int] | None = None
-    state: _Shared = field(default=None)  # type: ignore[assignment]
+    queue: LaunchQueue = field(default=None)  # type: ignore[assignment]
     dropped: bool = False
     wanted: bool = False  # a hurried wait waits for it
     tells: bool = True  # its time in flight counts as the launch's time
@@ -63,7 +54,7 @@ class Ticket:
         self.dropped, self.launch = True, None
 
     def _is_over(self) -> bool:
-        return self.done or self.dropped or self.state.error is not None
+        return self.done or self.dropped or self.queue.error is not None
 
     def wait(self) -> Tensor:
         """Waits until the collective has completed, and returns its value.
@@ -73,14 +64,14 @@ class Ticket:
             Dropped: the launch was dropped.
         """
         if not self.done:
-            state = self.state
-            if state.hurried:
+            queue = self.queue
+            if queue.hurried:
                 self.wanted = True
-                state.issue()
-            with state.lock:
-                state.arrived.wait_for(self._is_over)
-        if self.state.error is not None:
-            raise self.state.error
+                queue.issue()
+            with queue.lock:
+                queue.arrived.wait_for(self._is_over)
+        if self.queue.error is not None:
+            raise self.queue.error
         if self.dropped:
             raise Dropped
         assert self.value is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -278,17 +277,14 @@ class Announcements:
     def _look_out(self) -> None:
         """Starts the watch for calls that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
         group = self.communicator.group
-        if self._lone_calls is not None or group is None:
-            return
-        itself, lone_calls = weakref.ref(self), LoneCalls(self.communicator.rank, group)
+        if self._lone_calls is None and group is not None:
+            self._lone_calls = LoneCalls(self.communicator.rank, group)
+            self.communicator.look_each_time(self._look)
 
-        def look(store: Any, name: str) -> None:
-            own = itself()
-            if own is not None and (failure := lone_calls.look(store, name, own.made, own._waiting_since_s)):
-                own._answer(failure)
-
-        self._lone_calls = lone_calls
-        self.communicator.look_each_time(look)
+    def _look(self, store: Any, name: str) -> None:
+        assert self._lone_calls is not None
+        if failure := self._lone_calls.look(store, name, self.made, self._waiting_since_s):
+            self._answer(failure)
 
     def _answer(self, failure: str) -> None:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""

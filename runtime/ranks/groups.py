@@ -302,11 +302,11 @@ class Groups:
         """Has the roll call's thread also call `look`, a few times a second. Called on all ranks in one order.
 
         Args:
-            look: takes the thread's own store, and a name that nothing else has there.
+            look: a method, whose object may go; takes the thread's own store, and a name that nothing else has there.
         """
         if (roll_call := self._roll_call) is not None:
-            name = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}"
-            roll_call.looks.append(lambda store: look(store, name))
+            name, found = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}", weakref.WeakMethod(look)
+            roll_call.looks.append(lambda store: None if (method := found()) is None else method(store, name))
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """Gathers `value` of every rank, in rank order. For set-up and failures, never on the step's path.

@@ -65,16 +65,15 @@ class LoneCalls:
         Returns:
             The failure to announce to a rank that waits for this one in vain; None: there is none.
         """
-        key = f"{name}/waiting"
         if waiting_since_s is not None:
             if time.monotonic() - waiting_since_s > PATIENCE_S and self._told != made:
-                store.set(key, f"{self._rank} {made}")
+                store.set(name, f"{self._rank} {made}")
                 self._told = made
             return None
         stood, self._stood = self._stood, None
-        if not store.check([key]):
+        if not store.check([name]):
             return None
-        rank, number = map(int, store.get(key).decode().split())
+        rank, number = map(int, store.get(name).decode().split())
         if number != made + 1 or rank == self._rank:
             return None
         frame = _stands_in(dist.get_global_rank(self._group, rank))

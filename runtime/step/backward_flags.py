@@ -105,7 +105,7 @@ def _launch_on(
         streams.keep(*scalars)
         own = [0] * (2 * size)
         own[size + rank] = written
-        flags = streams.from_host([*own, *used], scalars[0].device)
+        flags = streams.up(torch.tensor([*own, *used], device="cpu"))
         flags[rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
         if size > 1:
             communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))

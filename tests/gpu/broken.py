@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from embrace_fx.runtime.launch import stream_queue
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from tests.gpu.stress import overwritten
 
 WINDOWS = 4
@@ -31,13 +31,13 @@ def sound() -> Iterator[None]:
 
 @contextmanager
 def no_stream_waits() -> Iterator[None]:
-    with patch.object(CudaStreams, "wait", lambda self, event: None):
+    with patch.object(Streams, "wait", lambda self, event: None):
         yield
 
 
 @contextmanager
 def no_record_stream() -> Iterator[None]:
-    with patch.object(CudaStreams, "keep", lambda self, *tensors: None):
+    with patch.object(Streams, "keep", lambda self, *tensors: None):
         yield
 
 
@@ -88,9 +88,9 @@ def copies_from_one_buffer() -> None:
 
 
 def copies_from_new_buffers() -> None:
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = Streams(torch.device("cuda", 0))
     torch.cuda._sleep(200_000_000)
-    sent = [streams.from_host([number] * 1000, torch.device("cuda", 0)) for number in range(20)]
+    sent = [streams.up(torch.tensor([number] * 1000)) for number in range(20)]
     assert [int(each[0]) for each in sent] == list(range(20))
 
 

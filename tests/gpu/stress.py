@@ -14,7 +14,7 @@ from torch import Tensor
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from tests.support.launches import ID, NAMES, OF_FORWARD, ORDER
@@ -30,7 +30,7 @@ def main() -> None:
 def overwritten(windows: int) -> int:
     """Launches in so many windows; returns how many values did not arrive as they were sent."""
     device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
-    launcher = Launcher(ORDER, OF_FORWARD, StreamQueue(Recorder(), CudaStreams(device)), Communicator(None))
+    launcher = Launcher(ORDER, OF_FORWARD, StreamQueue(Recorder(), Streams(device)), Communicator(None))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for window in range(windows):
         tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]

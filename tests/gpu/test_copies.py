@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.vocabulary.copy_ops import offload_id, reload_id
 from tests.gpu.needs import gpus
@@ -15,7 +15,7 @@ from tests.gpu.needs import gpus
 @gpus(1)
 def test_what_comes_back_is_what_left() -> None:
     device = torch.device("cuda", 0)
-    copies = PinnedCopies(CudaStreams(device))
+    copies = PinnedCopies(Streams(device))
     value = torch.randn(1000, 1000, device=device).t()
     expected = value.clone()
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from tests.gpu import needs
 from tests.gpu.deeds import stands_still, trains_two_models
 from tests.gpu.needs import emulated, gpus, trains_on_gpu
@@ -166,7 +166,7 @@ def waits_in_each_step(rank: int, world_size: int) -> None:
     """By a copy to memory that is not pinned; torch's own mode, which raises there, is off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(needs, "set_sync_debug_mode", lambda mode: None)
-        patch.setattr(CudaStreams, "to_host", lambda self, tensor: tensor.cpu())
+        patch.setattr(Streams, "to_host", lambda self, tensor: tensor.cpu())
         trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2, strict_from=13)
 
 

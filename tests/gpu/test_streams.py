@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import LANES, compute_id
 from tests.gpu.needs import gpus
 
@@ -16,7 +16,7 @@ CYCLES = 10_000_000
 @gpus(1)
 def test_a_class_has_a_stream_of_its_own_and_waits_for_events_alone() -> None:
     device = torch.device("cuda", 0)
-    streams = CudaStreams(device)
+    streams = Streams(device)
     used = set()
     value = torch.zeros(1, dtype=torch.int64, device=device)
     for lane in LANES[1:]:
@@ -40,7 +40,7 @@ def test_a_class_has_a_stream_of_its_own_and_waits_for_events_alone() -> None:
 def test_a_recording_takes_the_devices_time() -> None:
     """Not that of the host, which enqueues and goes on."""
     device = torch.device("cuda", 0)
-    recorder = Recorder(CudaStreams(device).clock())
+    recorder = Recorder(Streams(device).clock())
     recorder.start()
     recorder.window()
     torch.cuda._sleep(CYCLES)

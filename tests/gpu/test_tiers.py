@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import embrace_fx
-from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.slots import Arrival, DeviceSlots
 from tests.gpu.needs import emulated, gpus, host_waits, set_sync_debug_mode
 from tests.support.ranks import RankError, run_ranks
@@ -109,9 +109,9 @@ def steady(rank: int, world_size: int) -> list[int]:
     device, events = torch.device("cuda", rank), list[object]()
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    model, reach = OneTable(rows=ROWS).to(device), CudaStreams.reach
+    model, reach = OneTable(rows=ROWS).to(device), Streams.reach
 
-    def noted(self: CudaStreams, event: Any) -> None:
+    def noted(self: Streams, event: Any) -> None:
         events.extend([event] * (threading.current_thread() is threading.main_thread() and not event.query()))
         reach(self, event)
 
@@ -122,7 +122,7 @@ def steady(rank: int, world_size: int) -> list[int]:
     loaded = [(ids.to(device),) for (ids,) in batches(rank, LAST + 3, zipf=False, rows=ROWS)]
     before, waits = host_waits(), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaStreams, "reach", noted)
+        patch.setattr(Streams, "reach", noted)
         for step, batch in enumerate(compiled.lookahead(loaded, 1 if world_size > 1 else 3)):
             if step == FIRST:
                 set_sync_debug_mode("error")

@@ -227,7 +227,7 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
 
     ticket.wait()
     for device in (asks, before, there):
-        device.queue.looks()(store, "name")
+        device.queue.look(store, "name")
 
     assert there.left.wait(LONG_S)
     with there.queue.lock:  # until all have left
@@ -235,7 +235,7 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
     assert not there.queue.took_turns()
     assert before.launched == []
     before.submit("bucket 0")
-    before.queue.looks()(store, "name")
+    before.queue.look(store, "name")
     assert before.left.wait(LONG_S)
 
 
@@ -244,7 +244,7 @@ def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -
     device, store = Device(), Store()
     device.submit("delayed")
 
-    device.queue.looks()(store, "name")
+    device.queue.look(store, "name")
     device.queue.issue()
 
     assert device.launched == []

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import Clock, HostClock
+from embrace_fx.runtime.launch.recorder import Clock
+from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane
 from tests.support.streams.stream_program import HostRead, Record, Step, StreamProgram, WaitEvent
 
 
-class NotedStreams:
+class NotedStreams(Streams):
     """Streams of which `program` tells in which order they were given what; a launch is noted by whoever makes it."""
 
     def __init__(self) -> None:
@@ -46,9 +46,6 @@ class NotedStreams:
     def keep(self, *tensors: Tensor) -> None:
         """Does nothing: no memory is used again."""
 
-    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     def up(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
@@ -64,7 +61,7 @@ class NotedStreams:
         return values
 
     def clock(self) -> Clock:
-        return HostClock()
+        return Clock()
 
     def use_device(self) -> None:
         """Does nothing: there is none."""
