@@ -8,12 +8,9 @@ Contract
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,7 @@ from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -101,19 +99,6 @@ def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> i
     return channel.sent_bytes - before
 
 
-@dataclass
-class _Job:
-    exchange: Exchange
-    flat: Tensor
-    name: str
-    done: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
-    sent_bytes: int = 0
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Returns the future, as a collective's work does."""
-        return self.done
-
-
 class ExchangeThread:
     """Runs exchanges in the order in which they are started.
 
@@ -122,25 +107,9 @@ class ExchangeThread:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        arguments = (self._jobs, Channel(group))
-        threading.Thread(target=_serve, args=arguments, name="embrace_fx exchanges", daemon=True).start()
-        # Not at interpreter exit, where exchanges may still be in flight: the daemon thread ends with the process.
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._worker, self._channel = Worker("exchanges"), Channel(group)
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
         """Starts an exchange in the background; the bytes sent are known when it has ended."""
-        job = _Job(exchange, flat, name)
-        self._jobs.put(job)
-        return InFlight(flat, job, lambda: job.sent_bytes)
-
-
-def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel) -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            job.sent_bytes = _sent_by(job.exchange, job.flat, job.name, channel)
-        except Exception as error:  # raised where the exchange is awaited
-            job.done.set_exception(error)
-            continue
-        job.done.set_result(None)
-        del job  # else its gradient would live until the next job
+        ending = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
+        return InFlight(flat, ending, ending.wait)

@@ -24,6 +24,7 @@ from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
 from embrace_fx.runtime.ranks.rounding import Rounding
+from embrace_fx.runtime.ranks.worker import Ending
 
 
 @dataclass(slots=True)
@@ -41,23 +42,6 @@ class InFlight:
     reads: tuple[Tensor, ...] = ()
 
 
-class _Widening:
-    """The work of a collective on a narrower tensor: it ends when the values have been written into a wider one."""
-
-    def __init__(self, work: Any, widen: Callable[[], Tensor]) -> None:
-        def write(future: torch.futures.Future[Any]) -> Tensor:
-            future.wait()
-            return widen()
-
-        self._done: torch.futures.Future[Any] = work.get_future().then(write)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._done
-
-    def wait(self) -> None:
-        self._done.wait()
-
-
 def widened(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
@@ -67,10 +51,15 @@ def widened(
         write: writes the values of the narrower tensor into the wider one.
     """
     narrow, work = launched.value, None
+
+    def widen(future: torch.futures.Future[Any]) -> Tensor:
+        future.wait()
+        return write(into, narrow)
+
     if launched.work is None:
         write(into, narrow)
     else:
-        work = _Widening(launched.work, lambda: write(into, narrow))
+        work = Ending(launched.work.get_future().then(widen))
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 

@@ -28,7 +28,7 @@ from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carri
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, Watching, failure_text
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
-from embrace_fx.runtime.ranks.messages import Waiter
+from embrace_fx.runtime.ranks.worker import Worker
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, URGENT, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
@@ -72,7 +72,7 @@ class Groups:
         self.rank = 0
         self.meshes: dict[Any, Any] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
@@ -187,10 +187,10 @@ class Groups:
         """Returns a communication class's group; None: a single process."""
         return self._groups.get(name)
 
-    def waiter(self, name: str) -> Waiter | None:
+    def waiter(self, name: str) -> Worker | None:
         """Returns the waiter for the messages of a launcher's class, to be told of their end; None: another class's."""
         if name in LANE_GROUPS and name not in self._waiters:
-            self._waiters[name] = Waiter()
+            self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
     def _agree_on_counts(self) -> None:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.messages import Messages, Waiter, send_parts
+from embrace_fx.runtime.ranks.messages import Messages, send_parts
+from embrace_fx.runtime.ranks.worker import Worker
 from tests.support.ranks import run_ranks
 
 ROUNDS = 3
@@ -26,7 +27,7 @@ def part(sender: int, receiver: int, number: int) -> Tensor:
 
 
 def begin(
-    rank: int, world_size: int, number: int, waiter: Waiter | None, group: dist.ProcessGroup | None = None
+    rank: int, world_size: int, number: int, waiter: Worker | None, group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor], Messages]:
     group = group or dist.group.WORLD
     assert group is not None
@@ -36,7 +37,7 @@ def begin(
 
 
 def exchange_several(rank: int, world_size: int) -> None:
-    waiter = Waiter()
+    waiter = Worker("messages")
     for asked in (None, waiter):
         under_way = [begin(rank, world_size, number, asked) for number in range(ROUNDS)]
         for number, (received, messages) in enumerate(under_way):
@@ -54,7 +55,7 @@ def hear_of_a_rank_that_is_gone(rank: int, world_size: int, when_s: float) -> st
         dist.destroy_process_group(group)
         return ""
     time.sleep(1.0 - when_s)
-    _received, messages = begin(rank, world_size, 1, Waiter(), group)
+    _received, messages = begin(rank, world_size, 1, Worker("messages"), group)
     told = threading.Event()
     messages.get_future().add_done_callback(lambda _: told.set())
     with pytest.raises(RuntimeError) as found:

@@ -1,0 +1,53 @@
+"""Runs jobs one after the other in a thread of their own, and tells of each one's end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from torch.futures import Future
+
+
+class Worker:
+    """A thread that runs jobs in the order in which it is given them. It ends with this object, or with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs = SimpleQueue[Any]()
+        # A daemon: at the end of the interpreter a job may wait for a rank that is gone.
+        threading.Thread(target=_serve, args=(self._jobs,), name=f"embrace_fx {name}", daemon=True).start()
+        # Not at the end of the interpreter, where jobs may still be under way: the thread ends with it.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, job: Callable[[], Any]) -> Ending:
+        """Returns what ends with a job: with its result, or with its error."""
+        end: Future[Any] = Future()
+        self._jobs.put((job, end))
+        return Ending(end)
+
+
+def _serve(jobs: SimpleQueue[Any]) -> None:
+    while (next_ := jobs.get()) is not None:
+        job, end = next_
+        try:
+            result = job()
+        except Exception as error:  # whoever waits for it shall hear of it
+            end.set_exception(error)
+        else:
+            end.set_result(result)
+        del job, end, next_  # nothing of them lives until the next one comes
+
+
+class Ending:
+    """Has the end of a future, as a collective's work has its own."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def wait(self) -> Any:
+        return self._future.wait()
