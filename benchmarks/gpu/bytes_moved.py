@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 
-def lookup_pack(rows: int, columns: int, itemsize: int, sent_itemsize: int) -> int:
-    """Each id and row read once, each row written once."""
-    return rows * (8 + columns * (itemsize + sent_itemsize))
-
-
 def move_columns(rows: int, columns: int, itemsize: int) -> int:
     """Each row read once and written once."""
     return rows * 2 * columns * itemsize
@@ -16,11 +11,6 @@ def move_columns(rows: int, columns: int, itemsize: int) -> int:
 def coalesce(rows: int, sums: int, columns: int, itemsize: int) -> int:
     """Ids and rows read once, distinct ids and sums written once; what the sort moves is on top of the floor."""
     return (rows + sums) * (8 + columns * itemsize)
-
-
-def split_prior_delayed(ids: int, others: int) -> int:
-    """Each id read, one mark written for every other and read for every id, one answer written."""
-    return 9 * others + 10 * ids
 
 
 def update(rows: int, columns: int, itemsize: int, states: int) -> int:

@@ -63,7 +63,6 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
 
     ids = torch.randperm(rows, device=device, generator=generator)
     table, gradients = random(rows, columns), random(rows, columns)
-    yield Case("lookup_pack", (table, ids), _lookup, bytes_moved.lookup_pack(rows, columns, 4, 4))
     yield Case("pack_columns", (table, GROUP), _pack, bytes_moved.move_columns(rows, columns, 4))
     packed = _pack(table, GROUP)
     yield Case(
@@ -79,12 +78,6 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         (twice, table[: len(twice)].reshape(-1), columns, -1, 0.5),
         _coalesce,
         bytes_moved.coalesce(len(twice), rows // 2, columns, 4),
-    )
-    yield Case(
-        "split_prior_delayed",
-        (ids, ids[: rows // 2], torch.zeros(rows, dtype=torch.uint8, device=device), 1),
-        lambda ids, others, marks, stamp: torch.isin(ids, others),
-        bytes_moved.split_prior_delayed(rows, rows // 2),
     )
     yield Case(
         "sgd_rows",
@@ -109,10 +102,6 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
 
 
 # Torch's own ops, not those of `runtime/kernels`, which call the Triton kernels for CUDA tensors.
-
-
-def _lookup(table: Tensor, ids: Tensor) -> Tensor:
-    return table.index_select(0, ids)
 
 
 def _pack(rows: Tensor, group: int) -> Tensor:

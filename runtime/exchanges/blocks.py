@@ -40,8 +40,7 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
         flat = F.pad(flat, (0, missing))
     blocks = flat.view(-1, block_size)
     ids = block_bitmap(blocks).nonzero().view(-1)
-    kept = gpu.lookup_pack(blocks, ids) if blocks.is_cuda and gpu.takes(blocks) else blocks.index_select(0, ids)
-    return RowSet(ids, kept, blocks.shape[0])
+    return RowSet(ids, blocks.index_select(0, ids), blocks.shape[0])
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:

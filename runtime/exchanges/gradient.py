@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import gpu
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
@@ -57,11 +55,8 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
-        if total.is_cuda and gpu.takes(summand):
-            gpu.scatter_add(total, of_rank, summand)
-        else:
-            # Contiguous, because records are strided: a copy of one rank's is five times cheaper than a strided sum.
-            total.index_add_(0, of_rank, summand.contiguous().to(total.dtype))
+        # Contiguous, because records are strided: a copy of one rank's is five times cheaper than a strided sum.
+        total.index_add_(0, of_rank, summand.contiguous().to(total.dtype))
     return total
 
 

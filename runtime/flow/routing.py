@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import first_true, gpu, heads_of
+from embrace_fx.runtime.kernels import first_true, heads_of
 from embrace_fx.runtime.kernels.grid import route_grid
 from embrace_fx.vocabulary.plan import Grid
 
@@ -139,16 +139,8 @@ def membership(num_rows: int, device: torch.device) -> Among:
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
-    stamp = 0  # on CUDA: marks that differ from this number are not erased
 
     def among(ids: Tensor, others: Tensor) -> Tensor:
-        nonlocal stamp
-        if ids.is_cuda and gpu.available():
-            if stamp == gpu.STAMPS:
-                marks.zero_()
-                stamp = 0
-            stamp += 1
-            return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks.view(torch.uint8), stamp)
         if not is_marked:
             ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
             return ordered[torch.searchsorted(ordered[:-1], ids)] == ids

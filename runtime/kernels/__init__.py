@@ -102,8 +102,6 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Looks rows up, in the type that they travel in; None: the shard's."""
-    if shard.is_cuda and gpu.takes(shard):
-        return gpu.lookup_pack(shard, ids, dtype)
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 

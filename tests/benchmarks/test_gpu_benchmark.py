@@ -80,9 +80,7 @@ def test_the_other_ranks_of_an_emulated_fabric_are_as_this_one() -> None:
 
 def test_bytes_moved() -> None:
     """The floors, by hand, for 10 rows of 4 float32 each."""
-    assert bytes_moved.lookup_pack(10, 4, 4, 2) == 10 * (8 + 16 + 8)
     assert bytes_moved.move_columns(10, 4, 4) == 10 * (16 + 16)
     assert bytes_moved.coalesce(10, 7, 4, 4) == 10 * (8 + 16) + 7 * (8 + 16)
-    assert bytes_moved.split_prior_delayed(10, 7) == 10 * (8 + 1 + 1) + 7 * (8 + 1)
     assert bytes_moved.update(10, 4, 4, states=2) == 10 * (8 + 16 + 2 * 16 + 2 * 2 * 16)
     assert bytes_moved.block_bitmap(10, 4, 4) == 10 * (16 + 1)

@@ -20,31 +20,12 @@ from torch import Tensor
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, write_blocks_
-from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
-from embrace_fx.runtime.flow.routing import membership
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.kernel_values import DTYPES, WIDTHS, Put, assert_near, assert_same, plain, random, random_ids
 from tests.support.update_cases import decay_rows, update_no_rows, update_rows, update_rows_of_bfloat16
 
-# -- lookup and columns ------------------------------------------------------------------------------------------------
-
-
-def lookup_pack(put: Put) -> None:
-    for dtype in DTYPES:
-        for width in WIDTHS:
-            table = random(50, width, dtype=dtype)
-            for count in (0, 1, 70):
-                ids = random_ids(count, 50)
-                assert_same(kernels.lookup(put(table), put(ids)), table[ids])
-
-
-def lookup_pack_casts(put: Put) -> None:
-    ids = random_ids(20, 9)
-    for dtype in (torch.float32, torch.float64):
-        table = random(9, 33, dtype=dtype)
-        for narrow in (torch.bfloat16, torch.float32):
-            assert_near(kernels.lookup(put(table), put(ids), narrow), table[ids], narrow)
+# -- columns -----------------------------------------------------------------------------------------------------------
 
 
 def columns_by_rank(rows: Tensor, ranks: int) -> Tensor:
@@ -93,17 +74,6 @@ def columns_codec(put: Put) -> None:
     _columns_codec(put)
 
 
-def split_prior_delayed(put: Put) -> None:
-    """One table for more calls than there are stamps: the marks of earlier calls are not taken for one of this."""
-    among = membership(3000, put(torch.zeros(1)).device)
-    for call in range(gpu.STAMPS + 1):  # the first and the last one have the same stamp
-        ids = torch.cat([random_ids(call % 9, 60, seed=call), torch.arange(100, 110)])
-        others = torch.arange(100, 160) if call == 0 else random_ids(call % 7, 60, seed=call + 1000)
-        assert_same(among(put(ids), put(others)), torch.isin(ids, others))
-    many, others = torch.arange(3000), torch.arange(2999, 0, -2)
-    assert_same(among(put(many), put(others)), torch.isin(many, others))
-
-
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
@@ -140,19 +110,6 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
     rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
     found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, -1, 1.0)
     assert found[1].item() == 264.0
-
-
-def scatter_add(put: Put) -> None:
-    for dtype in DTYPES:
-        wide = torch.promote_types(dtype, torch.float32)
-        for width in WIDTHS:
-            counts, ids = [3, 0, 5], torch.tensor([4, 0, 7, 1, 0, 8, 4, 2])
-            rows = random(8, width, dtype=dtype)
-            expected = torch.zeros(9, width, dtype=torch.float64).index_add(0, ids, rows.double())
-            assert_near(accumulate(put(ids), put(rows), counts, 9), expected, wide)
-            mean = mean_by_id(put(ids), put(rows), counts, 9, divisor=3)
-            assert_same(mean.ids, ids.unique())
-            assert_near(mean.rows, expected[ids.unique()] / 3, dtype)
 
 
 # -- steps that rows have skipped ------------------------------------------------------------------------------------
@@ -192,31 +149,26 @@ def blocks_codec(put: Put) -> None:
 
 def refuse_strided(put: Put) -> None:
     """A kernel called by itself refuses it; the public functions leave such a tensor to torch's ops."""
-    table, ids = put(random(6, 8)).t(), put(torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match=r"as table of lookup_pack, found shape \(8, 6\) with strides \(1, 8\); pass"):
-        gpu.lookup_pack(table, ids)
-    assert_same(kernels.lookup(table, ids), plain(table)[[1, 0]])
+    table = put(random(6, 8)).t()
+    with pytest.raises(ValueError, match=r"as rows of pack_columns, found shape \(8, 6\) with strides \(1, 8\); pass"):
+        gpu.pack_columns(table, 4)
     assert_same(kernels.split_columns(table, 4), columns_by_rank(plain(table), 4))
 
 
 CASES: dict[Callable[[Put], None], str] = {
-    lookup_pack: "lookup_pack",
-    lookup_pack_casts: "lookup_pack",
     pack_columns: "pack_columns",
     unpack_columns: "unpack_columns",
     columns_codec: "pack_columns",
-    split_prior_delayed: "split_prior_delayed",
     coalesce: "coalesce",
     coalesce_adds_in_the_order_of_ranks: "coalesce",
     coalesce_adds_narrow_values_widely: "coalesce",
-    scatter_add: "scatter_add",
     decay_rows: "decay_rows",
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
     update_no_rows: "sgd_rows adagrad_rows adam_rows",
     block_bitmaps: "block_bitmap",
-    blocks_codec: "block_bitmap lookup_pack",
-    refuse_strided: "lookup_pack",
+    blocks_codec: "block_bitmap",
+    refuse_strided: "pack_columns",
 }
 """Each case, and the kernels that it must call."""
 

@@ -54,16 +54,13 @@ def main() -> dict[str, list[dict[str, int]]]:
     ]:
         _call_all(torch.zeros(64, width, dtype=dtype))
     _call_all(torch.zeros(64, 512, dtype=torch.float64))
-    _call_integers()
     return found
 
 
 def _call_all(table: torch.Tensor) -> None:
     ids, rows = torch.arange(40), table[:40]
-    gpu.lookup_pack(table, ids)
     gpu.unpack_columns(gpu.pack_columns(rows, 4), rows, 4, ids)
     gpu.coalesce(ids, rows.reshape(-1), rows.shape[1], -1, 0.5)
-    gpu.scatter_add(table.to(torch.promote_types(table.dtype, torch.float32)), ids, rows)
     gpu.block_bitmap(table)
     gpu.sgd_rows(table, table, ids, rows, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, maximize=True)
     gpu.adagrad_rows(table, table, ids, rows, step_size=0.1, eps=1e-8, weight_decay=0.1, maximize=True)
@@ -74,11 +71,6 @@ def _call_all(table: torch.Tensor) -> None:
         gpu.adam_rows(
             table, table, table, most, ids, rows, step_size=0.1, betas=(0.9, 0.99), eps=1e-8, correction=1.0, shrink=0.5
         )
-
-
-def _call_integers() -> None:
-    ids = torch.arange(40)
-    gpu.split_prior_delayed(ids, ids, torch.zeros(40, dtype=torch.uint8), 3)
 
 
 if __name__ == "__main__":

@@ -21,24 +21,19 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.bitmaps import block_bitmap as block_bitmap
-    from embrace_fx.runtime.kernels.gpu.columns import lookup_pack as lookup_pack
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
     from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
-    from embrace_fx.runtime.kernels.gpu.members import STAMPS as STAMPS
-    from embrace_fx.runtime.kernels.gpu.members import split_prior_delayed as split_prior_delayed
     from embrace_fx.runtime.kernels.gpu.sums import coalesce as coalesce
-    from embrace_fx.runtime.kernels.gpu.sums import scatter_add as scatter_add
     from embrace_fx.runtime.kernels.gpu.updates import adagrad_rows as adagrad_rows
     from embrace_fx.runtime.kernels.gpu.updates import adam_rows as adam_rows
     from embrace_fx.runtime.kernels.gpu.updates import sgd_rows as sgd_rows
 
 _FILES = {
     "bitmaps": ("block_bitmap",),
-    "columns": ("lookup_pack", "pack_columns", "unpack_columns"),
+    "columns": ("pack_columns", "unpack_columns"),
     "decay": ("decay_rows",),
-    "members": ("STAMPS", "split_prior_delayed"),
-    "sums": ("coalesce", "scatter_add"),
+    "sums": ("coalesce",),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
 

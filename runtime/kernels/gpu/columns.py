@@ -6,55 +6,22 @@ w = ceil(D / N) wide; the last may be narrower, and ranks beyond it own none.
     rows (U, D)    a0 a1 a2 a3        flat (U * D,), N = 2    a0 a1 b0 b1 | a2 a3 b2 b3
                    b0 b1 b2 b3
 
-All three are copies: a program loads a tile and stores it, both ends in runs of consecutive elements, so that rows of a
+Both are copies: a program loads a tile and stores it, both ends in runs of consecutive elements, so that rows of a
 multiple of 16 bytes go by 128-bit accesses. Rows are addressed in 64 bits, as V * D may exceed 2^31.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, tile_of
 
 
 # In all these files: a width is the table's, and compiled for, because only then is it known by what it is divisible,
 # and so how wide an access may be. A count differs from step to step; specialised on, it would be compiled for anew
 # when it is 1 or a multiple of 16.
-@triton.jit(do_not_specialize=["count"])
-def _lookup_pack(table, ids, out, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    target, source, inside = offsets(ids, count, width, ROWS, COLUMNS)
-    values = tl.load(table + source, mask=inside, other=0.0)
-    tl.store(out + target, values.to(out.dtype.element_ty), mask=inside)
-
-
-@on_its_device
-def lookup_pack(table: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows `ids` of a table, in the layout they are sent in: (R, d), the rows of rank 0 first.
-
-    Also gathers blocks of a tensor: its rows are the blocks.
-
-    Args:
-        table: (V, d), contiguous.
-        ids: (R,) int64, from 0 to V - 1, in the order of the ranks that read them.
-        dtype: what the rows travel in; the table's where it is None. A float64 table is cast by torch afterwards.
-
-    Raises:
-        ValueError: the table or the ids are not contiguous.
-    """
-    refuse_strided("lookup_pack", table=table, ids=ids)
-    wanted = dtype or table.dtype
-    out = table.new_empty((ids.numel(), table.shape[1]), dtype=table.dtype if table.dtype == torch.float64 else wanted)
-    if out.numel():
-        tile = tile_of(table.shape[1], table.itemsize)
-        _lookup_pack[tile.grid(*out.shape)](
-            table, ids, out, out.shape[0], out.shape[1], ROWS=tile.rows, COLUMNS=tile.columns
-        )
-    return out.to(wanted)
-
-
 # A program takes one rank's columns of some rows (second axis: ranks), so that both its loads and its stores are
 # consecutive; cut by columns of the full row, a tile would straddle two blocks.
 @triton.jit(do_not_specialize=["count"])

@@ -1,4 +1,4 @@
-"""Rows added up where their ids, or their positions, are the same.
+"""Rows added up where their ids are the same.
 
 `coalesce` sorts the ids and gives every sum to one program, which adds its rows in the order in which they came: rank
 after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would have to sort the
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
 
 
 # One program per tile of sums: no atomics, each sum stored once. Sums of a tile are as long as its longest, at most one
@@ -71,30 +71,3 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
             SUM=sum_type(flat.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
         )  # fmt: skip
     return [unique, out]
-
-
-# Positions of one call are distinct, so a sum is read, added to and written by one program, without atomics.
-@triton.jit(do_not_specialize=["count"])
-def _scatter_add(total, positions, rows, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    source, target, inside = offsets(positions, count, width, ROWS, COLUMNS)
-    at = total + target
-    summand = tl.load(rows + source, mask=inside, other=0.0)
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + summand.to(total.dtype.element_ty), mask=inside)
-
-
-@on_its_device
-def scatter_add(total: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """Adds each row to the sum at its position, in place; no copy of the rows in the sums' type is made.
-
-    Args:
-        total: (S, d), contiguous, float32 or float64, written.
-        positions: (K,) int64, no two the same, from 0 to S - 1.
-        rows: (K, d), contiguous, of any type that the sums hold exactly.
-
-    Raises:
-        ValueError: an argument is not contiguous.
-    """
-    refuse_strided("scatter_add", total=total, positions=positions, rows=rows)
-    if rows.numel():
-        tile = tile_of(rows.shape[1], total.itemsize, tensors=2)
-        _scatter_add[tile.grid(*rows.shape)](total, positions, rows, *rows.shape, ROWS=tile.rows, COLUMNS=tile.columns)
