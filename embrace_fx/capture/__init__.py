@@ -77,7 +77,7 @@ class Captured:
         """Lists the changed values that make the graph invalid for a batch; empty where only its shapes do."""
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
         changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
-        return changed + self.conditions.changed()
+        return changed + self.conditions.values.changed()
 
     @property
     def switches(self) -> bool:

@@ -81,7 +81,7 @@ def _all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> None:
-    _write(output, _exchanged(input.detach(), output_split_sizes, input_split_sizes, group))
+    _differentiable_all_to_all_single(output, input.detach(), output_split_sizes, input_split_sizes, group)
 
 
 def _write(into: Tensor, value: Tensor) -> None:
@@ -119,7 +119,8 @@ def _differentiable_all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Group = dist.group.WORLD,
 ) -> Tensor:
-    found = _exchanged(input, output_split_sizes, input_split_sizes, group)
+    given = input.contiguous()
+    found: Tensor = functional.all_to_all_single(given, output_split_sizes, input_split_sizes, _of(group))
     _write(output, found.detach())
     return found
 
@@ -149,11 +150,6 @@ def _gathered(tensor: Tensor, group: Group) -> Sequence[Tensor]:
     """Gathers the tensors, of one shape, of all ranks of a group."""
     flat = functional.all_gather_single(tensor.contiguous().unsqueeze(0), 0, _of(group))
     return flat.unbind(0)
-
-
-def _exchanged(tensor: Tensor, output_sizes: list[int] | None, input_sizes: list[int] | None, group: Group) -> Tensor:
-    found: Tensor = functional.all_to_all_single(tensor.contiguous(), output_sizes, input_sizes, _of(group))
-    return found
 
 
 def _of(group: Group) -> Any:

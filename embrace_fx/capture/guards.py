@@ -14,14 +14,14 @@ import re
 import types
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.guards import CheckFunctionManager
 
-from embrace_fx.capture.read_values import Changed, ReadValues
+from embrace_fx.capture.read_values import NO_VALUES, ReadValues
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
@@ -34,27 +34,34 @@ _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
 
 
 @dataclass(frozen=True)
-class DynamoGuards:
-    """Dynamo's guards on all but the batch.
+class Conditions:
+    """The conditions under which a captured graph is still valid: Dynamo's guards on all but the batch.
 
     Attributes:
-        manager: torch's guard manager over a frame's locals.
+        values: replaces the guards where these do not hold right after the capture.
+        manager: torch's guard manager over a frame's locals; None: `values` are compared.
         frame: the locals that do not change: the model.
         cells: the forward's closure, name -> cell.
         kept: the objects whose identity is guarded, kept so that no other object gets the address of a freed one.
         tensors: tensors that are constants of the graph, compared by identity, and NumPy's numbers, by value.
-        values: replaces the guards where these do not hold right after the capture.
+        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, say) and its graph holds; no
+            parameters and buffers, whose numbers graphs read at each call.
     """
 
-    manager: Any
-    frame: Mapping[str, Any]
-    cells: Mapping[str, Any]
-    kept: Sequence[Any]
-    tensors: ReadValues
     values: ReadValues
+    manager: Any = None
+    frame: Mapping[str, Any] = field(default_factory=dict)
+    cells: Mapping[str, Any] = field(default_factory=dict)
+    kept: Sequence[Any] = ()
+    tensors: ReadValues = NO_VALUES
+    numbers: AsSeen = field(default_factory=AsSeen)
 
     def hold(self) -> bool:
         """Tells whether all guarded values are what they were at the capture."""
+        if self.numbers.written():
+            return False
+        if self.manager is None:
+            return self.values.hold()
         frame = self.frame
         if self.cells:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
@@ -71,27 +78,15 @@ class DynamoGuards:
         cell = root is not None and root[1] in self.cells
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
-    def without(self, tensors: Collection[str | int]) -> DynamoGuards:
-        """Copies the guards without those on tensors that are no constants of the graph."""
+    def without(self, tensors: Collection[str | int]) -> Conditions:
+        """Copies the conditions without those on tensors that are no constants of the graph."""
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
-
-    def changed(self) -> list[Changed]:
-        """Lists the guarded values that have changed."""
-        return self.values.changed()
 
     def unchanged(self) -> Conditions:
         """Copies the conditions without values that have changed since: the forward writes them, or its tracing did."""
-        own = replace(self, tensors=self.tensors.unwritten())
-        return own if own.hold() else self.values.unchanged()
-
-    def reading(self, numbers: AsSeen) -> DynamoGuards:
-        """Adds the condition that tensors whose numbers are constants of the graph are not written."""
-        tensors, values = (replace(each, numbers=numbers) for each in (self.tensors, self.values))
-        return replace(self, tensors=tensors, values=values)
-
-
-Conditions = DynamoGuards | ReadValues
-"""The conditions under which a captured graph is still valid."""
+        written = {id(each) for each in self.numbers.written()}
+        own = replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
+        return own if own.hold() else replace(own, manager=None, values=self.values.unchanged())
 
 
 def name_in_frame(name: str, itself: str) -> str:
@@ -111,7 +106,7 @@ def traced_function(model: nn.Module) -> types.FunctionType:
     return found
 
 
-def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
+def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     """Collects Dynamo's guards of a traced model, without those of arguments, parameters, buffers and modes."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
@@ -133,7 +128,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
     manager = checks.guard_manager
     values = _values(output, function, model, itself, cells)
     output.local_scope = {}
-    return DynamoGuards(manager, frame, cells, [checks.values, checks.guarded], values.of_arrays(), values)
+    return Conditions(values, manager, frame, cells, [checks.values, checks.guarded], values.of_arrays())
 
 
 class _Checks(CheckFunctionManager):

@@ -11,7 +11,7 @@ import inspect
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,12 @@ class ReadValues:
         code: the compiled tuple of all expressions.
         scope: the names in the expressions.
         values: numbers and texts, compared by value, tuples item by item, anything else by identity.
-        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, say) and its graph holds; no
-            parameters and buffers, whose numbers graphs read at each call.
     """
 
     names: tuple[str, ...]
     code: types.CodeType
     scope: dict[str, Any]
     values: tuple[Any, ...]
-    numbers: AsSeen = field(default_factory=AsSeen)
 
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
@@ -93,12 +90,7 @@ class ReadValues:
         """Copies the values without those that have changed since: the forward writes them, or its tracing did."""
         now = _evaluated(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
-        return replace(ReadValues._made(same, self.scope), numbers=self.unwritten().numbers)
-
-    def unwritten(self) -> ReadValues:
-        """Copies the values without tensors in `numbers` that have been written since."""
-        written = {id(each) for each in self.numbers.written()}
-        return replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
+        return ReadValues._made(same, self.scope)
 
     def changed(self) -> list[Changed]:
         """Lists the values that have changed."""
@@ -107,8 +99,6 @@ class ReadValues:
 
     def hold(self) -> bool:
         """Tells whether all values are unchanged."""
-        if self.numbers.written():
-            return False
         try:
             now = eval(self.code, self.scope)
         except Exception:  # an attribute has gone, a list has become shorter
@@ -174,3 +164,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return isinstance(a, _PLAIN) and bool(a == b)
+
+
+NO_VALUES = ReadValues.of((), {})

@@ -58,9 +58,12 @@ def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> An
     A graph calls this in place of torch's functions, so that tracing the graph needs no mode, which would be called at
     every function and every access to a tensor.
     """
-    # Both overloads take nine arguments; the weights come third (padded) or fourth (packed).
-    packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
-    return (_packed if packed else _padded)(cell, kernel, *args, **kwargs)
+    # That of packed sequences has their batch sizes behind the data, and no `batch_first`.
+    if len(args) > 3 and isinstance(args[3], list | tuple):
+        args, kwargs = (args[0], *args[2:]), {**kwargs, "batch_sizes": args[1]}
+    if "data" in kwargs:
+        kwargs["input"] = kwargs.pop("data")
+    return _network(cell, kernel, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class _Stack:
     batch_sizes: Tensor | None
 
 
-def _padded(
+def _network(
     cell: str,
     kernel: str | None,
     input: Tensor,
@@ -86,31 +89,14 @@ def _padded(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
+    batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, None)
+    stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory, time first; with the copy made here, the backward reads the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
     output, *states = _layers(stack, input_TBI, hx, params)
     return (output.transpose(0, 1) if batch_first else output, *states)
-
-
-def _packed(
-    cell: str,
-    kernel: str | None,
-    data: Tensor,
-    batch_sizes: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, ...]:
-    return _layers(
-        _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes), data, hx, params
-    )
 
 
 def _layers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from embrace_fx.capture.collectives import check_collectives, collectives_traced
 from embrace_fx.capture.effects import Effects, ReplayedEffects, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.guards import (
     Conditions,
-    DynamoGuards,
     dynamo_guards,
     name_in_frame,
     name_of_model,
@@ -43,7 +42,7 @@ from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traced:
     """A traced model: its graph, and all else that a call needs.
 
@@ -61,10 +60,10 @@ class Traced:
     out_spec: pytree.TreeSpec
     fake_mode: Any
     conditions: Conditions
-    replay: ReplayedEffects | None = None
-    constants: Mapping[int, Any] = field(default_factory=dict)
-    names: Mapping[int, str] = field(default_factory=dict)
-    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    replay: ReplayedEffects | None
+    constants: Mapping[int, Any]
+    names: Mapping[int, str]
+    symbols: Mapping[str, Symbol]
 
 
 def private_copies(
@@ -151,14 +150,35 @@ def trace(
         values: names of the values that become inputs.
         reads_all: whether all arguments count as read, also those that Dynamo has not guarded.
     """
-    names = {name_in_frame(name, name_of_model(model)): name for name in values}
+    itself = name_of_model(model)
+    names = {name_in_frame(name, itself): name for name in values}
     with numbers_as_inputs(names):
         read = _read(model, args, kwargs, reads_all)
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
-    constants = {k: value for k, value in read.constants.items() if read.names.get(k) not in symbols}
-    traced = _traced(model, read, symbols, opens=bool(values))
-    symbols = {names[name]: symbol for name, symbol in symbols.items()}
-    return replace(traced, constants=constants, names=read.names, symbols=symbols)
+    _keep_whole(read.gm)
+    context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
+    # Only guards needed these, and are made by now. C++ owns the objects that a fake tensor's sizes refer to, these
+    # sizes included: they would keep their own tensors, and all of the capture, for ever.
+    sizes: Any = context.fake_mode and context.fake_mode.shape_env
+    if sizes is not None:
+        sizes.tracked_fakes = []
+    conditions = replace(read.conditions, numbers=_numbers_read(read.gm.graph, itself, read.conditions.values))
+    module, keywords = OpenResults(read.gm), read.kwargs
+    replay: ReplayedEffects | None = None
+    if read.effects or values:
+        module, given, replay = _with_states(model, read, symbols, itself)
+        keywords, conditions = {**read.kwargs, STATES: given}, conditions.without(replay.states)
+    joint, out_spec = _trace_joint(module, read.args, keywords, context)
+    return Traced(
+        joint,
+        out_spec,
+        context.fake_mode,
+        conditions,
+        replay,
+        {k: value for k, value in read.constants.items() if read.names.get(k) not in symbols},
+        read.names,
+        {names[name]: symbol for name, symbol in symbols.items()},
+    )
 
 
 def _without_unread(
@@ -170,36 +190,26 @@ def _without_unread(
     return found
 
 
-def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, opens: bool) -> Traced:
-    """Traces the forward that Dynamo has read to ATen.
+def _with_states(
+    model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], itself: str
+) -> tuple[OpenResults, list[Any], ReplayedEffects]:
+    """Makes inputs of the values that a forward reads from objects.
 
     Args:
         symbols: Dynamo's name of a number that is an input -> its symbol.
-        opens: whether values that the forward reads from objects become inputs even if it has no effects.
+
+    Returns:
+        The module to trace, the values of those inputs, and the forward's side effects.
     """
-    gm, out, args, kwargs, effects = read.gm, read.out, read.args, read.kwargs, read.effects
-    conditions = read.conditions
-    _keep_whole(gm)
-    context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    # Only guards needed these, and are made by now. C++ owns the objects that a fake tensor's sizes refer to, these
-    # sizes included: they would keep their own tensors, and all of the capture, for ever.
-    sizes: Any = context.fake_mode and context.fake_mode.shape_env
-    if sizes is not None:
-        sizes.tracked_fakes = []
-    itself, values = name_of_model(model), conditions.values
-    numbers = _numbers_read(gm.graph, itself, values)
-    if not effects and not opens:
-        return _trace_joint(OpenResults(gm), args, kwargs, context, conditions.reading(numbers))
-    effects = effects.of(itself)
+    graph, effects = read.gm.graph, read.effects.of(itself)
     refuse_effects(effects, model)
-    places = number_inputs(gm.graph, symbols)
-    states = {k: name for k, name in state_inputs(gm.graph, itself).items() if k not in places.values()}
-    replay = replay_of(out, model, effects, [*states.values(), *_read_anew(read, symbols, itself)], values)
-    given = [*replay.read_states(pytree.tree_leaves((args, kwargs)))[: len(states)], *symbols.values()]
-    module = OpenResults(gm, (*states, *(places.get(name) for name in symbols)))
-    holding = conditions.without(replay.states).reading(numbers)
-    traced = _trace_joint(module, args, {**kwargs, STATES: given}, context, holding)
-    return replace(traced, replay=replay)
+    places = number_inputs(graph, symbols)
+    states = {k: name for k, name in state_inputs(graph, itself).items() if k not in places.values()}
+    anew = _read_anew(read, symbols, itself)
+    replay = replay_of(read.out, model, effects, [*states.values(), *anew], read.conditions.values)
+    given = replay.read_states(pytree.tree_leaves((read.args, read.kwargs)))[: len(states)]
+    module = OpenResults(read.gm, (*states, *(places.get(name) for name in symbols)))
+    return module, [*given, *symbols.values()], replay
 
 
 def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[str | int]:
@@ -228,7 +238,7 @@ class _Read:
 
     gm: fx.GraphModule
     out: Any
-    conditions: DynamoGuards
+    conditions: Conditions
     effects: Effects
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -280,12 +290,9 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _trace_joint(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: TracingContext,
-    conditions: Conditions,
-) -> Traced:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: TracingContext
+) -> tuple[fx.GraphModule, pytree.TreeSpec]:
+    """Returns what AOTAutograd makes of a module and a batch, and the structure of the module's results."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(regions_noted())
@@ -294,4 +301,4 @@ def _trace_joint(
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         check_collectives(joint.graph_module.graph)
         mark_backward(joint.graph_module.graph)
-        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, conditions)
+        return joint.graph_module, joint.out_spec

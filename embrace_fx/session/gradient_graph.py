@@ -23,7 +23,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.guards import Conditions
+from embrace_fx.capture.read_values import NO_VALUES
 from embrace_fx.vocabulary.graph import (
     FROM_GRADIENT,
     FROM_ROWS,
@@ -84,7 +85,7 @@ def as_lookups(graph: TrainingGraph) -> TrainingGraph:
 
 def captured_of(graph: TrainingGraph) -> Captured:
     """Makes a capture, valid for every batch, of a graph of gradients."""
-    return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), ReadValues.of((), {}))
+    return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
