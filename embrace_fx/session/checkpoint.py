@@ -7,8 +7,9 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -45,16 +46,13 @@ def save(setting: Setting, folder: Path) -> None:
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
-    told = ""
-    try:
+    room = f"room for a checkpoint in {folder}"
+    with _together(communicator, room):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
             if table.failure:
                 raise TierError(table.failure)
             save_rows(table, folder / files[name][communicator.rank])
-    except (OSError, TierError) as error:
-        told = f"expected room for a checkpoint in {folder}, found {error}"
-    _agree(communicator, told)
     model = {k: v for k, v in setting.model.state_dict().items() if k not in beyond}
     optimizers = [_of_optimizer(each, state) for each in setting.stepping.holders.optimizers]
     with communicator.watching():
@@ -62,13 +60,9 @@ def save(setting: Setting, folder: Path) -> None:
     rest["tables"] = {
         name: {"shape": tuple(table.shape), "files": files[name], **table.saved()} for name, table in beyond.items()
     }
-    told = ""
-    if communicator.rank == 0:
-        try:
+    with _together(communicator, room):
+        if communicator.rank == 0:
             _put(rest, folder)
-        except OSError as error:
-            told = f"expected room for a checkpoint in {folder}, found {error}"
-    _agree(communicator, told)
 
 
 def load(setting: Setting, folder: Path) -> None:
@@ -78,8 +72,8 @@ def load(setting: Setting, folder: Path) -> None:
         TierError: the checkpoint is missing, broken, or of another model; on every rank.
     """
     communicator, state = setting.communicator, setting.state
-    beyond, told = _beyond(state), ""
-    try:
+    beyond = _beyond(state)
+    with _together(communicator, f"a checkpoint of this model in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check(rest, state, setting.stepping.holders.optimizers)
         for name, table in beyond.items():
@@ -87,9 +81,6 @@ def load(setting: Setting, folder: Path) -> None:
                 _load_table(table, rest["tables"][name], folder, communicator)
             else:  # saved before it was placed
                 _load_whole(table, rest["model"].pop(name), _take_state(rest, table, setting), communicator)
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        told = f"expected a checkpoint of this model in {folder}, found: {error}"
-    _agree(communicator, told)
     setting.model.load_state_dict(rest["model"], strict=False)
     for optimizer, saved in zip(setting.stepping.holders.optimizers, rest["optimizers"], strict=True):
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -186,8 +177,13 @@ def _put(rest: dict[str, Any], folder: Path) -> None:
             path.unlink()
 
 
-def _agree(communicator: Communicator, told: str) -> None:
-    """Raises on every rank the first failure of any rank; "": this rank has none."""
-    for rank, each in enumerate(communicator.gather(told, str)):
-        if each:
-            raise TierError(f"{each}. The checkpoint before is whole. (rank {rank})")
+@contextlib.contextmanager
+def _together(communicator: Communicator, expected: str) -> Iterator[None]:
+    """Opens a context of what each rank does by itself, at whose end every rank raises the first failure of any."""
+    failure = None
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        failure = f"expected {expected}, found {error}"
+    for rank, text in communicator.reports(failure).items():
+        raise TierError(f"{text}. The checkpoint before is whole. (rank {rank})")

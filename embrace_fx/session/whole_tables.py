@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -11,6 +10,7 @@ from math import prod
 import torch
 
 from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 
@@ -79,4 +79,4 @@ def _missing_bytes(setting: Setting, name: str) -> int:
 def _free_bytes(on_device: bool) -> int:
     if on_device:
         return int(torch.cuda.mem_get_info()[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()

@@ -9,6 +9,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -61,10 +62,7 @@ class Rounding:
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
         """Rounds looked-up rows."""
-        error = self._errors.setdefault("rows", _Error())
-        error.calls += 1
-        if error.calls % MEASURED_EVERY == 1:
-            error.add(columns, rounded(columns, pieces, self.rows))
+        self._measure("rows", columns, lambda: rounded(columns, pieces, self.rows))
         return encode(columns, pieces, self.rows)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
@@ -84,7 +82,7 @@ class Rounding:
         sent = join_columns(sent, rows.shape[1], grid_columns)
         ids, order = ids.sort()  # the padding row comes first
         self._left[table] = ids, _finite(wanted - sent).index_select(0, order)
-        self._measure("gradients of rows", wanted, sent)
+        self._measure("gradients of rows", wanted, lambda: sent)
         return sent.to(rows.dtype)
 
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
@@ -94,14 +92,14 @@ class Rounding:
         coded = encode(wanted, pieces, self.buckets)
         sent = decode_into(torch.empty_like(wanted), coded, pieces, self.buckets)
         self._left[name] = flat.new_empty(0), _finite(wanted - sent)
-        self._measure("buckets", wanted, sent)
+        self._measure("buckets", wanted, lambda: sent)
         return coded
 
-    def _measure(self, kind: str, wanted: Tensor, sent: Tensor) -> None:
+    def _measure(self, kind: str, wanted: Tensor, arrived: Callable[[], Tensor]) -> None:
         error = self._errors.setdefault(kind, _Error())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:
-            error.add(wanted, sent)
+            error.add(wanted, arrived())
 
     def rounds(self, values: Tensor, kind: str) -> bool:
         """Tells whether a tensor of "rows" or "buckets" travels in fewer bits than it has."""

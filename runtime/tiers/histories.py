@@ -12,7 +12,7 @@ Shape legend: S slots of the working set; K of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, SkippedSteps, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
-
-
-class _Skipped(Protocol):
-    """Consecutive steps that a row can have skipped."""
-
-    count: int
-
-    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None: ...
 
 
 class _FirstStep:
@@ -73,7 +65,7 @@ class Histories(RestingRows):
         super().__init__()
         self._memory, self._rows = memory, rows
         memory.arrived = self.arrived
-        self._closed: list[tuple[int, _Skipped]] = []  # with the number of steps before each
+        self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # with the number of steps before each
         self._before = 0  # steps until the open one
         self.together: TogetherHistories | None = None
 
@@ -159,7 +151,7 @@ class Histories(RestingRows):
                 made._optimizer = optimizer
             self._closed.append((each["before"], made))
 
-    def _add(self, skipped: _Skipped) -> None:
+    def _add(self, skipped: SkippedSteps | _FirstStep) -> None:
         before = self._before
         self._closed.append((before, skipped))
         self._before += skipped.count
@@ -178,7 +170,7 @@ class Histories(RestingRows):
             self._take(ids, [(self._before, found)])
         return self.rest
 
-    def _take(self, slots: Tensor, due: Sequence[tuple[int, _Skipped]]) -> None:
+    def _take(self, slots: Tensor, due: Sequence[tuple[int, SkippedSteps | _FirstStep]]) -> None:
         """Lets rows in slots (K,) take what they have skipped of histories, which follow on each other."""
         memory, taken = self._memory, self._memory.columns[TAKEN]
         until = due[-1][0] + due[-1][1].count
