@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.exchanges.cases import CASES, SYSTEMS, Case, System
 from benchmarks.namespaces import interface_sent_bytes
 from embrace_fx.cost.links import COLLECTIVES, Cluster, Handling, Link
-from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.probe.probe import probe
 from embrace_fx.runtime.ranks.communicator import Communicator
+from tests.support.counting_channel import CountingChannel
 
 MOST_RUNS = 5
 ENOUGH_S = 2.0
@@ -42,7 +42,7 @@ def main() -> None:
     cluster = cluster_of(job["cluster"]) if job["cluster"] else probe(Communicator(dist.group.WORLD))
     if not job["cluster"]:
         _keep(Path(job["kept"]), {"cluster": as_data(cluster)})
-    bench = Bench(Channel(dist.group.WORLD), cluster)
+    bench = Bench(CountingChannel(dist.group.WORLD), cluster)
     cases = {case.name: Case(case.kind, case.density, job["divisor"]) for case in CASES}
     for kind in sorted({cases[name].kind for _, name, _ in job["cells"]}):  # connections, index sets, first touches
         warm_up = Case(kind, 0.01, job["divisor"])
@@ -65,7 +65,7 @@ def main() -> None:
 class Bench:
     """Exchanges of gradients in place, as training makes them."""
 
-    def __init__(self, channel: Channel, cluster: Cluster) -> None:
+    def __init__(self, channel: CountingChannel, cluster: Cluster) -> None:
         self._channel = channel
         self._cluster = cluster
         self._flat = torch.zeros(0)
@@ -118,7 +118,7 @@ class Bench:
 
     def _exchange(self, num_units: int, system: System) -> None:
         if system.strategy == "allreduce":
-            self._channel.all_reduce_(self._flat).work.wait()
+            self._channel.all_reduce_(self._flat)
             self._flat.div_(self._channel.world_size)
         else:
             kind = ExchangeKind(num_units, system.strategy, system.scheme)

@@ -48,8 +48,10 @@ class Views:
 
     @property
     def graphs(self) -> Graphs:
+        """The graphs of the last training program."""
         assert self.plan is not None  # raises before the first call
-        return self.graphs_of_training
+        assert self._planned.builder is not None
+        return self._planned.builder.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
         told, setting = render(self.plan, folded=True) + told_of(self._setting.communicator), self._setting
@@ -119,7 +121,7 @@ class Views:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        if self._planned.recorder is None and self.graphs_of_training:
+        if self._planned.recorder is None and self._planned.builder is not None:
             raise RuntimeError(_NOT_SCHEDULED)
         self._planned.records = True
         self._planned.start_recording()
@@ -136,13 +138,6 @@ class Views:
                 "inside of it."
             )
         self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
-
-    @property
-    def graphs_of_training(self) -> Graphs:
-        """The graphs of the last training program; none before the first."""
-        if self._planned.builder is None:
-            return Graphs()
-        return self._planned.builder.graphs.instead(self._runs_eagerly())
 
 
 class Report(str):

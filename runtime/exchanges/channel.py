@@ -50,10 +50,7 @@ class Channel:
 
     Attributes:
         rank, world_size: this rank's number in the group, and the group's size.
-        sent_bytes: payload that this rank has sent to others so far, without frames of the transport; for a ring
-            AllReduce 2 (N-1)/N of the tensor.
-        messages: start-ups, one after the other, of these sends: for an AlltoAll or AllGather one for each peer that
-            gets data, for an AllReduce 2 (N-1).
+        sent_bytes: payload that this rank has sent to others so far, without frames of the transport.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -61,14 +58,6 @@ class Channel:
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
-        self.messages = 0
-
-    def all_reduce_(self, flat: Tensor) -> InFlight:
-        """Sums a tensor over ranks, in place."""
-        steps = 2 * (self.world_size - 1)
-        self.sent_bytes += round(steps * flat.nbytes / self.world_size)
-        self.messages += steps
-        return InFlight(flat, dist.all_reduce(flat, group=self._group, async_op=True))
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
         """Sends an equal, small part to every rank, and receives one from each, rank after rank.
@@ -77,7 +66,6 @@ class Channel:
             sent: (N k,), the part for rank 0 first.
         """
         self.sent_bytes += sent.nbytes // self.world_size * (self.world_size - 1)
-        self.messages += (self.world_size - 1) * (sent.numel() > 0)
         received = torch.empty_like(sent)
         return InFlight(received, dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
@@ -107,12 +95,9 @@ class Channel:
         if len(set(sizes)) > 1:
             return InFlight(everyone, self._messages([own] * self.world_size, everyone.split(list(sizes))))
         self.sent_bytes += (self.world_size - 1) * own.nbytes
-        self.messages += (self.world_size - 1) * (own.numel() > 0)
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
         """Sends a message to, and receives one from, every other rank; empty messages are left out."""
-        others = [part for rank, part in enumerate(sent) if rank != self.rank]
-        self.sent_bytes += sum(part.nbytes for part in others)
-        self.messages += sum(part.numel() > 0 for part in others)
+        self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

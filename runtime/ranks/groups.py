@@ -205,16 +205,13 @@ class Groups:
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
             gc.collect()  # groups of models that one rank has not collected yet
-        count = len(dist.distributed_c10d._world.pg_names)
-        extremes = torch.tensor([count, -count], device="cpu")
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._hosts)
-        most, fewest = extremes[0].item(), -extremes[1].item()
-        if most != fewest and not are_all:
+        counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
+        if len(set(counts)) > 1 and not are_all:
             raise ValueError(
                 f"expected the ranks of a process group to be in equally many groups, in compile() or at the first "
-                f"call, found {count} on rank {dist.get_rank()}, and {fewest} to {most} on all: torch names new groups "
-                "by that number, and would wait for ever. Make groups of which each rank is in as many, those of a "
-                "device mesh, or compile in the default group."
+                f"call, found {counts[self.rank]} on rank {dist.get_rank()}, and {min(counts)} to {max(counts)} on "
+                "all: torch names new groups by that number, and would wait for ever. Make groups of which each rank "
+                "is in as many, those of a device mesh, or compile in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:

@@ -18,10 +18,10 @@ from embrace_fx.cost.exchanges import Prediction, Scheme, cheaper_scheme, predic
 from embrace_fx.cost.links import Cluster, Work, passes_over
 from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure
 from embrace_fx.runtime.exchanges.blocks import cut_rows
-from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
+from tests.support.counting_channel import CountingChannel
 from tests.support.exchange_cases import Way, random_sparsity
 from tests.support.ranks import run_ranks
 from tests.support.wire import sent_by_connection
@@ -78,7 +78,7 @@ def all_ranks_here(world_size: int) -> None:
 
 
 def exchange_all(rank: int, world_size: int) -> dict[tuple[str, str], Sent]:
-    channel = Channel(dist.group.WORLD)
+    channel = CountingChannel(dist.group.WORLD)
     sent = {}
     for variant, way in WAYS.items():
         for name, gradient_of in GRADIENTS.items():
@@ -87,7 +87,7 @@ def exchange_all(rank: int, world_size: int) -> dict[tuple[str, str], Sent]:
             before = sent_by_connection()
             gradient = gradient_of(rank)
             if way is None:
-                channel.all_reduce_(gradient.view(-1)).work.wait()
+                channel.all_reduce_(gradient.view(-1))
             else:
                 with way.chosen():
                     exchange_gradient_(gradient.view(-1), way.kind(gradient), channel, Cluster())

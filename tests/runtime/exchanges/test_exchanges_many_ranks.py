@@ -53,7 +53,7 @@ class Wire:
 
 class SimulatedChannel(Channel):
     def __init__(self, rank: int, wire: Wire) -> None:
-        self.rank, self.world_size, self.sent_bytes, self.messages = rank, len(wire.launches), 0, 0
+        self.rank, self.world_size, self.sent_bytes = rank, len(wire.launches), 0
         self._wire = wire
 
     def _launch(
