@@ -16,8 +16,3 @@ def coalesce(rows: int, sums: int, columns: int, itemsize: int) -> int:
 def update(rows: int, columns: int, itemsize: int, states: int) -> int:
     """Ids and gradients read, the shard's rows and those of `states` tensors of state read and written."""
     return rows * (8 + (3 + 2 * states) * columns * itemsize)
-
-
-def block_bitmap(blocks: int, width: int, itemsize: int) -> int:
-    """Every element read, one byte written per block."""
-    return blocks * (width * itemsize + 1)

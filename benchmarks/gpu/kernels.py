@@ -95,10 +95,6 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         tuple(ADAGRAD.items()),
         written=(0, 1),
     )
-    blocks = gradients.view(-1, columns)
-    yield Case(
-        "block_bitmap", (blocks,), lambda blocks: (blocks != 0).any(1), bytes_moved.block_bitmap(rows, columns, 4)
-    )
 
 
 # Torch's own ops, not those of `runtime/kernels`, which call the Triton kernels for CUDA tensors.

@@ -83,4 +83,3 @@ def test_bytes_moved() -> None:
     assert bytes_moved.move_columns(10, 4, 4) == 10 * (16 + 16)
     assert bytes_moved.coalesce(10, 7, 4, 4) == 10 * (8 + 16) + 7 * (8 + 16)
     assert bytes_moved.update(10, 4, 4, states=2) == 10 * (8 + 16 + 2 * 16 + 2 * 2 * 16)
-    assert bytes_moved.block_bitmap(10, 4, 4) == 10 * (16 + 1)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, write_blocks_
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.kernel_values import DTYPES, WIDTHS, Put, assert_near, assert_same, plain, random, random_ids
@@ -115,35 +114,6 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
 # -- steps that rows have skipped ------------------------------------------------------------------------------------
 
 
-# -- bitmaps ---------------------------------------------------------------------------------------------------------
-
-
-def block_bitmaps(put: Put) -> None:
-    for dtype in (*DTYPES, torch.float16):
-        for width in (*WIDTHS, 1500):
-            for count in (1, 40):
-                blocks = torch.zeros(count, width, dtype=dtype)
-                blocks[::3] = -0.0
-                blocks[1::3, -1:] = torch.nan
-                blocks[2::6, :1] = torch.finfo(dtype).smallest_normal
-                assert_same(block_bitmap(put(blocks)), (blocks.double() != 0).any(dim=1))
-
-
-@given(st.lists(st.integers(0, 7), max_size=3), st.integers(1, 9), st.sampled_from(DTYPES), st.integers(0, 99))
-def _blocks(put: Put, shape: list[int], block_size: int, dtype: torch.dtype, seed: int) -> None:
-    dense = random(*shape, dtype=dtype, seed=seed)
-    dense = torch.where(random(*shape, seed=seed + 1) > 0.8, dense, 0)
-    blocks = cut_blocks(put(dense), block_size)
-    assert (plain(blocks.rows) != 0).any(dim=1).all()
-    written = torch.zeros_like(put(dense))
-    write_blocks_(written, blocks)
-    assert_same(written, dense)
-
-
-def blocks_codec(put: Put) -> None:
-    _blocks(put)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +136,6 @@ CASES: dict[Callable[[Put], None], str] = {
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
     update_no_rows: "sgd_rows adagrad_rows adam_rows",
-    block_bitmaps: "block_bitmap",
-    blocks_codec: "block_bitmap",
     refuse_strided: "pack_columns",
 }
 """Each case, and the kernels that it must call."""

@@ -1,4 +1,4 @@
-"""The Triton kernels: what `runtime/kernels`, the row updates and the exchanges call where a tensor is on CUDA.
+"""The Triton kernels: what `runtime/kernels` and the row updates call where a tensor is on CUDA.
 
 Contract
     Every function here has a twin in torch ops, which is called for tensors on the CPU, and for what `takes` declines;
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.kernels.gpu.bitmaps import block_bitmap as block_bitmap
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
     from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.updates import sgd_rows as sgd_rows
 
 _FILES = {
-    "bitmaps": ("block_bitmap",),
     "columns": ("pack_columns", "unpack_columns"),
     "decay": ("decay_rows",),
     "sums": ("coalesce",),

@@ -118,6 +118,16 @@ def test_which_blocks_are_not_zero(block_size: int) -> None:
     assert block_bitmap(blocks).tolist() == [False, False, True, True, True, True, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_device_finds_the_same_blocks_by_counting(dtype: torch.dtype) -> None:
+    """Where the host compares extremes. However many of a block's elements are not zero, and however small they are."""
+    values = [0.0, -0.0, torch.nan, torch.inf, torch.finfo(dtype).smallest_normal / 2, 1.0]
+    blocks = torch.zeros(len(values) + 1, 70_000, dtype=dtype)
+    blocks[:-1, -1] = torch.tensor(values, dtype=dtype)
+    blocks[-1] = 1.0  # more than the largest number in 16 bits
+    assert torch.equal(torch.linalg.vector_norm(blocks, 0, dim=1) != 0, block_bitmap(blocks))
+
+
 # -- hashing -----------------------------------------------------------------------------------------------------------
 
 
