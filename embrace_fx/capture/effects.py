@@ -123,7 +123,7 @@ class ReplayedEffects:
 
     Attributes:
         run: a function with the forward's arguments, which calls `outputs` in place of the graph.
-        outputs: holds the graph's outputs while `run` runs.
+        outputs: has the graph's outputs as its last item while `run` runs.
         model: the object that the forward is a method of; None: the forward is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
         states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of
@@ -132,7 +132,7 @@ class ReplayedEffects:
     """
 
     run: Callable[..., Any]
-    outputs: _Outputs
+    outputs: list[Sequence[Any]]
     model: nn.Module | None
     objects: tuple[str, ...]
     states: tuple[str | int, ...]
@@ -140,11 +140,11 @@ class ReplayedEffects:
     switches: bool
 
     def __call__(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.outputs.values = outputs
+        self.outputs.append(outputs)
         try:
             return self.run(*(() if self.model is None else (self.model,)), *args, **kwargs)
         finally:
-            self.outputs.values = ()
+            self.outputs.pop()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
         """Reads the present values of `states`."""
@@ -153,16 +153,6 @@ class ReplayedEffects:
     def writes(self, holder: Mapping[str, Any]) -> bool:
         """Tells whether the forward writes items of this dict."""
         return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)
-
-
-class _Outputs:
-    """Stands for the compiled graph in Dynamo's code."""
-
-    def __init__(self) -> None:
-        self.values: Sequence[Any] = ()
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        return self.values
 
 
 def _found(name: str, scope: Mapping[str, Any]) -> Any:
@@ -191,8 +181,10 @@ def replay_of(
         out: Dynamo's capture, made with side effects to be replayed.
         values: the values that Dynamo has guarded.
     """
-    outputs = _Outputs()
-    run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)
+    outputs: list[Sequence[Any]] = []
+    run = out.forward_callable(
+        compiled_fn=lambda *inputs: outputs[-1], extra_globals=out.graph_capture_output.f_globals
+    )
     bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
     switches = _switches(effects, dict(zip(values.names, values.values, strict=True)))
     return ReplayedEffects(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 
 import torch
 
@@ -17,52 +16,44 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.setup.setting import Setting
 
 
-@dataclass(frozen=True)
-class Offloading:
-    """The object that copies values out of memory and back, and its rate; without it nothing is offloaded.
+def offloading(setting: Setting, compute: Compute) -> tuple[Copies | None, CopyRate]:
+    """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
 
-    Attributes:
-        rate: the slowest rank's, so that all ranks decide alike.
+    Args:
+        compute: the speed by which a step is estimated. Only proportions of estimates are right, so that the copies'
+            rate is converted to the estimates' milliseconds.
+
+    Returns:
+        The object that copies values out of memory and back, None where nothing is offloaded; and the slowest rank's
+        rate, so that all ranks decide alike.
+
+    Raises:
+        PeerFailure: a rank cannot offload; on every rank.
     """
-
-    copies: Copies | None = None
-    rate: CopyRate = NO_COPIES
-
-    @classmethod
-    def of(cls, setting: Setting, compute: Compute) -> Offloading:
-        """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
-
-        Args:
-            compute: the speed by which a step is estimated. Only proportions of estimates are right, so that the
-                copies' rate is converted to the estimates' milliseconds.
-
-        Raises:
-            PeerFailure: a rank cannot offload; on every rank.
-        """
-        options, devices = setting.options, {parameter.device for parameter in setting.model.parameters()}
-        device = next(iter(devices), torch.device("cpu"))
-        on = streams_of(device) if len(devices) == 1 else None
-        if options.memory_budget is None or (options.offload_to is None and on is None):
-            return cls()
-        copies: FileCopies | PinnedCopies | None = None
-        own, failure = (0.0, 0.0), None
-        try:
-            if on is None:
-                assert options.offload_to is not None
-                copies = FileCopies(options.offload_to)
-            elif options.offload_to is not None:
-                raise ValueError(
-                    "expected no offload_to for a model on a GPU, in compile(), found one: what it offloads goes to "
-                    "its host's memory. Leave it out."
-                )
-            else:
-                copies = PinnedCopies(on)
-            (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
-            own = rate / times, start_ms * times
-        except (ValueError, RuntimeError, OSError) as error:
-            failure = error
-        setting.communicator.check_none_failed(failure)
-        return cls(copies, _agreed(setting.communicator, own, on_host=on is None))
+    options, devices = setting.options, {parameter.device for parameter in setting.model.parameters()}
+    device = next(iter(devices), torch.device("cpu"))
+    on = streams_of(device) if len(devices) == 1 else None
+    if options.memory_budget is None or (options.offload_to is None and on is None):
+        return None, NO_COPIES
+    copies: FileCopies | PinnedCopies | None = None
+    own, failure = (0.0, 0.0), None
+    try:
+        if on is None:
+            assert options.offload_to is not None
+            copies = FileCopies(options.offload_to)
+        elif options.offload_to is not None:
+            raise ValueError(
+                "expected no offload_to for a model on a GPU, in compile(), found one: what it offloads goes to its "
+                "host's memory. Leave it out."
+            )
+        else:
+            copies = PinnedCopies(on)
+        (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
+        own = rate / times, start_ms * times
+    except (ValueError, RuntimeError, OSError) as error:
+        failure = error
+    setting.communicator.check_none_failed(failure)
+    return copies, _agreed(setting.communicator, own, on_host=on is None)
 
 
 def _agreed(communicator: Communicator, own: Measured, *, on_host: bool) -> CopyRate:

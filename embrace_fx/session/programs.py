@@ -27,7 +27,7 @@ from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
 from embrace_fx.session.gradient_graph import ROUTE as EAGER
-from embrace_fx.session.offloading import Offloading
+from embrace_fx.session.offloading import offloading
 from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.setup.agreement import give_up
@@ -71,7 +71,7 @@ class ProgramBuilder:
         self._calls = calls
         self._buffers = buffers
         self._on_other_batch = on_other_batch
-        self._offloading = Offloading.of(setting, plan.links.compute)
+        self._copies, self._copy_rate = offloading(setting, plan.links.compute)
         self._communicator = setting.communicator
         self._announcements = setting.announcements
         self._shown: Compiled | None = None  # the last training program's graphs
@@ -160,7 +160,7 @@ class ProgramBuilder:
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         budget = self._setting.options.memory_budget
-        rates = self._plan.links.compute, self._offloading.rate
+        rates = self._plan.links.compute, self._copy_rate
         memory = None if budget is None else Memory(budget, *rates, self._tell_least)
         rank = self._communicator.rank
         join = JoinExchanges(self._exchanged(), self._plan.renormed) if train else None
@@ -313,7 +313,7 @@ class ProgramBuilder:
             links=self._plan.links,
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
-            copies=self._offloading.copies,
+            copies=self._copies,
             of_gradients=variant.captured.route == EAGER,
         )
 

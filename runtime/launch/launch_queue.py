@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -170,9 +170,16 @@ class LaunchQueue:
             self.forget_windows()
         self.note_change(window)
 
-    def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which launches not yet submitted do not delay those that the caller waits for."""
-        return _Hurrying(self)
+    @contextlib.contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Opens a context in which launches not yet submitted do not delay those that the caller waits for."""
+        with self.lock:
+            self.hurried += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.hurried -= 1
 
     def took_turns(self) -> bool:
         """Tells whether all launches since the last call left in turn; if not, other ranks must be told.
@@ -344,19 +351,6 @@ class LaunchQueue:
     def under_way(self) -> bool:
         """Tells whether any submitted launch has not completed."""
         return bool(self.in_flight) or self.waits()
-
-
-class _Hurrying(contextlib.AbstractContextManager[None]):
-    def __init__(self, queue: LaunchQueue) -> None:
-        self._queue = queue
-
-    def __enter__(self) -> None:
-        with self._queue.lock:
-            self._queue.hurried += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._queue.lock:
-            self._queue.hurried -= 1
 
 
 def _run(queue: LaunchQueue) -> None:

@@ -151,9 +151,10 @@ class StreamQueue(LaunchQueue):
             raise self.error
         self.issue()
 
-    def hurrying(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def hurrying(self) -> Iterator[None]:
         """Does nothing: a wait launches its ticket, out of turn only if it must."""
-        return contextlib.nullcontext()
+        yield
 
     def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         current = self.windows[-1]

@@ -161,7 +161,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         with mock.patch.object(budget_pass, "can_run_again", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:
-            copies: Any = compiled._session.planned.builder._offloading.copies  # type: ignore[union-attr]
+            copies: Any = compiled._session.planned.builder._copies  # type: ignore[union-attr]
             os.ftruncate(copies._file.descriptor, 0)
         loss.backward()
     except (RuntimeError, ValueError, PeerFailure) as error:
@@ -197,7 +197,7 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
     ):
         made(IDS)
 
-    rate = made._session.planned.builder._offloading.rate  # type: ignore[union-attr]
+    rate = made._session.planned.builder._copy_rate  # type: ignore[union-attr]
     assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
 
 
