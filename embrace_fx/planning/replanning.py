@@ -17,6 +17,7 @@ from embrace_fx.passes.planner.step_cost import has_compute
 from embrace_fx.planning.last_run import changes
 from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.ranks.checksums import digest_of
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import AUTO
 
@@ -131,6 +132,7 @@ class Trials:
         self._chooses = asked == AUTO
         self._step_ms: dict[str, float] = {}
         self._loop_ms = 0.0  # the loop's own code in the first of them
+        self._no_compute: TrainingGraph | None = None
 
     def want_another(self, plan: Plan, findings: Findings, measured: tuple[float, float] | None) -> bool:
         """Tells, once for each schedule, whether another one is predicted to take less than its measured step.
@@ -140,7 +142,8 @@ class Trials:
         """
         if not self._chooses or measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
             return False
-        if not has_compute(findings.graph):
+        if findings.graph is self._no_compute or not has_compute(findings.graph):
+            self._no_compute = findings.graph  # looked through once, not at every step
             return False
         step_ms, loop_ms = measured
         self._loop_ms = self._loop_ms if self._step_ms else loop_ms

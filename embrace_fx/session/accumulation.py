@@ -144,15 +144,18 @@ class Accumulation:
 
     def accumulated(self, name: str) -> None:
         """Records a gradient in `.grad`, and sends it if an earlier backward has shown that no second one follows."""
-        self.begin(None)
+        if self._backward is None:
+            self.begin(None)
         backward = self._backward
         if backward is None:
             return
         backward.reached[name] = None
         if torch._C._current_graph_task_id() != backward.task:
             self._nests = True
-        if self._nests is False and self.parameters[name].grad is not None:
-            backward.step.add(name, self._own(backward, name))
+        gradient = self.parameters[name].grad
+        if self._nests is False and gradient is not None:
+            is_own = name not in backward.kept and not gradient.requires_grad
+            backward.step.add(name, gradient if is_own else self._own(backward, name))
 
     def end(self) -> None:
         """Ends the backward, and exchanges its gradients. Collective."""
@@ -174,8 +177,12 @@ class Accumulation:
         """Ends the backward: returns its step and its gradients, in their order, and restores `.grad`."""
         backward, self._backward = self._backward, None
         assert backward is not None
-        there = [name for name in backward.reached if self.parameters[name].grad is not None]
-        gradients = {name: self._own(backward, name) for name in there}
+        found = [(name, self.parameters[name].grad) for name in backward.reached]
+        gradients = {
+            name: self._own(backward, name) if name in backward.kept or gradient.requires_grad else gradient
+            for name, gradient in found
+            if gradient is not None
+        }
         for name, parameter in self.parameters.items():
             parameter.grad = backward.before.get(name)
         return backward.step, gradients

@@ -207,8 +207,9 @@ class EagerCalls:
             place = {name: k for k, name in enumerate(self._order)}
             names = sorted(first.values(), key=lambda name: -place.get(name, len(place)))
             self._sorted = state.names, self._order, [name for name in names if name not in state.ignored]
-        found = {name: state.parameter(name) for name in self._sorted[2]}
-        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+        names = self._sorted[2]
+        found = zip(names, state.parameters(names), strict=True)
+        return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)

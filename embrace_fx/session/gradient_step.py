@@ -37,6 +37,7 @@ class GradientStep(Step):
         self._in_rows = in_rows
         self._failure: Exception | None = None
         self._opened: Opened | None = None
+        self._sent: InPieces | None = None  # what sends gradients as they come; None: they are sent at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
@@ -47,7 +48,11 @@ class GradientStep(Step):
         """
         with torch.no_grad(), autocast_is_in_the_graph():
             self.forward()
-        self._results, self._read_again = [], AsSeen()  # autograd checks the tensors that its backward reads
+        self._results = []
+
+    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
+        """Sees nothing: autograd checks the tensors that its backward reads."""
+        return AsSeen()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Announces a training step on a host ahead: ranks meet at the head of its backward, before anything leaves.
@@ -82,8 +87,11 @@ class GradientStep(Step):
             self.program.recorder.window()
         self.program.announcements.settle()
         self._opened = self._open({})
+        self._sent, self._taken = None, {}
         if isinstance(run := self._opened.phase.run, InPieces):
             run.begin()
+            may_leave = not self.program.state.unreduced and self._shares_failures()
+            self._sent = run if may_leave else None
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -92,16 +100,15 @@ class GradientStep(Step):
         Raises:
             RuntimeError: a gradient that was sent is accumulated again.
         """
-        run, state = self._opened.phase.run if self._opened is not None else None, self.program.state
-        if not isinstance(run, InPieces) or state.unreduced or not self._shares_failures():
+        if self._sent is None:
             return
         k = self._places[name]
-        if run.has_run(k):
+        if (completes := self._sent.note(k)) is None:
             raise RuntimeError(_AGAIN.format(name))
-        self._taken[k] = self._as_exchanged(name, gradient)
-        if run.may_run(self._taken):
+        self._taken[k] = gradient if gradient.layout is torch.strided else self._as_exchanged(name, gradient)
+        if completes:
             with torch.no_grad(), autocast_is_in_the_graph():
-                run.run_ready(self._taken)
+                self._sent.run_ready(self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of the accumulated gradients. Collective.
@@ -116,8 +123,8 @@ class GradientStep(Step):
         """
         program, opened = self.program, self._opened
         assert opened is not None
-        self._opened, self._failure = None, failure
-        given = tuple(k for k, name in enumerate(self._names) if name in gradients)
+        self._opened, self._sent, self._failure = None, None, failure
+        given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
         with torch.no_grad(), autocast_is_in_the_graph():
@@ -139,7 +146,11 @@ class GradientStep(Step):
     ) -> tuple[Any, ...]:
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
-            if k not in taken:
+            if k in taken:
+                continue
+            if tangent is not None and tangent.layout is torch.strided:
+                taken[k] = tangent
+            else:
                 taken[k] = self._as_exchanged(name, tangent)
         if isinstance(backward.run, InPieces):
             backward.run.run_ready(taken)
@@ -148,8 +159,9 @@ class GradientStep(Step):
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:
         """Returns a gradient in the layout of its exchange; zeros for None."""
-        parameter, in_rows = self.program.state.parameter(name), name in self._in_rows
+        in_rows = name in self._in_rows
         if gradient is None:
+            parameter = self.program.state.parameter(name)
             return _no_rows(parameter) if in_rows else torch.zeros_like(parameter)
         return gradient if in_rows or gradient.layout == torch.strided else gradient.to_dense()
 

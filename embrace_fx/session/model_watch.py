@@ -7,13 +7,12 @@ themselves guard all else that the forward reads.
 from __future__ import annotations
 
 from itertools import chain
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
-from embrace_fx.runtime.step.gradient_hooks import is_hooked
 from embrace_fx.runtime.tables.model_state import ModelState
 
 OTHER_PARAMETERS = (
@@ -107,7 +106,9 @@ class ModelWatch:
 
     def _gradients(self) -> list[tuple[bool, torch.dtype, bool]]:
         """Reads what decides about each parameter's gradient: whether it trains, its dtype, its hooks."""
-        return [(each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters()]
+        found = self._state.parameters()
+        hooked = [*map(any, map(_HOOKS, found))]  # `is_hooked`, without a call of Python for each
+        return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
         self._gradients_were = now
@@ -127,4 +128,5 @@ class ModelWatch:
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _values = methodcaller("values")  # a method, because TorchScript's modules have another type of dict

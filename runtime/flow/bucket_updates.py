@@ -146,6 +146,7 @@ class BucketUpdates:
         self._waiting: dict[int, _Bucket] = {}
         self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
+        self._stood_in = False  # some `.grad` has been a stand-in
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -228,6 +229,7 @@ class BucketUpdates:
                     if id(parameter) not in without:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             return
+        self._stood_in |= bool(buckets)
         for k in buckets:
             bucket, late = self._waiting[k], self._late(k)
             for n, parameter in enumerate(bucket.parameters):
@@ -265,6 +267,8 @@ class BucketUpdates:
         Returns: what `.grad` was, to be put back after the step, which then skips those parameters. Nothing where the
         optimizer has to step them by itself, at once; their gradients are ordinary ones then.
         """
+        if not self._stood_in and not self._waiting:
+            return []
         place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
         hidden, may_step = [], True
         for group in optimizer.param_groups:
@@ -304,6 +308,8 @@ class BucketUpdates:
 
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
+        if not self._waiting:
+            return
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         with self._launcher.hurrying():
             for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(map(id, bucket.parameters))]:

@@ -6,7 +6,7 @@ Gradients have the layouts that autograd makes; an optimizer's class may take ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,27 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
     return list(found)
 
 
+class _Sorted:
+    """A backward's outputs by kind: what to deliver, with its place among them."""
+
+    def __init__(self, roles: Sequence[OutputRole]) -> None:
+        self.roles = roles  # kept: they are known by identity
+        self.dense: list[tuple[int, str]] = []
+        self.of_rows: list[tuple[int, GradientOfRows]] = []
+        self.pending: list[PendingGradients] = []
+        self.pending_rows: list[tuple[int, PendingRows]] = []
+        for place, role in enumerate(roles):
+            match role:
+                case Gradient(Parameter(name)):
+                    self.dense.append((place, name))
+                case GradientOfRows():
+                    self.of_rows.append((place, role))
+                case PendingGradients():
+                    self.pending.append(role)
+                case PendingRows():
+                    self.pending_rows.append((place, role))
+
+
 @dataclass(frozen=True)
 class Delivery:
     """Puts the gradients of one program's backwards where optimizers find them.
@@ -50,6 +71,7 @@ class Delivery:
     flow: Flow | None
     synchronised: bool
     own: bool
+    _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> what they are
 
     def __call__(
         self,
@@ -66,33 +88,51 @@ class Delivery:
             absent, absent_here: parameters that no rank's backward reaches, and those that this rank's does not.
             tangents: what the backward was given, which may be the user's own tensors.
         """
+        sorted_ = self._sorted.get(id(roles))
+        if sorted_ is None:
+            sorted_ = self._sorted[id(roles)] = _Sorted(roles)
+        self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
         rows: dict[str, dict[str, Tensor]] = {}
-        given: set[int] = set()
-        ignored = self.state.ignored
-        unreached = absent if self.synchronised else absent_here
-        others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
-        for role, value in zip(roles, outputs, strict=True):
-            match role:
-                case Gradient(Parameter(name)) if name not in (absent_here if name in ignored else unreached):
-                    # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
-                    # nor may it be one that the backward was given, as of a parameter that is only added.
-                    shared = id(value) in given or (bool(others) and value.untyped_storage().data_ptr() in others)
-                    value = value.clone() if shared else value
-                    if name in ignored:
-                        _deliver_local(self.state, name, value)
-                    else:
-                        _deliver_dense(self.state, name, value, self.synchronised, self.own)
-                    given.add(id(value))
-                case GradientOfRows(table, part) if table not in absent:
-                    rows.setdefault(table, {})[part] = value
+        for place, role in sorted_.of_rows:
+            if role.table not in absent:
+                rows.setdefault(role.table, {})[role.part] = outputs[place]
         for table, parts in rows.items():
             self.state.tables[table].add_gradient(parts["ids"], parts["rows"])
         self._note_sums(rows)
-        self._deliver_buckets([role for role in roles if isinstance(role, PendingGradients)], absent)
-        for role, value in zip(roles, outputs, strict=True):
-            if isinstance(role, PendingRows) and not absent.issuperset(role.tables):
-                value.deliver(absent)
-                self._note_sums(name for name in role.tables if name not in absent)
+        self._deliver_buckets(sorted_.pending, absent)
+        for place, pending in sorted_.pending_rows:
+            if not absent.issuperset(pending.tables):
+                outputs[place].deliver(absent)
+                self._note_sums(name for name in pending.tables if name not in absent)
+
+    def _deliver_dense(
+        self,
+        places: Sequence[tuple[int, str]],
+        outputs: Sequence[Any],
+        absent: frozenset[str],
+        absent_here: frozenset[str],
+        tangents: Sequence[Tensor],
+    ) -> None:
+        """Puts gradients into `.grad`; `places`: (place among the outputs, parameter)."""
+        state, given = self.state, set[int]()
+        ignored, unreached = state.ignored, absent if self.synchronised else absent_here
+        others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
+        is_plain = self.synchronised and not state.unreduced and not (self.own and state.hooked)
+        for (place, name), parameter in zip(places, state.parameters([n for _, n in places]), strict=True):
+            if name in (absent_here if name in ignored else unreached):
+                continue
+            # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
+            # nor may it be one that the backward was given, as of a parameter that is only added.
+            value: Tensor = outputs[place]
+            if id(value) in given or (others and value.untyped_storage().data_ptr() in others):
+                value = value.clone()
+            given.add(id(value))
+            if name in ignored:
+                _deliver_local(state, name, value)
+            elif is_plain and parameter.grad is None and (value.is_sparse or value.stride() == parameter.stride()):
+                parameter.grad = value
+            else:
+                _deliver_dense(state, name, value, self.synchronised, self.own)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
         if not pending:

@@ -35,6 +35,7 @@ class InPieces:
         *pieces, rest = map(lower, modules := _cut(module))
         needed = [{role.index for _, role in inputs_of(each) if isinstance(role, Tangent)} for each in modules]
         self._pieces = [*zip(pieces, needed, strict=False)]
+        self._piece_of = {tangent: k for k, (_, each) in enumerate(self._pieces) for tangent in each}
         self._rest = rest
         self.begin()
 
@@ -45,6 +46,18 @@ class InPieces:
     def begin(self) -> None:
         """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()
+        self._missing = [set(needed) for _, needed in self._pieces]  # the gradients that have not been noted
+
+    def note(self, tangent: int) -> bool | None:
+        """Notes that a gradient is there; tells whether the next piece may run now. None: the gradient has left."""
+        piece = self._piece_of.get(tangent)
+        if piece is None:
+            return False
+        if piece < self._run:
+            return None
+        missing = self._missing[piece]
+        missing.discard(tangent)
+        return piece == self._run and not missing
 
     def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
         """Whether the gradients of the next piece are there."""
@@ -56,10 +69,6 @@ class InPieces:
             piece, _ = self._pieces[self._run]
             self._run += 1
             keep(piece.roles, piece((), {}, tangents), self._values)
-
-    def has_run(self, tangent: int) -> bool:
-        """Whether a gradient has left."""
-        return any(tangent in needed for _, needed in self._pieces[: self._run])
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         """Runs what is left of the backward; the next one begins anew."""

@@ -114,10 +114,13 @@ class Step:
         self._values = values
         results, made = own_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
-        self._read_again = program.read_again(self._leaves, values)
-        if made:
-            self._read_again += in_memory_of((results[k] for k in made), self._read_again)
+        self._read_again = self._seen(values, results, made)
         return results
+
+    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
+        """Returns the tensors that the backward reads, the results at the places `made` among them."""
+        read = self.program.read_again(self._leaves, values)
+        return read + in_memory_of((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
         """Runs the forward and returns its outputs. All ranks learn of a failure, and wait for nothing of it."""

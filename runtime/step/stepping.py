@@ -136,7 +136,7 @@ class Stepping:
             return  # around another one, whose step calls this too; or it steps by ops on parameters, as a loop does
         if not self.holders.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
-            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
                 return
             self.adopt(optimizer)
         # The user's hooks see gradients as they are on all ranks: before ours take them, and after they are back.

@@ -88,6 +88,8 @@ class ModelState:
     def layouts(self) -> dict[str, Layout]:
         """Maps each name of a sharded table to the layout of its parts."""
         tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
+        if not tables:  # asked for in each call of a lookup layer
+            return {}
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
