@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -169,25 +169,17 @@ def plan(  # noqa: PLR0913
     stepping = Stepping(state, communicator, lambda names, reason: None)  # which nobody tells of steps
     for each in optimizers:
         stepping.holders.add(each)
-    measured = [_measured(model, state, each) for each in batches]
-    graph = measured[0].graph
-    used = set().union(*(used_parameters(each.graph) for each in measured))
+    graphs, read = zip(*(_measured(model, state, each) for each in batches), strict=True)
+    graph = graphs[0]
+    used = set().union(*map(used_parameters, graphs))
     facts = facts_of(model, stepping.holders, row_updates, used, {})
-    reads = [reported(each.reads, rank, ranks) for rank, each in enumerate(measured)]
+    reads = [reported(each, rank, ranks) for rank, each in enumerate(read)]
     findings = findings_of(graph, facts, reads, ranks, options)
     if len(batches) < ranks:
-        findings = replace(findings, sparsity=_extrapolated(measured, ranks))
+        findings = replace(findings, sparsity=_extrapolated(graph, read, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
     return Forecast.of(fit_plan(setting, planned, findings.sparsity, lambda records: storage), setting, graph)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A batch's graph, and what the batch reads."""
-
-    graph: TrainingGraph
-    reads: Mapping[str, Read]
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
@@ -207,7 +199,8 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     return batches, ranks
 
 
-def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
+def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, dict[str, Read]]:
+    """Captures a batch's graph, and counts the rows that the batch reads of each table."""
     args, kwargs = _arguments(batch)
     parameter = state.any_parameter()
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
@@ -216,7 +209,7 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))
         else:
             graph = analyse(capture(model, args, kwargs, train=True))
-    return _Measured(graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0]))
+    return graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0])
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -225,12 +218,12 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _extrapolated(measured: Sequence[_Measured], ranks: int) -> dict[str, Sparsity]:
+def _extrapolated(graph: TrainingGraph, read: Sequence[Mapping[str, Read]], ranks: int) -> dict[str, Sparsity]:
     """Estimates, for more ranks than batches, the sparsity of each table whose rows all batches tell."""
     found = {}
-    for table in measured[0].graph.tables:
-        drawn = [each.reads[table.parameter].drawn.cpu() for each in measured if table.parameter in each.reads]
-        if len(drawn) == len(measured):
+    for table in graph.tables:
+        drawn = [each[table.parameter].drawn.cpu() for each in read if table.parameter in each]
+        if len(drawn) == len(read):
             shape = table.num_rows, table.embedding_dim, table.dtype.itemsize
             found[table.parameter] = extrapolate(drawn, *shape, world_size=ranks)
     return found

@@ -21,9 +21,7 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
         ValueError: it does not fit on some rank; on every rank, with the first disagreement.
     """
     own = next(_misfits(setting, graph, plan), None)
-    everyone = setting.communicator.gather(own, str | None)
-    found = next((each for each in everyone if each is not None), None)
-    if found is not None:
+    for found in setting.communicator.reports(own).values():
         raise ValueError(
             f"expected a plan of this model, optimizer and number of ranks, in the first call, found {found}. Save a "
             "plan of this very run, or leave out plan=."

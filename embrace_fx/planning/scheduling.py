@@ -278,12 +278,12 @@ def cuts(setting: Setting, plan: Plan) -> Cuts:
     """Chooses the pieces in which the communication of a plan travels; of one process there is none."""
     if plan.world_size == 1:
         return Cuts((), ())
-    chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
+    chunks = tuple(tuple(bucket_chunks(setting, plan, bucket)) for bucket in plan.buckets)
     exchanged = plan.row_exchanges.items() if plan.schedule_name in LOOKS_AHEAD else ()
-    return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
+    return Cuts(chunks, tuple((name, delayed_chunks(plan, tables)) for name, tables in exchanged))
 
 
-def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
+def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...]) -> list[int]:
     """Counts the elements of each chunk of a bucket's AllReduce: equal chunks of about the cost model's size.
 
     Schedule "none", in which no launch overtakes another, reduces whole buckets. A sparse exchange, which sends in
@@ -293,16 +293,16 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
     elements = sum(parameter.numel() for parameter in parameters)
     if plan.schedule_name == "none" or bucket[0] in plan.exchanged:
         return [elements]
-    wanted = cost.chunk_bytes(cluster, setting.communicator.world_size) / parameters[0].element_size()
+    wanted = cost.chunk_bytes(plan.links, plan.world_size) / parameters[0].element_size()
     count = max(1, round(elements / wanted))
     size = ceil(elements / count)
     return [min(size, elements - start) for start in range(0, elements, size)]
 
 
-def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
+def delayed_chunks(plan: Plan, tables: Sequence[str]) -> int:
     """Counts the pieces of tables' delayed gradients, as if all of the first batch's rows were delayed."""
     own = _one_way_bytes(plan, tables) * plan.world_size / (plan.world_size - 1)
-    return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
+    return max(1, round(own / cost.chunk_bytes(plan.links, plan.world_size, "all_to_all")))
 
 
 def _one_way_bytes(plan: Plan, tables: Sequence[str]) -> int:

@@ -22,14 +22,8 @@ LINE_EVERY_S = 1.8
 _Stages = list[tuple[str, float]]
 
 
-class _OfThread(threading.local):
-    """A thread's nested stages, outermost first, and when they began."""
-
-    def __init__(self) -> None:
-        self.stages: _Stages = []
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
+"""Holds a thread's nested stages, outermost first, and when they began."""
 
 
 def tell(message: str, *args: object) -> None:
@@ -59,7 +53,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
     if rank != 0:
         yield
         return
-    stages = _of_thread.stages
+    stages: _Stages = vars(_of_thread).setdefault("stages", [])
     stages.append((what, time.monotonic()))
     in_main = threading.current_thread() is threading.main_thread()
     try:
