@@ -10,7 +10,6 @@ Contract
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
+from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -98,4 +98,4 @@ class BufferSharing:
 @functools.lru_cache(maxsize=64)
 def _number_of(names: frozenset[str]) -> int:
     """Hashes names into a number, the same on all ranks; cached, because steps repeat the same names."""
-    return zlib.crc32("\n".join(sorted(names)).encode())
+    return checksum_of_text("\n".join(sorted(names)))

@@ -36,14 +36,14 @@ class Variant:
     """A capture with its programs.
 
     Attributes:
+        programs: by whether gradients are accumulated (`no_sync`); each built when first needed under the plan in use.
         reused: number of calls that have used it after the one it was captured for.
     """
 
     captured: Captured
     analysed: TrainingGraph
     train: bool
-    program: Program | None = None  # built when first needed under the plan in use
-    accumulating: Program | None = None  # for backwards under no_sync, built when first needed
+    programs: dict[bool, Program] = field(default_factory=dict)
     reused: int = 0
 
 

@@ -52,7 +52,7 @@ class GraphCalls:
             OtherRoute: no graph holds the forward; on every rank.
         """
         planned, leaves, train = self._planned, call.leaves, call.train
-        kind = self._kinds[kind_key(self._modes(), leaves, call.spec, train)]
+        kind = self._kinds[kind_key(self._watch.modes(), leaves, call.spec, train)]
         variant = self._variant(kind, call)
         planned.calls.ahead = self._lookahead.batches if self._lookahead.active else 0
         if planned.plan is None:
@@ -83,10 +83,6 @@ class GraphCalls:
             planned.observe()
         return variant.captured.results(results, call.args, call.kwargs)
 
-    def _modes(self) -> tuple[bool, ...]:
-        """Reads which modules are in training mode, and which parameters require gradients."""
-        return (*self._watch.modes(), *self._watch.trains)
-
     def _variant(self, kind: Kind, call: Arguments) -> Variant:
         """Finds, or makes, a capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(call.leaves)), None)
@@ -99,7 +95,7 @@ class GraphCalls:
     def _runs(self, variant: Variant, kind: Kind, call: Arguments) -> tuple[Variant, Program]:
         """Finds the variant and the program that a batch runs on; compiles the program at first."""
         accumulates = call.train and not self._setting.state.synchronised
-        compiles = variant.program is None or (accumulates and variant.accumulating is None)
+        compiles = accumulates not in variant.programs
         program = self._planned.build(variant, accumulates=accumulates)
         if compiles and not variant.captured.accepts(call.leaves):  # compiling has added guards
             return self._runs(self._variant(kind, call), kind, call)
@@ -122,10 +118,10 @@ class GraphCalls:
         Args:
             is_next: it is the next one, whose rows leave ahead where its program overlaps steps.
         """
-        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        program = None if variant is None or variant.captured.switches else variant.program
+        program = None if variant is None or variant.captured.switches else variant.programs.get(False)
         if variant is None or program is None:
             return None  # an earlier step may still change which graph is valid
         of_ids = program.ids_program

@@ -31,9 +31,6 @@ class ModelWatch:
 
     Args:
         model: the user's model.
-
-    Attributes:
-        trains: which parameters take gradients: calls with others are of another kind.
     """
 
     def __init__(self, model: nn.Module, state: ModelState) -> None:
@@ -74,8 +71,8 @@ class ModelWatch:
         )
 
     def modes(self) -> tuple[bool, ...]:
-        """Reads the training mode of every module."""
-        return tuple([module.training for module in self._modules])
+        """Reads which modules are in training mode, and which parameters take gradients: of one kind of calls."""
+        return (*[module.training for module in self._modules], *self._trains)
 
     def modules_changed(self) -> bool:
         """Tells whether modules, methods of their classes, or the model's own forward or hooks have changed."""
@@ -112,7 +109,7 @@ class ModelWatch:
 
     def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
         self._gradients_were = now
-        self.trains = tuple(trains for trains, _, _ in now)
+        self._trains = tuple(trains for trains, _, _ in now)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
 
     def _now(self) -> tuple[list[Any], list[Any]]:

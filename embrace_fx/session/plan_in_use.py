@@ -102,19 +102,16 @@ class PlanInUse:
             PlanDoesNotFit: the plan must be changed first, on every rank.
         """
         assert self.builder is not None
-        if variant.program is None:
+        if not variant.programs:
             state = self._setting.state
             found = misfit(self._in_use(), variant.analysed, state.hooked, state.ignored)
             self.fits(found, activity_of(train=variant.train, reduces=not accumulates))
-            with stage("compiling", self._setting.communicator.rank), not_collecting():
-                self.builder.build(variant)
-            self.start_recording()
-        if accumulates and variant.accumulating is None:
-            with stage("compiling", self._setting.communicator.rank), not_collecting():
-                self.builder.build_accumulating(variant)
-        program = variant.accumulating if accumulates else variant.program
-        assert program is not None
-        return program
+        for each in (False, accumulates):  # one that reduces gradients comes first: it starts the flow
+            if each not in variant.programs:
+                with stage("compiling", self._setting.communicator.rank), not_collecting():
+                    self.builder.build(variant, accumulates=each)
+                self.start_recording()
+        return variant.programs[accumulates]
 
     def start_recording(self) -> None:
         """Starts the recording that was asked for, once there is a recorder."""
@@ -285,7 +282,7 @@ class PlanInUse:
             self._on_placed(False)
         for kind in self._kinds.values():
             for each in kind.variants:
-                each.program = each.accumulating = None
+                each.programs.clear()
         if setting.communicator.rank == 0:
             tell("planned again %s", told)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
+from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -81,17 +81,21 @@ class ProgramBuilder:
         self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
-    def build(self, variant: Variant) -> None:
-        """Makes a variant's program. The first training program's is collective.
+    def build(self, variant: Variant, *, accumulates: bool) -> None:
+        """Makes a program of a variant. The first training program's is collective.
+
+        Args:
+            accumulates: whether dense gradients are not reduced.
 
         Raises:
             PeerFailure: a rank could not build its own; on every rank.
         """
-        train, first = variant.train, variant.train and not self._built
+        train, reduce = variant.train, variant.train and not accumulates
+        first = reduce and not self._built
         joint, compiled, failure = None, None, None
         try:
-            joint = self._compile(variant.analysed, train=train, reduce=train)
-            compiled = self._overlap(joint, variant) if train else joint
+            joint = self._compile(variant.analysed, train=train, reduce=reduce)
+            compiled = self._overlap(joint, variant) if reduce else joint
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if first:
@@ -101,20 +105,21 @@ class ProgramBuilder:
             give_up(self._announcements, failure)
         assert joint is not None
         assert compiled is not None
-        if train:
+        if reduce:
             self._start(compiled, gradients_alone=variant.captured.route == EAGER)
             self._show(compiled)
             log_text("pass_times", compiled.times)
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         else:
-            self._show_besides(compiled, "evaluation")
-        of_steps = StepGraphs(compiled, variant.analysed) if train and self.flow is not None else None
-        variant.program = self._program(joint, compiled, variant, of_steps, reduce=train)
+            self._show_besides(compiled, "accumulating" if train else "evaluation")
+        of_steps = StepGraphs(compiled, variant.analysed) if reduce and self.flow is not None else None
+        program = variant.programs[accumulates] = self._program(joint, compiled, variant, of_steps, reduce=reduce)
         if of_steps is not None:
-            self._overlapped[variant.program] = of_steps
+            self._overlapped[program] = of_steps
             self._show(compiled, of_steps)
-        self._narrow(variant)
+        if self._setting.options.backend == "inductor":  # compiled regions have added guards
+            variant.captured = variant.captured.guarded_again()
 
     @property
     def schedule(self) -> Schedule | None:
@@ -137,25 +142,6 @@ class ProgramBuilder:
     def step_memory(self) -> StepMemory | None:
         """Predicts the memory that a step of the last training program holds; None before the first."""
         return None if self._shown is None else step_memory(self._shown.graph)
-
-    def build_accumulating(self, variant: Variant) -> None:
-        """Makes the program of the same graph whose dense gradients are not reduced.
-
-        Raises:
-            PeerFailure: it could not be built; on every rank.
-        """
-        try:
-            compiled = self._compile(variant.analysed, train=True, reduce=False)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            give_up(self._announcements, error)
-        self._show_besides(compiled, "accumulating")
-        variant.accumulating = self._program(compiled, compiled, variant, reduce=False)
-        self._narrow(variant)
-
-    def _narrow(self, variant: Variant) -> None:
-        """Adds the guards of its compiled regions to a variant."""
-        if self._setting.options.backend == "inductor":
-            variant.captured = variant.captured.guarded_again()
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
@@ -276,8 +262,7 @@ class ProgramBuilder:
         if self._communicator.world_size == 1:
             return 0
         launched = sequence_hash(joint.graph, ordered=flow is None)
-        told = f"{launched} {self._communicator.gradient_dtype}".encode()
-        return int.from_bytes(hashlib.sha256(told).digest()[:7], "big") + 1
+        return checksum_of_text(f"{launched} {self._communicator.gradient_dtype}")
 
     def _program(
         self, joint: Compiled, compiled: Compiled, variant: Variant, of_steps: StepGraphs | None = None, *, reduce: bool

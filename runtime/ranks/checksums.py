@@ -33,6 +33,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksum_of_text(text: str) -> int:
+    """Hashes a text into a number of 64 bits, the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
