@@ -173,8 +173,18 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if flat.is_sparse:  # rows of a table, alone in its bucket
         return [flat]
-    parts = torch.split_with_sizes(flat, [t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+    parts, begin = list[Tensor](), flat.storage_offset()
+    for each in like:  # one op for each where a split and a view are two
+        shape = each.shape
+        parts.append(flat.as_strided(shape, _contiguous(shape), begin))
+        begin += each.numel()
+    return parts
+
+
+@cache
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid
@@ -183,6 +184,31 @@ def test_unpacked_gradients_are_views_of_the_bucket() -> None:
         part.fill_(1)
 
     assert flat.tolist() == [1] * 6
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4))
+def test_unpacking_takes_one_op_for_each_gradient(shapes: list[list[int]]) -> None:
+    like = [torch.empty(shape) for shape in shapes]
+    flat = numbered(1 + sum(each.numel() for each in like))[1:]  # of a larger memory
+    parts = torch.split_with_sizes(flat, [each.numel() for each in like])
+
+    with _Ops() as ops:
+        found = kernels.unpack_bucket(flat, like)
+
+    assert len([name for name in ops.names if name != "aten.empty.memory_format"]) == len(like)
+    for each, part, shape in zip(found, parts, shapes, strict=True):
+        assert torch.equal(each, part.view(shape))
+        assert each.stride() == part.view(shape).stride()
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 # ---- kernels and ops ----
