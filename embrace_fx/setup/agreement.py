@@ -100,7 +100,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 def refuse_parts(model: nn.Module) -> None:
     """Raises `ValueError` where another compiled model has sharded a table that this one shares."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
-    own = {name for hook in hooks for name in getattr(hook, "places", ())}
+    own = {name for hook in hooks for name in getattr(hook, "layouts", ())}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Part) and name not in own:
             raise ValueError(
