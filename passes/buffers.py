@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from embrace_fx.vocabulary.graph import Buffer, Mutation, Result, TrainingGraph, reached
+from embrace_fx.vocabulary.graph import Buffer, Result, TrainingGraph, reached, written_by
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _TRAINING = 5  # position of its argument `training`
@@ -19,9 +19,8 @@ _TRAINING = 5  # position of its argument `training`
 
 def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
     """Lists the buffers that the forward changes."""
-    return tuple(
-        role.of.name for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, Buffer)
-    )
+    written = written_by(graph.module)
+    return tuple(role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written)
 
 
 def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     BatchInput,
-    Mutation,
     Parameter,
     Table,
     TableUse,
@@ -26,6 +25,7 @@ from embrace_fx.vocabulary.graph import (
     gradients_of,
     reached,
     source_of,
+    written_by,
 )
 from embrace_fx.vocabulary.ops import argument, draws, is_users_launch
 
@@ -44,7 +44,7 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
     Two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
     """
     gradients = gradients_of(graph.module)
-    mutated = frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
+    mutated = written_by(graph.module)
     tables = []
     for node, role in graph.inputs():
         if isinstance(role, Parameter):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.planning.reads import used_parameters
-from embrace_fx.vocabulary.graph import Parameter, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, parameters_of
 from embrace_fx.vocabulary.plan import Decision, Plan, Stack
 
 LATE = "first used after the plan was made"
@@ -52,9 +52,9 @@ def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignor
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
     """Yields the parameters that a graph reads in a way shards cannot be read."""
     tables = {table.parameter: table for table in graph.tables}
-    for _, role in graph.inputs():
-        if isinstance(role, Parameter) and (role.name not in tables or shard_blocker(tables[role.name]) is not None):
-            yield role.name
+    for name in parameters_of(graph.module):
+        if name not in tables or shard_blocker(tables[name]) is not None:
+            yield name
 
 
 def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Plan:

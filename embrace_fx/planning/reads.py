@@ -13,7 +13,7 @@ from embrace_fx.passes.partition import extract_ids
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 
@@ -45,7 +45,7 @@ def grid_rows(ranks: int) -> list[int]:
 
 def used_parameters(graph: TrainingGraph) -> set[str]:
     """Names the parameters to which the graph gives a gradient."""
-    return {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+    return {*gradients_of(graph.module)}
 
 
 def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:

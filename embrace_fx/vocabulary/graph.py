@@ -269,6 +269,11 @@ def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
     return {of.name: node for of, node in found if isinstance(of, Parameter)}
 
 
+def written_by(module: fx.GraphModule) -> frozenset[Parameter | Buffer | BatchInput]:
+    """Lists the parameters, buffers and batch tensors that a module writes."""
+    return frozenset(role.of for _, role in outputs_of(module) if isinstance(role, Mutation))
+
+
 def reached(
     starts: Iterable[T],
     following: Callable[[T], Iterable[T]],

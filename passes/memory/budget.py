@@ -22,10 +22,10 @@ from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, c
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight
 from embrace_fx.passes.memory.offload import Copies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
-from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
+from embrace_fx.passes.memory.regions import can_run_again, run_again
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, written_by
 
 AIMS = 3
 """Number of limits tried, each lower, where a graph holds more than foreseen (saved random states, say)."""
@@ -78,7 +78,7 @@ class Memory:
 
 def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
     """Searches for a graph within a limit; where there is none, returns the graph that holds the least, or `free`."""
-    written = written_by(graph)
+    written = written_by(graph.module)
     foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
     aim = limit
     for _ in range(AIMS):

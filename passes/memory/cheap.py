@@ -23,10 +23,10 @@ from torch import fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.offload import view_of
-from embrace_fx.passes.memory.regions import can_run_again, run_again, written_by
+from embrace_fx.passes.memory.regions import can_run_again, run_again
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
-from embrace_fx.vocabulary.graph import TrainingGraph, reached
+from embrace_fx.vocabulary.graph import TrainingGraph, reached, written_by
 from embrace_fx.vocabulary.ops import op_name
 
 AT_MOST = 0.01
@@ -99,7 +99,7 @@ class _Cuts:
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
         self._held = found
         self._node_ms = node_ms
-        self._written = written_by(graph)
+        self._written = written_by(graph.module)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
         # Values that the backward reads anyway: the user may write other inputs between forward and backward.

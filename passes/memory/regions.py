@@ -31,7 +31,7 @@ from torch._ops import OpOverload
 from embrace_fx.passes.partition import members_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
-from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
+from embrace_fx.vocabulary.graph import Parameter, TrainingGraph, written_by
 from embrace_fx.vocabulary.ops import device_of, draws, op_name
 
 embrace = torch.ops.embrace
@@ -95,11 +95,6 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
     return not any(isinstance(role, Parameter) and role in written for role in roles)
 
 
-def written_by(graph: TrainingGraph) -> frozenset[object]:
-    """Lists the parameters, buffers and batch tensors that the forward writes."""
-    return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
-
-
 class _Copies:
     """Inserts the copies of one graph's forward nodes, by level."""
 
@@ -108,7 +103,7 @@ class _Copies:
         self._rewriter = Rewriter(graph.module)
         members = members_of(graph)
         self._backward = [node for node in graph.graph.nodes if node in members["backward"]]
-        self._written = written_by(graph)
+        self._written = written_by(graph.module)
         self._paths = self._paths_of(members["forward"])
         self._kept = {node for node in self._paths if node.meta.get("kept") or _source(node).meta.get("kept")}
         self._position = {node: k for k, node in enumerate(graph.graph.nodes)}

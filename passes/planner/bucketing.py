@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from embrace_fx.cost import links as cost
-from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of, parameters_of
 
 
 def plan_buckets(
@@ -27,19 +27,9 @@ def plan_buckets(
         alone: those of `reduced` that have their own bucket.
     """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
-    produced = {
-        role.of.name: node
-        for node, role in graph.outputs()
-        if isinstance(role, Gradient)
-        and isinstance(role.of, Parameter)
-        and role.of.name in reduced
-        and node is not None
-    }
-    read = {
-        role.name: min((position[user] for user in node.users), default=len(position))
-        for node, role in graph.inputs()
-        if isinstance(role, Parameter) and role.name in produced
-    }
+    gradients, parameters = gradients_of(graph.module).items(), parameters_of(graph.module)
+    produced = {name: node for name, node in gradients if name in reduced and node is not None}
+    read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
     together = sum(sizes[name] for name in produced if name not in alone)
     given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
     limit = cost.bucket_bytes(cluster, world_size, together, read_later=not given)

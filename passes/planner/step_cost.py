@@ -23,7 +23,7 @@ from torch import fx
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.planner.shard_cost import ONE_WAY, ROUNDS, launches_of
-from embrace_fx.vocabulary.graph import Gradient, Parameter, Tangent, TrainingGraph
+from embrace_fx.vocabulary.graph import Gradient, TrainingGraph, after_tangents, gradients_of
 from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Plan
 from embrace_fx.vocabulary.schedule import FULL, INTO_FORWARD, LOOKS_AHEAD
 
@@ -134,21 +134,16 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
     The lookups' own backward counts only where the table is whole.
     """
     left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
-    of_backward = {node for node, role in graph.inputs() if isinstance(role, Tangent)}
+    of_backward = after_tangents(graph.module)
     step_ms = backward_ms = 0.0
     done_ms: dict[fx.Node, float] = {}
     for node in graph.graph.nodes:
         ms = 0.0 if node.name in left_out else node_ms(node) / plan.links.pace
         step_ms += ms
-        if not of_backward.isdisjoint(node.all_input_nodes):
-            of_backward.add(node)
-            backward_ms += ms
+        backward_ms += ms if node in of_backward else 0.0
         done_ms[node] = backward_ms
-    ready_ms = {
-        role.of.name: done_ms[node]
-        for node, role in graph.outputs()
-        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
-    }
+    gradients = gradients_of(graph.module).items()
+    ready_ms = {name: done_ms[node] for name, node in gradients if node is not None}
     return _Compute(step_ms, backward_ms, ready_ms)
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
-from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, written_by
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, device_of, draws, op_name
 
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
@@ -26,7 +26,7 @@ def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
     """A copy calls the op of its original on the same values, or copies of them; it launches and awaits nothing, and
     reads no state that the forward writes."""
     nodes = {node.name: node for node in graph.graph.nodes}
-    written = {role.of for _, role in graph.outputs() if isinstance(role, Mutation)}
+    written = written_by(graph.module)
     for node in (node for node in nodes.values() if "again" in node.meta):
         if is_launch(node) or is_wait(node) or op_name(node) in AWAITS | SUBMISSIONS:
             yield Violation(node, "communication once", f"{op_name(node)} again", "save what comes of it")

@@ -17,11 +17,12 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply
 from embrace_fx.passes.memory.choose import TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foresight
-from embrace_fx.passes.memory.regions import can_run_again, written_by
+from embrace_fx.passes.memory.regions import can_run_again
 from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
+from embrace_fx.vocabulary.graph import written_by
 from tests.support.budgets import IDS, make, measured, plain
 from tests.support.checkpointed import (
     FORMS,
@@ -81,7 +82,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 @pytest.mark.parametrize("blocks", [Normalised, *(pytest.param(each, marks=pytest.mark.long) for each in (Block, Odd))])
 def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
-    before, written = step_memory(graph), written_by(graph)
+    before, written = step_memory(graph), written_by(graph.module)
     step = TimedStep(before, estimate(CORE))
     foresight = Foresight(step)
 
