@@ -130,8 +130,7 @@ class FileThread:
         """Begins to write some of the records (K, B) that have been read, a part at most, at other numbers (L,)."""
         if numbers.numel():
             at, into = self._room(numbers.numel())
-            assert into is not None
-            torch.index_select(records, 0, only.nonzero().view(-1), out=into)
+            into = torch.index_select(records, 0, only.nonzero().view(-1), out=into)
             self._writes.append((self._begin_write(partial(self._file.write, numbers, into)), numbers, at))
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:

@@ -42,6 +42,11 @@ def test_brief() -> None:
 
 
 @gpus(2)
+def test_brief_of_a_file_whose_blocks_are_emptied() -> None:
+    check(2, replace(ON_DEVICE, zipf=False, memory=0.02, directory=IN_FILE))
+
+
+@gpus(2)
 @pytest.mark.parametrize("directory", [IN_HOST, IN_FILE], ids=["host", "file"])
 @pytest.mark.parametrize("memory", [0.5, 0.1, 0.02])
 @pytest.mark.parametrize("zipf", [True, False], ids=["zipf", "random"])
