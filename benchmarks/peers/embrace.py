@@ -31,12 +31,14 @@ class EmbraceFx:
         schedule, backend: its options.
         strategy: its option; of the parameter names in a mapping, "tables.*" are the tables.
         apart: every rank is a group of one: the same step with communication removed.
+        route: its option.
     """
 
     schedule: Any
     backend: Any = "eager"
     strategy: str | Mapping[str, str] = "auto"
     apart: bool = False
+    route: Any = None
 
     def prepare(self, task: Task) -> Training:
         launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
@@ -50,6 +52,7 @@ class EmbraceFx:
             schedule=self.schedule,
             backend=self.backend,
             strategy=self.strategy,
+            route=self.route,
             process_group=own_group() if self.apart else None,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,18 @@ def test_two_ranks_of_the_small_model_are_measured(what: str, monkeypatch: pytes
     else:
         assert found["python_calls"]["runtime/launch"] > 10
         assert found["ops"]["by_name"]["aten::index_select"] >= 2
+
+
+def test_only_the_systems_that_are_asked_for_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, str]] = []
+
+    def measure(what: str, model: str, system: str, ranks: int) -> dict[str, Any]:
+        measured.append((what, system))
+        ops = {"calls": 1.0, "allocations": 1.0, "copied_bytes": 1.0, "by_name": {"aten::mul": 1.0}}
+        counts = {"python_calls": {"torch": 1.0}, "lock_calls": 1.0, "ops": ops}
+        return {"threads": {"MainThread": {"cpu_ms": 1.0, "waits": 1}}} if what == "time" else counts
+
+    monkeypatch.setattr(host_time, "measure", measure)
+    host_time.compare("bert", 2, 1, ["ddp", "embrace_eager"])
+
+    assert measured == [(what, system) for what in ("time", "count") for system in ("ddp", "embrace_eager")]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.micro.host_time --output benchmarks/results                 # all models, 2 ranks
     python -m benchmarks.micro.host_time --models small lm --ranks 1 4 --rounds 5
+    python -m benchmarks.micro.host_time --models bert --systems ddp embrace_eager  # the others beside the first
 
 Ranks are processes of this machine that meet on its loopback: what the host does for a step does not depend on a link's
 rate. Each system has processes of its own, and systems take turns: a round is every system once. Times are medians of
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,10 @@ def measure(what: str, model: str, system: str, ranks: int) -> dict[str, Any]:
     return found
 
 
-def compare(model: str, ranks: int, rounds: int) -> dict[str, Any]:
-    """Every system of a model: processor time of rounds, and one count of calls."""
-    systems = [name for name in systems_of(model) if (PEER / ".ready").exists() or not name.startswith("torchrec")]
+def compare(model: str, ranks: int, rounds: int, asked: Sequence[str] = ()) -> dict[str, Any]:
+    """The systems of a model, all by default: processor time of rounds, and one count of calls."""
+    found = asked or systems_of(model)
+    systems = [name for name in found if (PEER / ".ready").exists() or not name.startswith("torchrec")]
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for _ in range(rounds):
         for name in systems:
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", default=(), help="of the lab, or embrace_eager; those of a model here")
     parser.add_argument("--output", type=Path, help="folder for the record; nothing is written by default")
     given = parser.parse_args()
     if given.rank is not None:
@@ -157,7 +160,7 @@ def main() -> None:
         sys.path.extend(map(str, PEER.glob("lib/*/site-packages")))
         print("RESULT " + json.dumps(run_rank(job, job["rank"])), flush=True)
         os._exit(0)  # threads of some systems would keep the process
-    found = [compare(model, ranks, given.rounds) for model in given.models for ranks in given.ranks]
+    found = [compare(model, ranks, given.rounds, given.systems) for model in given.models for ranks in given.ranks]
     if given.output is not None:
         setting = {"torch": torch.__version__, "python": platform.python_version(), "load": os.getloadavg()}
         today = datetime.date.today().isoformat()

@@ -15,11 +15,14 @@ from benchmarks.models import MODELS
 from benchmarks.models.base import Batch, Lookups, TableModel
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Task, with_sparse_tables
+from benchmarks.peers.embrace import EmbraceFx
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 SMALL = "small"
 NAMES = (SMALL, *MODELS)
+EAGER = "embrace_eager"
+"""embrace_fx where models run as they are written, which is DDP's way too."""
 LR, SEED, BATCHES = 1e-3, 0, 48
 SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates] | None] = {
     "ddp_sparse": None,
@@ -74,7 +77,8 @@ def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
     workload = SmallWorkload() if model == SMALL else MODELS[model]["lab"]
     batches = _again([workload.batch(step, rank, SEED) for step in range(BATCHES)])
     if model != SMALL:
-        return SYSTEMS[system].peer().prepare(Task(workload, seed=SEED)).steps(batches)
+        peer = EmbraceFx("auto", route="eager") if system == EAGER else SYSTEMS[system].peer()
+        return peer.prepare(Task(workload, seed=SEED)).steps(batches)
     torch.manual_seed(SEED)
     return _small_steps(workload.make(), SMALL_SYSTEMS[system], batches)
 

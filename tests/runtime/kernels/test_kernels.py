@@ -203,7 +203,7 @@ def test_unpacking_takes_one_op_for_each_gradient(shapes: list[list[int]]) -> No
 
 class _Ops(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
