@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import shutil
+import os
+import sys
 from collections.abc import Sequence
 from html import escape
 from math import prod
@@ -171,8 +172,12 @@ NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal, or of the variable COLUMNS, within bounds; `NO_TERMINAL` without either."""
-    return min(max(shutil.get_terminal_size((NO_TERMINAL, 0)).columns, NARROWEST), WIDEST)
+    """Returns the width of the terminal, within bounds; `NO_TERMINAL` where there is none."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # no standard output, one that is no file, or no terminal
+        return NO_TERMINAL
+    return min(max(columns, NARROWEST), WIDEST)
 
 
 def printed(*parts: str | TextTable, widest: int = WIDEST) -> str:

@@ -57,12 +57,9 @@ def test_dense_parameters_share_a_row_of_the_report_and_have_their_own_in_the_pl
 
 def test_the_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(2, (table("user.weight", "alltoall"),), ())
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
     for columns in (80, 100, 180):
         monkeypatch.setattr("os.get_terminal_size", lambda _, columns=columns: os.terminal_size((columns, 24)))
         assert max(map(len, str(plan).splitlines())) <= columns
-    monkeypatch.setenv("COLUMNS", "90")
-    assert max(map(len, str(plan).splitlines())) <= 90
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.setattr("sys.__stdout__", None)  # as of a daemon
+    monkeypatch.setattr("sys.stdout", None)  # as of a daemon
     assert "user.weight" in str(plan)
