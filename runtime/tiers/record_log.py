@@ -2,8 +2,8 @@
 
 Contract
     A record is never overwritten: it takes a new number, and the old one is given back. Numbers are in blocks; a block
-    without used numbers is taken again. While fewer than half of the numbers up to the highest are in use, or no block
-    is left, the caller empties the block with the fewest (`sparsest`) by moving its records.
+    without used numbers is taken again. While fewer than a quarter of the numbers up to the highest are in use, or no
+    block is left, the caller empties the block with the fewest (`sparsest`) by moving its records.
 
     block 0  [a . . d]   block 1  [. f . .]   block 2  [i j       take(3) -> 10, 11 and, block 1 emptied, 4
 """
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_SPARE = 1.25
-"""Room in the file, as a multiple of all records: some block then has a fifth of its numbers free."""
+_SPARE = 1.5
+"""Room in the file, as a multiple of all records: some block then has a third of its numbers free."""
 _FEW = 16
-"""Number of blocks up to which they need not be half in use."""
+"""Number of blocks up to which they need not be in use to a quarter."""
 
 _BLOCK_BYTES, _BLOCKS = 1 << 18, 64
 """Most bytes of a block of the file, and the least number of blocks of a file that is not small."""
@@ -71,7 +71,7 @@ class RecordLog:
         if begins <= 0:
             return False
         begun = self._begun + begins
-        return begun > self._blocks or (begun > _FEW and begun * self.block > 2 * (self._count + count))
+        return begun > self._blocks or (begun > _FEW and begun * self.block > 4 * (self._count + count))
 
     def take(self, rows: Tensor) -> Tensor:
         """Takes numbers (K,) for rows (K,), in runs."""
