@@ -17,9 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from embrace_fx.vocabulary.graph import (
-    TrainingGraph,
-)
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, is_users_wait, launch_of, op_name
 
 EQUAL_SHAPES: frozenset[str] = frozenset(

@@ -20,7 +20,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight
-from embrace_fx.passes.memory.offload import Copies, values_that_leave
+from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.regions import can_run_again, run_again
 from embrace_fx.passes.node_cost import estimate
@@ -190,4 +190,4 @@ def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep
     storages = [s for s in found.saved if s in leaving and leaving[s].name in values]
     starts_ms = replace(step, memory=found).starts_ms
     placed = place(storages, found.by_time, starts_ms, found.backward, limit, step.copies)
-    Copies(graph, found, step.copies).insert(placed.copies)
+    InsertCopies(graph, found, step.copies)(placed.copies)

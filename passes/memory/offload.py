@@ -99,7 +99,7 @@ def _is_dense(node: fx.Node) -> bool:
 # ---- copies put in ----
 
 
-class Copies:
+class InsertCopies:
     """Inserts offloads and reloads into a joint graph, in place.
 
     Args:
@@ -113,7 +113,7 @@ class Copies:
         self._values = values_that_leave(found)
         self._end_of_forward = _next(found.nodes[found.backward - 1])
 
-    def insert(self, copies: Sequence[PlacedCopy]) -> None:
+    def __call__(self, copies: Sequence[PlacedCopy]) -> None:
         leaving, stored, coming = dict[Storage, fx.Node](), dict[Storage, fx.Node](), dict[Storage, fx.Node]()
         nodes = self._held.nodes
         for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):

@@ -82,7 +82,8 @@ class Held:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Changes each element by itself."""
-        self.memory().copy_(change(self.memory()))
+        own = self.memory()
+        own.copy_(change(own))
 
     def copied(self) -> Held:
         """Copies the memory."""

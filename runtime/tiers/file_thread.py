@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -92,7 +93,7 @@ class FileThread:
         self._cached = file.read_cached if streams is None and isinstance(file, RecordFile) else None
         self._most_waiting = self.part * LEAVING if streams is None else max(self.part, count // _LEAVING)
         self._next = 0  # of those, where the next record will be
-        self._by_thread = 0 if streams is None else None  # the number of next writes that are; None: all
+        self._by_thread = 0.0 if streams is None else inf  # the number of next writes that are
         self._leaving = self._to_read = self._to_read_here = None
         self._first = self.part
         if streams is None:
@@ -135,8 +136,8 @@ class FileThread:
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
         """Writes at once, or has the thread write, behind what it has to write or where writes have to wait."""
-        if self._by_thread != 0 or not all(written.done() for written, _, _ in self._writes):
-            self._by_thread = self._by_thread and self._by_thread - 1
+        if self._by_thread or not all(written.done() for written, _, _ in self._writes):
+            self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
         written: Future[None] = Future()
         began = time.perf_counter()

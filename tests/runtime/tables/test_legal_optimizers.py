@@ -5,21 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.part_layout import Layout
@@ -143,7 +129,7 @@ def test_a_number_that_is_a_tensor_is_read_as_one() -> None:
 
 def test_defaults_that_groups_lack_are_no_options() -> None:
     """Loading state gives SparseAdam's defaults a `differentiable`, and its groups none."""
-    optimizer = SparseAdam([nn.Parameter(torch.ones(V, D))])
+    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(V, D))])
     before = facts_of(optimizer, optimizer.param_groups[0])
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.defaults.keys() > optimizer.param_groups[0].keys() - {"params"}
