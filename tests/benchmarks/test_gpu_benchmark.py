@@ -38,7 +38,7 @@ def test_the_dry_run_executes_every_section(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(row["emulated"] for row in rows["fabric"] if "ms" in row)
     assert all(row["kind"] != "left out" for section in rows.values() for row in section)
-    directory = found.with_suffix("")
+    directory = found.with_suffix("").with_suffix("")
     assert {path.name for path in directory.iterdir()} == {"trace.json.gz", "timeline.html"}
     assert "Emulated" in found.with_suffix("").with_suffix(".md").read_text()
     assert "EMULATED" in found.with_suffix(".svg").read_text()

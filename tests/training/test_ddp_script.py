@@ -150,8 +150,12 @@ def _compare(rank: int, world_size: int, script: Script) -> tuple[Any, Any, list
         return compiled[0]
 
     compiled: list[embrace_fx.CompiledModel] = []
-    found = run_script(rank, wrap, script)
-    expected = run_script(rank, DistributedDataParallel, replace(script, ahead=False))
+    with pytest.MonkeyPatch.context() as patch:
+        if script.autocast and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            # There torch's own LSTM fails in bfloat16, unless oneDNN is off: processors without AVX-512.
+            patch.setattr(torch.backends.mkldnn, "enabled", False)
+        found = run_script(rank, wrap, script)
+        expected = run_script(rank, DistributedDataParallel, replace(script, ahead=False))
     return found, expected, list(compiled[0].plan.sharded)
 
 
