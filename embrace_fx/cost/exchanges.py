@@ -103,8 +103,8 @@ def predict(
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
         return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
     raise ValueError(
-        f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of "
-        "allreduce, allgather, omnireduce, zen, ps."
+        f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of the "
+        "table at the head of embrace_fx/cost/exchanges.py."
     )
 
 

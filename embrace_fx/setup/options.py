@@ -30,8 +30,8 @@ class Options:
 
     Attributes:
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
-            table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
-            exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
+            table, an `embrace_fx.Grid` does by rows and columns; "allreduce" and the others of docs/strategies.md
+            exchange the gradient of replicas, of any parameter that a pattern names.
         schedule: how much of a step's communication may run into the next step. "auto": "2d", or what is predicted to
             be clearly faster on known links. "none": nothing. "horizontal": dense gradients are reduced and applied
             until the next forward needs the parameters. "vertical": rows that the next batch does not read are

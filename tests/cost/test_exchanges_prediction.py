@@ -22,7 +22,7 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
 from tests.support.counting_channel import CountingChannel
-from tests.support.exchange_cases import Way, random_sparsity
+from tests.support.exchange_cases import PLAIN, Way, random_sparsity
 from tests.support.ranks import run_ranks
 from tests.support.wire import sent_by_connection
 
@@ -34,13 +34,10 @@ FRAME_BYTES = 144
 
 WAYS: dict[str, Way | None] = {
     "allreduce": None,
-    "allgather": Way("allgather"),
+    **PLAIN,
     "omnireduce": Way("omnireduce", block_size=4 * D),
     "omnireduce_many_rounds": Way("omnireduce", block_size=D, slots=100),
-    "zen": Way("zen", "balanced"),
     "zen_elements": Way("zen", "balanced", elements=True),
-    "zen_hierarchical": Way("zen", "hierarchical"),
-    "ps": Way("ps"),
 }
 """None: the collective of that name."""
 

@@ -14,7 +14,7 @@ from embrace_fx.cost import exchanges as prediction
 from embrace_fx.cost.blocks import STREAMS, Streaming
 from embrace_fx.cost.sparsity import Sparsity, independent
 from embrace_fx.runtime.exchanges import omnireduce
-from embrace_fx.runtime.exchanges.in_place import ExchangeKind
+from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, ExchangeKind
 
 V, D = 45, 6
 
@@ -59,16 +59,16 @@ class Way:
         return Streaming(max(1, min(STREAMS * self.slots, of_aggregator)), self.slots)
 
 
-WAYS: dict[str, Way] = {
-    "allgather": Way("allgather"),
+PLAIN = {
+    strategy if scheme in ("", "balanced") else f"{strategy}_{scheme}": Way(strategy, scheme)
+    for strategy, scheme in STRATEGY_OF
+}
+"""Every sparse exchange as it is by default."""
+WAYS = PLAIN | {
     "allgather_elements": Way("allgather", elements=True),
-    "omnireduce": Way("omnireduce"),
     "omnireduce_many_rounds": Way("omnireduce", block_size=2 * D, slots=2),
     "omnireduce_odd_blocks": Way("omnireduce", block_size=7, slots=5),
-    "zen": Way("zen", "balanced"),
     "zen_elements": Way("zen", "balanced", elements=True),
-    "zen_hierarchical": Way("zen", "hierarchical"),
-    "ps": Way("ps"),
     "ps_elements": Way("ps", elements=True),
 }
 
