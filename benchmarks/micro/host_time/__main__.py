@@ -34,11 +34,12 @@ from torch import Tensor
 
 from benchmarks.micro.host_time.counters import Calls, count_ops, per_step, threads_now
 from benchmarks.micro.host_time.systems import NAMES, steps_of, systems_of
+from benchmarks.peers import SYSTEMS
 from benchmarks.records import write_record
 
 WARM_UP, MEASURED, COUNTED = 30, 30, 4
-"""Steps: before anything is measured, measured, and counted. Models of many parameters are captured after twelve steps,
-and launches are ordered anew twelve steps after a capture."""
+"""Steps: the least before anything is measured, measured, and counted. Models of many parameters are captured after
+twelve steps, and launches are ordered anew twelve steps after a capture; a system that settles later warms up longer."""
 PEER = Path(__file__).parents[3] / "build" / "peers" / "torchrec"
 TIMEOUT_S = 900.0
 
@@ -51,7 +52,8 @@ def run_rank(job: dict[str, Any], rank: int) -> dict[str, Any]:
         calls.install()
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=job["ranks"])
     steps = steps_of(job["model"], job["system"], rank)
-    _take(steps, WARM_UP)
+    late = SYSTEMS[job["system"]].warm_up_steps if job["system"] in SYSTEMS else 0
+    _take(steps, max(WARM_UP, late))
     dist.barrier()
     if job["what"] == "time":
         before = threads_now()
