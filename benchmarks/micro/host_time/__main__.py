@@ -39,7 +39,7 @@ from benchmarks.records import write_record
 
 WARM_UP, MEASURED, COUNTED = 30, 30, 4
 """Steps: the least before anything is measured, measured, and counted. Models of many parameters are captured after
-twelve steps, and launches are ordered anew twelve steps after a capture; a system that settles later warms up longer."""
+twelve steps, and launches are ordered anew twelve after a capture; a system that settles later warms up longer."""
 PEER = Path(__file__).parents[3] / "build" / "peers" / "torchrec"
 TIMEOUT_S = 900.0
 
