@@ -59,10 +59,11 @@ class Steps:
         return self.warm_up + self.spells * self.measured
 
 
+SETTLED = SYSTEMS["embrace_auto"].warm_up_steps
 TIME_SYSTEMS = {
-    "embrace replay": Steps(16, 8),  # launches are ordered anew at the twelfth step
-    "embrace replay, 10x rows": Steps(16, 8),
-    "embrace sweep": Steps(16, 4),
+    "embrace replay": Steps(SETTLED, 8),
+    "embrace replay, 10x rows": Steps(SETTLED, 8),
+    "embrace sweep": Steps(SETTLED, 4),
     "ddp": Steps(1, 1, 1),
     "ddp sparse": Steps(4, 8),
     "torchrec column": Steps(4, 8),
