@@ -60,6 +60,7 @@ class Steps:
 
 
 SETTLED = SYSTEMS["embrace_auto"].warm_up_steps
+"""Steps after which "auto" has tried its schedules."""
 TIME_SYSTEMS = {
     "embrace replay": Steps(SETTLED, 8),
     "embrace replay, 10x rows": Steps(SETTLED, 8),
