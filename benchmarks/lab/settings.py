@@ -13,7 +13,7 @@ from benchmarks.lab.cell import Cell
 from benchmarks.lab.floors import FLOOR_BATCHES, floor
 from benchmarks.models import MODELS as WORKLOADS
 from benchmarks.network import Links
-from benchmarks.peers import FORCED_STRATEGIES, SYSTEMS
+from benchmarks.peers import SYSTEMS
 
 INSIDE = 10.0
 """How many times as fast as to other hosts ranks send to those of their own."""
@@ -296,7 +296,7 @@ SETTINGS = {
     "strategies": Setting(
         "strategies",
         MODELS,
-        {FORCED: ("embrace_alone", "embrace_2d", *(f"forced_{strategy}" for strategy in FORCED_STRATEGIES))},
+        {FORCED: ("embrace_alone", "embrace_2d", *(s for s in SYSTEMS if s.startswith("forced_")))},
         rounds=5,
         ranks=(8, 4, 2),
         rates_mbit=(200.0, 2_000.0),

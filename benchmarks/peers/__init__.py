@@ -12,11 +12,14 @@ from typing import Any
 
 from benchmarks.peers.base import Peer
 
+try:
+    from embrace_fx.vocabulary.plan import STRATEGIES
+except ImportError:  # in another environment, whose ranks run none of embrace_fx's systems
+    STRATEGIES = ()
+
 ENVIRONMENTS = {"project": "embrace_fx.session.session", "torchrec": "torchrec", "horovod": "horovod.torch"}
 """The environments that run the systems, "project" this one and the others of build/peers, and what ranks import, which
 all their systems share. embrace_fx is in the first alone: what the ranks of all of them import must do without it."""
-FORCED_STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
-"""embrace_fx's own."""
 
 AS_WRITTEN = 13
 """Steps after which embrace_fx captures a model whose first steps it has run as it is written, at most."""
@@ -87,5 +90,5 @@ SYSTEMS: dict[str, System] = {
     "embrace_2d": embrace(schedule="2d"),
     "embrace_auto": embrace(schedule="auto"),
     "embrace_2d_rows10": embrace(rows=10, schedule="2d"),
-    **{f"forced_{strategy}": embrace(schedule="2d", strategy=strategy) for strategy in FORCED_STRATEGIES},
+    **{f"forced_{strategy}": embrace(schedule="2d", strategy=strategy) for strategy in STRATEGIES},
 }

@@ -18,7 +18,7 @@ from benchmarks.lab.cell import Cell, Close, Closed, Open, Ready
 from benchmarks.lab.hosts import Crew, CrewFailed, crew, python_of
 from benchmarks.models import MODELS
 from benchmarks.network import Links, network
-from benchmarks.peers import ENVIRONMENTS, FORCED_STRATEGIES, SYSTEMS
+from benchmarks.peers import ENVIRONMENTS, SYSTEMS
 from benchmarks.peers.base import Task
 from embrace_fx.vocabulary.plan import STRATEGIES
 from tests.support.ranks import run_ranks
@@ -43,7 +43,9 @@ def test_ranks_of_other_environments_do_without_this_package() -> None:
 
 
 def test_every_strategy_can_be_forced() -> None:
-    assert FORCED_STRATEGIES == STRATEGIES
+    forced = {name: system.options["strategy"] for name, system in SYSTEMS.items() if name.startswith("forced_")}
+
+    assert forced == {f"forced_{strategy}": strategy for strategy in STRATEGIES}
 
 
 def task(model: str, optimizer: str) -> Task:
