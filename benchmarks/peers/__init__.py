@@ -6,16 +6,18 @@ strategies of embrace_fx, which are ours and named so: `ours_parameter_server` a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from benchmarks.peers.base import Peer
 
-try:
-    from embrace_fx.vocabulary.plan import STRATEGIES
-except ImportError:  # in another environment, whose ranks run none of embrace_fx's systems
-    STRATEGIES = ()
+STRATEGIES: tuple[str, ...] = ()
+with suppress(ImportError):  # in another environment, whose ranks run none of embrace_fx's systems
+    from embrace_fx.vocabulary import plan
+
+    STRATEGIES = plan.STRATEGIES
 
 ENVIRONMENTS = {"project": "embrace_fx.session.session", "torchrec": "torchrec", "horovod": "horovod.torch"}
 """The environments that run the systems, "project" this one and the others of build/peers, and what ranks import, which
