@@ -31,6 +31,8 @@ CONFIRMED_BY = 2
 """Checks in a row that must find the same strategies, so that a single odd batch changes nothing."""
 DRIFTED = 0.2
 """Share of the planned rows by which a mean must have changed before a check is made."""
+LOSES = 0.97
+"""Most that a step as it is written takes of a captured one, if the capture is to be given up."""
 
 
 @dataclass
@@ -126,10 +128,16 @@ class Trials:
 
     Args:
         asked: the schedule that the user has asked for.
+        as_written: milliseconds of a step before the forward was captured; None: it was captured at once.
+
+    Attributes:
+        capture_loses: why the forward should run as it is written again, in one line; "": it should not.
     """
 
-    def __init__(self, asked: str) -> None:
+    def __init__(self, asked: str, as_written: float | None = None) -> None:
         self._chooses = asked == AUTO
+        self._as_written = as_written
+        self.capture_loses = ""
         self._step_ms: dict[str, float] = {}
         self._loop_ms = 0.0  # the loop's own code in the first of them
         self._no_compute: TrainingGraph | None = None
@@ -137,10 +145,14 @@ class Trials:
     def want_another(self, plan: Plan, findings: Findings, measured: tuple[float, float] | None) -> bool:
         """Tells, once for each schedule, whether another one is predicted to take less than its measured step.
 
+        Once none is, the shortest step is compared with that of the forward as it is written (`capture_loses`).
+
         Args:
             measured: milliseconds of a step under the plan, and of the loop's own code in it; None: not measured yet.
         """
-        if not self._chooses or measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
+        if measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
+            return False
+        if not self._chooses and self._as_written is None:
             return False
         if findings.graph is self._no_compute or not has_compute(findings.graph):
             self._no_compute = findings.graph  # looked through once, not at every step
@@ -148,8 +160,15 @@ class Trials:
         step_ms, loop_ms = measured
         self._loop_ms = self._loop_ms if self._step_ms else loop_ms
         self._step_ms[plan.schedule_name] = step_ms - self._loop_ms
-        new = decide(self.weighed(findings), plan.links, plan, plan.links_are)
-        return new.schedule_name != plan.schedule_name and not changes(plan, new)
+        best = plan.schedule_name
+        if self._chooses:
+            new = decide(self.weighed(findings), plan.links, plan, plan.links_are)
+            best = plan.schedule_name if changes(plan, new) else new.schedule_name
+        if self._as_written is not None and best in self._step_ms:
+            best_ms = self._step_ms[best] + self._loop_ms
+            if self._as_written < LOSES * best_ms:
+                self.capture_loses = f"a step took {self._as_written:.1f} ms so, captured {best_ms:.1f} ms"
+        return best != plan.schedule_name
 
     def weighed(self, findings: Findings) -> Findings:
         """Copies findings for which all schedules are weighed, the measured ones as measured."""

@@ -75,7 +75,10 @@ class EagerCalls:
     def turn(self, found: OtherRoute) -> None:
         """Switches to the other route."""
         if not found.captures:
+            captured = self._planned.plan is not None and not self.leaving
             self.take_over(found.reason)
+            if captured:
+                self._plan_for_gradients()
             return
         state, model = self._setting.state, self._setting.model
         self.reason, self.on_trial, self.leaving = "", False, True
@@ -91,8 +94,12 @@ class EagerCalls:
         """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
         if reason := self._planned.fit():
             self.take_over(reason)
-            variant = self._variant(self._trained(), train=True)
-            self._planned.plan_for(variant, self._rows_of(variant))
+            self._plan_for_gradients()
+
+    def _plan_for_gradients(self) -> None:
+        """Makes the plan of a model whose calls were captured until now. Collective."""
+        variant = self._variant(self._trained(), train=True)
+        self._planned.plan_for(variant, self._rows_of(variant))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
         """Runs the user's forward on a batch. Collective.

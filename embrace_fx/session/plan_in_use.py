@@ -33,6 +33,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.setup.agreement import OtherRoute
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -180,7 +181,7 @@ class PlanInUse:
         scheduling = None if self.builder is None else self.builder.scheduling
         if self._findings is not None and scheduling is not None and self._setting.options.table_memory is None:
             self._weighs |= self._trials.want_another(self._in_use(), self._findings, scheduling.measured)
-            self.calls.asks_to_plan |= self._weighs
+            self.calls.asks_to_plan |= self._weighs or bool(self._trials.capture_loses)
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the plan that rank 0 asked for in the last announcement, if the plan may change now. Collective.
@@ -189,10 +190,14 @@ class PlanInUse:
 
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
+            OtherRoute: steps as the forward is written took less; on every rank, and nothing changed.
         """
         setting, old = self._setting, self._in_use()
         if self.calls.uneven or not self.may_change(variant):
             return
+        if reason := setting.communicator.gather(self._trials.capture_loses, str)[0]:
+            self.calls.asks_to_plan = False
+            raise OtherRoute(reason)
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used, old.schedule_name)
@@ -240,10 +245,12 @@ class PlanInUse:
         """Makes a plan for another graph of the model, and puts it in use. Collective.
 
         Args:
-            afresh: do not favour the strategies of the plan in use.
+            afresh: the forward has run as it is written until now; do not favour the strategies of the plan in use.
         """
         setting = self._setting
-        self._trials, self._weighs = Trials(setting.options.schedule), False  # steps of another graph were measured
+        scheduling = self.builder.scheduling if afresh and self.builder is not None else None
+        as_written = None if scheduling is None or scheduling.measured is None else scheduling.measured[0]
+        self._trials, self._weighs = Trials(setting.options.schedule, as_written), False  # those were of another graph
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
         new = plan_on_links(setting, findings, None if afresh else self._in_use())

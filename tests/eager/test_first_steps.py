@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from embrace_fx.planning import replanning
 from embrace_fx.session import first_steps
 from tests.support.ranks import run_ranks
 
 STEPS = 20
+LONG = 80
+"""Steps until every schedule has been measured."""
 LINEARS = 20
 
 
@@ -33,10 +36,10 @@ class Chain(nn.Module):
         return loss
 
 
-def _train(model: Any, rank: int) -> list[float]:
+def _train(model: Any, rank: int, steps: int = STEPS) -> list[float]:
     generator, losses = torch.Generator().manual_seed(rank), []
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = model(torch.randint(20, (4, 6), generator=generator))
         loss.backward()
@@ -83,6 +86,35 @@ def test_is_captured_at_once_where_that_is_asked_for_or_quick() -> None:
     for options, linears in (({"route": "graph"}, LINEARS), ({"schedule": "vertical"}, LINEARS), ({}, LINEARS // 2)):
         for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {"linears": linears}, options):
             assert reason == ""
+
+
+def _measured_again(rank: int, world_size: int, loses: float) -> tuple[str, bool, list[str]]:
+    """A capture on probed links, whose steps are compared with those before it."""
+    first_steps.WORTH, replanning.LOSES, kept = -1e9, loses, (first_steps.WORTH, replanning.LOSES)
+    torch.manual_seed(0)
+    plain = Chain(rows=20_000)
+    other = DistributedDataParallel(copy.deepcopy(plain))
+    model = embrace_fx.compile(plain)
+    torch.testing.assert_close(_train(model, rank, LONG), _train(other, rank, LONG), rtol=1e-5, atol=1e-7)
+    whole = model.full_state_dict()
+    for name, parameter in other.module.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+    first_steps.WORTH, replanning.LOSES = kept
+    found = model.graphs.reason, bool(model.plan.sharded), list(model.plan.history)
+    model.close()
+    return found
+
+
+def test_a_capture_whose_steps_take_longer_is_given_up() -> None:
+    for reason, sharded, history in run_ranks(2, _measured_again, 1e9):
+        assert "a step took" in reason
+        assert not sharded
+        assert len(history) > 1
+
+
+def test_a_capture_whose_steps_take_less_stays() -> None:
+    for reason, _, _ in run_ranks(2, _measured_again, 0.0):
+        assert reason == ""
 
 
 def _refusing(rank: int, world_size: int, limit: int) -> tuple[list[float], str]:
