@@ -150,9 +150,8 @@ class Trials:
         Args:
             measured: milliseconds of a step under the plan, and of the loop's own code in it; None: not measured yet.
         """
-        if measured is None or plan.schedule_name in self._step_ms or plan.links_are != "probed":
-            return False
-        if not self._chooses and self._as_written is None:
+        chooses = self._chooses and plan.links_are == "probed"
+        if measured is None or plan.schedule_name in self._step_ms or not (chooses or self._as_written is not None):
             return False
         if findings.graph is self._no_compute or not has_compute(findings.graph):
             self._no_compute = findings.graph  # looked through once, not at every step
@@ -161,7 +160,7 @@ class Trials:
         self._loop_ms = self._loop_ms if self._step_ms else loop_ms
         self._step_ms[plan.schedule_name] = step_ms - self._loop_ms
         best = plan.schedule_name
-        if self._chooses:
+        if chooses:
             new = decide(self.weighed(findings), plan.links, plan, plan.links_are)
             best = plan.schedule_name if changes(plan, new) else new.schedule_name
         if self._as_written is not None and best in self._step_ms:

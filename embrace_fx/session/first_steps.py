@@ -1,10 +1,10 @@
 """Decides, by first steps on the eager route, whether the capture of a model that takes seconds to capture pays.
 
 Contract
-    A capture pays where a table should be sharded, or where buckets take longer than the backward that hides them
-    on the eager route. Rows and times are known after some steps; links are probed then. Small models, large tables,
-    and models with options that ask for a graph are captured at once. Ranks decide alike: at first by model and
-    options, later by the measurements of all ranks.
+    A capture pays where it may hide a tenth of a step: the exchange of whole tables that would be sharded, which starts
+    as the backward ends, and the time by which buckets outlast the backward. Rows and times are known after some steps;
+    links are probed then. Small models, large tables, and models with options that ask for a graph are captured at
+    once. Ranks decide alike: at first by model and options, later by the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEW_TABLES = 8
 MEASURED_STEPS = PROFILED_AFTER + PROFILED + 1
 """Steps until the schedule has profiled its own steps, which a switch would lose."""
 WORTH = 0.1
-"""Fraction of a step that a capture must gain."""
+"""Share of a step that a capture must be able to hide."""
 
 _LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -76,17 +76,16 @@ def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence
     planned.calls.asks_to_plan = False
     findings = find(setting, as_lookups(variant.analysed), rows, frozenset(), schedule="none")
     would = plan_on_links(setting, findings, None)
-    if would.sharded:
-        return f"{', '.join(would.sharded)} worth sharding"
     everyone = setting.communicator.gather(_measured(setting.stepping.recorder.tally), tuple[float, float] | None)
     if any(each is None for each in everyone):
         return None
     measured = [each for each in everyone if each is not None]
     backward_ms, step_ms = (min(each[k] for each in measured) for k in (0, 1))
-    buckets_ms = _buckets_ms(would)
-    if buckets_ms - backward_ms > WORTH * step_ms:
-        return f"buckets take {buckets_ms:.1f} ms, a backward {backward_ms:.1f} ms"
-    return ""
+    tables_ms, late_ms = _tables_ms(would), max(_buckets_ms(would) - backward_ms, 0.0)
+    if tables_ms + late_ms <= WORTH * step_ms:
+        return ""
+    names = ", ".join(would.sharded) or "none"
+    return f"it may hide {tables_ms:.1f} ms of tables ({names}), {late_ms:.1f} of buckets, of a step's {step_ms:.1f} ms"
 
 
 def _tables(model: nn.Module) -> list[nn.Parameter]:
@@ -112,6 +111,12 @@ def _measured(tally: Tally) -> tuple[float, float] | None:
     if len(steps) < PROFILED:
         return None
     return min(parts.get("backward", 0.0) for parts in steps) * 1e3, min(sum(p.values()) for p in steps) * 1e3
+
+
+def _tables_ms(plan: Plan) -> float:
+    """Predicts the milliseconds that the tables to be sharded take after a backward while they are whole."""
+    whole = [[c.predicted_ms for c in plan[name].candidates if c.strategy != "alltoall"] for name in plan.sharded]
+    return sum(min(each, default=0.0) for each in whole)
 
 
 def _buckets_ms(plan: Plan) -> float:

@@ -15,8 +15,8 @@ from embrace_fx.session import first_steps
 from tests.support.ranks import run_ranks
 
 STEPS = 20
-LONG = 80
-"""Steps until every schedule has been measured."""
+LONG = 40
+"""Steps until those of a captured forward have been measured too."""
 LINEARS = 20
 
 
@@ -73,7 +73,7 @@ def test_stays_as_it_is_written_where_nothing_would_be_gained() -> None:
 
 
 def test_is_captured_where_its_table_is_worth_sharding() -> None:
-    for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e3, 0.05), {"rows": 20_000}, {}):
+    for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e3, 20.0), {"rows": 20_000}, {}):
         assert found == ("", ("words.weight",))
 
 
@@ -89,12 +89,12 @@ def test_is_captured_at_once_where_that_is_asked_for_or_quick() -> None:
 
 
 def _measured_again(rank: int, world_size: int, loses: float) -> tuple[str, bool, list[str]]:
-    """A capture on probed links, whose steps are compared with those before it."""
+    """A capture whose steps are compared with those before it."""
     first_steps.WORTH, replanning.LOSES, kept = -1e9, loses, (first_steps.WORTH, replanning.LOSES)
     torch.manual_seed(0)
     plain = Chain(rows=20_000)
     other = DistributedDataParallel(copy.deepcopy(plain))
-    model = embrace_fx.compile(plain)
+    model = embrace_fx.compile(plain, cluster=embrace_fx.Cluster(1e3, 20.0))
     torch.testing.assert_close(_train(model, rank, LONG), _train(other, rank, LONG), rtol=1e-5, atol=1e-7)
     whole = model.full_state_dict()
     for name, parameter in other.module.named_parameters():
@@ -109,7 +109,7 @@ def test_a_capture_whose_steps_take_longer_is_given_up() -> None:
     for reason, sharded, history in run_ranks(2, _measured_again, 1e9):
         assert "a step took" in reason
         assert not sharded
-        assert len(history) > 1
+        assert any("-> alltoall" in told for told in history)
 
 
 def test_a_capture_whose_steps_take_less_stays() -> None:
