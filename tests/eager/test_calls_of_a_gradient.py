@@ -16,10 +16,12 @@ from tests.support.ranks import run_ranks
 
 ROOT = Path(embrace_fx.__file__).parents[1]
 WIDTH, FEW, MANY = 4, 4, 24
+STEPS = range(13, 18)
+"""Steps like others: their durations are not measured any more."""
 
 
 def _calls(rank: int, layers: int) -> int:
-    """Counts calls of this package's functions in one step."""
+    """Counts calls of this package's functions in a step, the least of several: what waits for a thread varies."""
     torch.manual_seed(0)
     model: Any = embrace_fx.compile(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), route="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,15 +31,17 @@ def _calls(rank: int, layers: int) -> int:
         nonlocal found
         found += event == "call" and frame.f_code.co_filename.startswith(own)
 
-    for step in range(6):
-        if step == 5:
-            sys.setprofile(count)
+    least = sys.maxsize
+    for step in range(STEPS.stop):
+        found = 0
+        sys.setprofile(count if step in STEPS else None)
         model(torch.rand(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    sys.setprofile(None)
+        sys.setprofile(None)
+        least = min(least, found) if step in STEPS else least
     model.close()
-    return found
+    return least
 
 
 def _few_and_many(rank: int, world_size: int) -> tuple[int, int]:
