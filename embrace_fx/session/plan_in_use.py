@@ -171,9 +171,7 @@ class PlanInUse:
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
-        """Follows the rows that a training call has announced; asks for another plan if they have drifted, or if steps
-        have been measured and another schedule's seem shorter.
-        """
+        """Follows rows and measured steps of training calls; asks for another plan where they speak for one."""
         drift = self._drift
         if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
@@ -282,6 +280,7 @@ class PlanInUse:
         with setting.state.pending.closed():  # while parameters move, only the flow applies their updates
             self._end_flow()
             setting.state.settle_tables()
+            setting.state.reads.restart()
             with stage("placing parameters anew", setting.communicator.rank):
                 place_anew(setting, analysed, old, new)
             told = story(self.calls.count, old, new)

@@ -16,10 +16,16 @@ OFTEN = 2
 class ParameterReads:
     """Counts the steps in a row after each of which parameters were read, of whichever optimizers."""
 
+    _in_a_row: int
+    _stepped: set[int]  # ids of optimizers, since parameters were last read
+    _missed: bool  # one of them has stepped twice
+
     def __init__(self) -> None:
-        self._in_a_row = 0
-        self._stepped: set[int] = set()  # ids of optimizers, since parameters were last read
-        self._missed = False  # one of them has stepped twice
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all reads: a change of the plan, while nothing is pending, reads what the loop does not."""
+        self._in_a_row, self._stepped, self._missed = 0, set(), False
 
     @property
     def in_every_step(self) -> bool:

@@ -29,3 +29,13 @@ def test_asked_for_in_every_step(loop: str, often: bool) -> None:
         asked.note() if each == "a" else asked.stepped(FIRST if each == "1" else SECOND)
 
     assert asked.in_every_step == often
+
+
+def test_a_change_of_the_plan_is_no_read_of_the_loop() -> None:
+    asked = ParameterReads()
+    for _ in range(3):
+        asked.stepped(FIRST)
+        asked.note()
+        asked.restart()
+
+    assert not asked.in_every_step
