@@ -60,7 +60,8 @@ class Case:
         make: of a list of parameters; the options that matter to it are in it.
         apart: options of the tables' own param group.
         scheduler: made after it.
-        exact: whether rounding cannot become motion; without, the case is compared in float64 alone.
+        exact: whether rounding cannot become motion; without, the case is compared in float64 alone. A class that steps
+            by signs is not, and is named in `_case` and `_stepped`.
     """
 
     make: Callable[..., Optimizer]
