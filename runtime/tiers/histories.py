@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, put_rows, same_options, step_tensor
 from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, SkippedSteps, skipping
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, SkippedSteps, skipping
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -242,7 +242,7 @@ class TogetherHistories(Histories):
 
 NO_HISTORIES: Mapping[str, Any] = {"steps": 0, "closed": []}
 """As `Histories.saved` gives them before any step."""
-_FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (Decaying, Linear, _FirstStep)}
+_FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (*SkippedSteps.__subclasses__(), _FirstStep)}
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import torch
 import embrace_fx
 from embrace_fx.session.checkpoint import REST
 from tests.support.ranks import fresh_ranks, run_ranks
-from tests.support.tiers import OneTable, Run, batches, train
+from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 
-MORE = ("sgd", "nesterov", "rmsprop, centered", "row-wise adagrad")
+MORE = [name for name in OPTIMIZERS if name != "adamw"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(each, marks=pytest.mark.long) for each in MORE)])

@@ -60,8 +60,8 @@ class Case:
         make: of a list of parameters; the options that matter to it are in it.
         apart: options of the tables' own param group.
         scheduler: made after it.
-        exact: whether rounding cannot become motion; without, the case is compared in float64 alone. A class that steps
-            by signs is not, and is named in `_case` and `_stepped`.
+        exact: whether rounding cannot become motion, as under a class that steps by signs; without, the case is
+            compared in float64 alone, and steps no key's bias, whose gradient is rounding.
     """
 
     make: Callable[..., Optimizer]
@@ -209,9 +209,7 @@ class Group:
 def _stepped(model: nn.Module, case: Case) -> tuple[Optimizer, list[LRScheduler]]:
     """The case's optimizer over what it may step, and its scheduler."""
     of_tables = tables(model)
-    # A key's bias has no true gradient: the sign of rounding, which is all that Rprop looks at, is anyone's.
-    signed = case.make.func is Rprop if isinstance(case.make, partial) else False
-    stepped = {n: p for n, p in model.named_parameters() if not (signed and n.endswith("in_proj_bias"))}
+    stepped = {n: p for n, p in model.named_parameters() if case.exact or not n.endswith("in_proj_bias")}
     groups: list[dict[str, Any]] = [{"params": [p for n, p in stepped.items() if n not in of_tables]}]
     groups.append({"params": list(of_tables.values()), **dict(case.apart)})
     optimizer = case.make(groups)
@@ -254,7 +252,7 @@ def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, Way]
                     for scheduler in schedulers:
                         scheduler.step()
                     rested |= any(table.has_resting_rows for table in model._session.state.tables.values())
-                assert rested == (row_updates == "replay" and name in RESTING_CASES)
+                assert rested == (row_updates == "replay" and name in RESTING_CASES), "RESTING_CASES is not true of it"
                 found[name, way] = whole_parameters(model) | whole_state(plain, optimizer)
             except Exception as error:
                 error.add_note(f"while training {group} with {name}, {way}")
