@@ -48,9 +48,9 @@ class Backwards(nn.Module):
 def _note_launches(launcher: Any, launched: list[str]) -> None:
     submit = launcher.submit
 
-    def noting(which: Any, *more: Any, **options: Any) -> Any:
+    def noting(which: Any, *more: Any) -> Any:
         launched.append(which.what)
-        return submit(which, *more, **options)
+        return submit(which, *more)
 
     launcher.submit = noting
 
