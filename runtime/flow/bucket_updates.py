@@ -165,7 +165,6 @@ class BucketUpdates:
             launch,
             lambda: self._communicator.all_reduce_(part, "sum", LANE_GROUP[launch.lane]),
             cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
-            writes=False,
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:

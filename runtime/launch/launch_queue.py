@@ -140,8 +140,8 @@ class LaunchQueue:
         recording = self.recorder.recording
         return OUTSIDE if recording is None else recording.window
 
-    def enter(self, ticket: Ticket, writes: bool) -> None:
-        """Queues a ticket, or drops it with its window; `writes` as in `Launcher.submit`."""
+    def enter(self, ticket: Ticket) -> None:
+        """Queues a ticket, or drops it with its window."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -149,7 +149,7 @@ class LaunchQueue:
                 ticket.drop()
             else:
                 self.enters(ticket)
-                if writes and ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
+                if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
                     self.changed.notify_all()
                     return
         self.note_change(window)

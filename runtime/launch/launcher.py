@@ -6,7 +6,7 @@ Contract
     takes longer than before: another rank may have launched others first.
     Each communication class has its own process group, which only the launcher uses. The thread that makes a launch due
     (it submits it, or sees the end of the launch before it) issues it, because waking another thread takes longer. The
-    launcher's own thread watches the clock, and writes large launches for the thread that submits them.
+    launcher's own thread watches the clock, and issues large launches for the thread that submits them.
     The order between classes is for speed. The order within a class makes ranks' collectives match, and never changes;
     but if nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So all launches submitted on all ranks complete, and no rank waits for a launch that is not submitted yet.
@@ -129,21 +129,20 @@ class Launcher:
                 window.expected.difference_update(launches)
             self.queue.note_change(window)
 
-    def submit(self, which: OperationId, launch: Launch, sent_bytes: int, *, writes: bool = True) -> Ticket:
+    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
 
         Args:
             sent_bytes: bytes this rank sends, for the recorder; a guess if only the launch's end tells them.
-            writes: whether the thread that issues it also writes what it sends; the transport's threads do otherwise.
         """
         queue = self.queue
         assert which in queue.windows[-1].expected, str(which)
         ticket = queue.ticket(which, launch, sent_bytes)
         if is_profiled():
             with span("submit", which):
-                queue.enter(ticket, writes)
+                queue.enter(ticket)
         else:
-            queue.enter(ticket, writes)
+            queue.enter(ticket)
         self._communicator.progress.note(which)
         return ticket
 

@@ -100,14 +100,9 @@ def test_what_stood_still_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent_bytes", "writes", "thread"),
-    [
-        (LARGE_BYTES - 1, True, "MainThread"),
-        (LARGE_BYTES, True, "embrace_fx launcher"),
-        (LARGE_BYTES, False, "MainThread"),
-    ],
+    ("sent_bytes", "thread"), [(LARGE_BYTES - 1, "MainThread"), (LARGE_BYTES, "embrace_fx launcher")]
 )
-def test_what_is_large_is_written_beside_the_thread_that_submits_it(sent_bytes: int, writes: bool, thread: str) -> None:
+def test_what_is_large_leaves_beside_the_thread_that_submits_it(sent_bytes: int, thread: str) -> None:
     launcher, threads = make(), list[str]()
 
     def launch() -> InFlight:
@@ -115,7 +110,7 @@ def test_what_is_large_is_written_beside_the_thread_that_submits_it(sent_bytes: 
         return InFlight(torch.zeros(1), None)
 
     rest(launcher)
-    launcher.submit(ID["early rows"], launch, sent_bytes, writes=writes).wait()
+    launcher.submit(ID["early rows"], launch, sent_bytes).wait()
 
     assert threads == [thread]
 
