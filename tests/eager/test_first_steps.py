@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -90,16 +91,15 @@ def test_is_captured_at_once_where_that_is_asked_for_or_quick() -> None:
 
 def _measured_again(rank: int, world_size: int, loses: float) -> tuple[str, bool, list[str]]:
     """A capture whose steps are compared with those before it."""
-    first_steps.WORTH, replanning.LOSES, kept = -1e9, loses, (first_steps.WORTH, replanning.LOSES)
     torch.manual_seed(0)
     plain = Chain(rows=20_000)
     other = DistributedDataParallel(copy.deepcopy(plain))
     model = embrace_fx.compile(plain, cluster=embrace_fx.Cluster(1e3, 20.0))
-    torch.testing.assert_close(_train(model, rank, LONG), _train(other, rank, LONG), rtol=1e-5, atol=1e-7)
+    with patch.object(first_steps, "WORTH", -1e9), patch.object(replanning, "LOSES", loses):  # anything gains
+        torch.testing.assert_close(_train(model, rank, LONG), _train(other, rank, LONG), rtol=1e-5, atol=1e-7)
     whole = model.full_state_dict()
     for name, parameter in other.module.named_parameters():
         torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-4, atol=1e-6)
-    first_steps.WORTH, replanning.LOSES = kept
     found = model.graphs.reason, bool(model.plan.sharded), list(model.plan.history)
     model.close()
     return found
@@ -119,11 +119,10 @@ def test_a_capture_whose_steps_take_less_stays() -> None:
 
 def _refusing(rank: int, world_size: int, limit: int) -> tuple[list[float], str]:
     """A capture that fails, after steps that have not."""
-    first_steps.WORTH, kept = -1e9, first_steps.WORTH  # anything gains
     torch.manual_seed(0)
     model = embrace_fx.compile(Turning(limit), cluster=embrace_fx.Cluster(1e6, 0.05))
-    losses = _train(model, rank)
-    first_steps.WORTH = kept
+    with patch.object(first_steps, "WORTH", -1e9):  # anything gains
+        losses = _train(model, rank)
     found = losses, model.graphs.reason
     model.close()
     return found

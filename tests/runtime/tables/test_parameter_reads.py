@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import embrace_fx
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
+from tests.support.ranks import run_ranks
 
 FIRST, SECOND = (torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(2))
 
@@ -31,11 +35,18 @@ def test_asked_for_in_every_step(loop: str, often: bool) -> None:
     assert asked.in_every_step == often
 
 
-def test_a_change_of_the_plan_is_no_read_of_the_loop() -> None:
-    asked = ParameterReads()
-    for _ in range(3):
-        asked.stepped(FIRST)
-        asked.note()
-        asked.restart()
+def _changed_after_each_step(rank: int, world_size: int) -> bool:
+    model: Any = embrace_fx.compile(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 1)), strategy="alltoall")
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model._session.planned.change(model.plan)
+    found: bool = model._session.state.reads.in_every_step
+    model.close()
+    return found
 
-    assert not asked.in_every_step
+
+def test_a_change_of_the_plan_is_no_read_of_the_loop() -> None:
+    assert run_ranks(2, _changed_after_each_step) == [False, False]
