@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
@@ -22,9 +21,9 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
 from embrace_fx.runtime.step.missing_launches import MissingLaunches
+from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
 from embrace_fx.vocabulary.graph import Saved, Shard, TrainingGraph
@@ -41,6 +40,7 @@ class Bindings:
         links: those that exchanges are cut for.
         copies: what copies saved values out of memory and back; None: nothing does.
         recorder: records them.
+        keeps_buckets: buckets on a host keep their memory from one step to the next.
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
@@ -48,7 +48,7 @@ class Bindings:
         lookups: table -> what is saved of the ids of its rows that the forward reads.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         graph: TrainingGraph,
         state: ModelState,
@@ -58,8 +58,11 @@ class Bindings:
         links: Cluster,
         copies: Copies | None = None,
         recorder: Recorder | None = None,
+        *,
+        keeps_buckets: bool = False,
     ) -> None:
         self._state = state
+        self._keeps_buckets = keeps_buckets
         self._copies, self._recorder = copies, recorder if flow is None else flow.recorder
         self._announcements = announcements
         communicator = self._communicator = announcements.communicator
@@ -116,7 +119,8 @@ class Bindings:
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         comm_hook = self._communicator.comm_hook
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, self._buckets[node.meta["bucket"]], scales=comm_hook is None)
+            names, keeps = self._buckets[node.meta["bucket"]], self._keeps_buckets
+            return Packer(self._state, names, scales=comm_hook is None, keeps_memory=keeps)
         found = self._of_user(node) or self._copied(node)
         launch = self._in_flow(node) or self.unique(node) or self._hooked(comm_hook, node)
         return found or self._noted(self.of_backward, node, launch)
@@ -275,36 +279,3 @@ def _exchange_gradient_(
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)
     return InFlight(flat, None)
-
-
-class _Packer:
-    """Packs one bucket; what backwards under `no_sync` left in `.grad` is reduced along with it.
-
-    Args:
-        scales: false where a hook of the user's divides by the number of ranks.
-    """
-
-    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool) -> None:
-        self._state = state
-        self._names = names
-        self._scales = scales
-        self.__name__ = "pack_bucket"
-
-    def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
-        parts = gradients
-        if self._state.hooked or self._state.unreduced:
-            part = self._hooked if self._state.hooked else self._state.with_unreduced
-            parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        rows = parts[0] if parts[0].is_sparse else None  # of a table, alone in its bucket
-        flat = torch.cat([part.reshape(-1) for part in parts]) if rows is None else rows.coalesce()
-        scale = scale * self._state.gradient_scale if self._scales else 1.0
-        return flat.mul_(scale) if scale != 1.0 else flat
-
-    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a part as `with_unreduced` makes it, and as the parameter's hooks do."""
-        state = self._state
-        if name not in state.hooked or name in state.unreached:
-            return state.with_unreduced(name, gradient)
-        parameter = state.parameter(name)
-        part = state.with_unreduced(name, hooked(parameter, gradient))
-        return accumulated(parameter, part, None if name in state.unreduced else parameter.grad)

@@ -142,8 +142,17 @@ class Program:
         self.ids_program = ids_program(graph, state, self.unique) if asks else None
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
-        flow, links = self.flow, self._links
-        return Bindings(graph, self.state, self.announcements, self._buckets, flow, links, self.copies, self.recorder)
+        return Bindings(
+            graph,
+            self.state,
+            self.announcements,
+            self._buckets,
+            self.flow,
+            self._links,
+            self.copies,
+            self.recorder,
+            keeps_buckets=self._of_gradients,
+        )
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         module, is_last = graph.phases[phase], phase == "backward"

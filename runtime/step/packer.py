@@ -1,0 +1,64 @@
+"""Packs the gradients of one bucket into flat memory, which a later step takes again once nothing refers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
+from embrace_fx.runtime.tables.model_state import ModelState
+
+
+class Packer:
+    """Packs one bucket; what backwards under `no_sync` left in `.grad` is reduced along with it.
+
+    Args:
+        scales: false where a hook of the user's divides by the number of ranks.
+        keeps_memory: memory on a host is kept between steps. To get it anew takes as long as to fill it: the system
+            zeroes it. A device's allocator keeps memory by itself.
+    """
+
+    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool = False) -> None:
+        self._state = state
+        self._names = names
+        self._scales = scales
+        self._keeps_memory = keeps_memory
+        self._kept: Tensor | None = None
+        self.__name__ = "pack_bucket"
+
+    def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
+        parts = gradients
+        if self._state.hooked or self._state.unreduced:
+            part = self._hooked if self._state.hooked else self._state.with_unreduced
+            parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
+        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)  # rows are alone in their bucket
+        scale = scale * self._state.gradient_scale if self._scales else 1.0
+        return flat.mul_(scale) if scale != 1.0 else flat
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        flats = [part.reshape(-1) for part in parts]
+        if not self._keeps_memory or parts[0].device.type != "cpu":
+            return torch.cat(flats)
+        kept = self._kept
+        if kept is None or kept.dtype != parts[0].dtype or _is_shared(kept):
+            kept = self._kept = torch.cat(flats)
+        else:
+            torch.cat(flats, out=kept)
+        return kept.detach()  # a tensor of its own, so that whoever holds it is counted
+
+    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
+        """Returns a part as `with_unreduced` makes it, and as the parameter's hooks do."""
+        state = self._state
+        if name not in state.hooked or name in state.unreached:
+            return state.with_unreduced(name, gradient)
+        parameter = state.parameter(name)
+        part = state.with_unreduced(name, hooked(parameter, gradient))
+        return accumulated(parameter, part, None if name in state.unreduced else parameter.grad)
+
+
+def _is_shared(kept: Tensor) -> bool:
+    """Tells whether another tensor, such as a parameter's `.grad`, has the memory of this one."""
+    storage = kept.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # of `kept` and of `storage`
