@@ -41,7 +41,7 @@ def test_memory_that_nothing_holds_is_taken_again() -> None:
 def test_memory_that_something_holds_is_left_alone(held: str) -> None:
     pack = packer()
     flat = pack(gradients(2.0), 0.5)
-    holder = {"itself": flat, "a part of it": flat.as_strided((2,), (1,), 4), "an array": flat[:2].numpy()}[held]
+    holder: Any = {"itself": flat, "a part of it": flat.as_strided((2,), (1,), 4), "an array": flat[:2].numpy()}[held]
     before = holder.tolist()
     del flat
 
