@@ -16,7 +16,7 @@ from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.passes.planner.step_cost import compared, has_compute, measured, prices
+from embrace_fx.passes.planner.step_cost import compared, has_compute, is_worth_trying, measured, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
@@ -80,7 +80,8 @@ def decide(
     """Decides the plan for a graph: for the schedule asked for, or under "auto" for the one with the shortest step.
 
     "2d", or the schedule in use, stands unless another's step is clearly shorter, and where there is nothing to
-    compare: one rank, links that nobody knows, no compute to hide behind. A measured step counts, not its prediction.
+    compare: one rank, links that nobody knows, no compute to hide behind. A measured step counts, not its prediction;
+    beside one, only schedules count that are worth trying.
 
     Args:
         links: the links that strategies are compared on, and buckets and blocks cut for.
@@ -98,8 +99,12 @@ def decide(
         name: _decide(replace(findings, schedule=name), links, current, links_are) for name in reversed(SCHEDULES)
     }
     price = prices(findings.graph, weighed)
-    step_ms = {name: each.step_ms for name, each in price.items()} | dict(findings.measured)
-    best, usual = min(step_ms, key=step_ms.__getitem__), FULL if current is None else current.schedule_name
+    usual = FULL if current is None else current.schedule_name
+    tried = {
+        name: each for name, each in price.items() if name == usual or is_worth_trying(name, price, findings.measured)
+    }
+    step_ms = {name: each.step_ms for name, each in tried.items()} | dict(findings.measured)
+    best = min(step_ms, key=step_ms.__getitem__)
     best = best if step_ms[best] < SHORTER * step_ms[usual] else usual
     return replace(weighed[best], chosen_because=compared(price, best) + measured(findings.measured))
 

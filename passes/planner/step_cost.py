@@ -32,6 +32,9 @@ UPDATE_ROUNDS = 2.5
 """Units of handling (`Handling.round_ms`) that a step takes beyond "none", besides its tables: once, and for each
 bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
 
+FUTILE = 1.1
+"""Not tried is a schedule that does more work than a measured one and is predicted to take this many times its step."""
+
 LEAST_MS = 0.05
 """What is hidden below this is printed as nothing."""
 
@@ -70,6 +73,21 @@ def measured(step_ms: Mapping[str, float]) -> str:
     """Tells the steps that were measured, by their schedule, as an end of `compared`'s line."""
     told = ", ".join(f'"{name}" {ms:.1f}' for name, ms in step_ms.items())
     return f"; a step of {told} ms was measured" if told else ""
+
+
+def is_worth_trying(schedule: str, price: Mapping[str, Added], step_ms: Mapping[str, float]) -> bool:
+    """Tells whether a schedule may turn out shorter than the measured ones.
+
+    A measured step may be longer than predicted because its transfers are: one that waits for fewer is worth trying.
+    Or its work is: one that does more of it, and does not make up for that, can only be worse.
+
+    Args:
+        price: of each schedule.
+        step_ms: schedule -> milliseconds of a measured step.
+    """
+    own = price[schedule]
+    others = [price[name] for name in step_ms]
+    return not any(own.work_ms > each.work_ms and own.step_ms > FUTILE * each.step_ms for each in others)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import embrace_fx
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import Added
+from embrace_fx.passes.planner.step_cost import Added, is_worth_trying
 from embrace_fx.planning import scheduling
 from embrace_fx.vocabulary.operation_id import BETWEEN, OWN_CODE
 from embrace_fx.vocabulary.plan import Plan
@@ -125,3 +125,29 @@ def test_measured_steps_count_and_not_their_predictions(monkeypatch: pytest.Monk
     assert chosen(in_use, _2d=15.0) == "none"
     assert chosen(in_use, _2d=15.0, none=30.0) == "2d"
     assert chosen(in_use, _2d=50.0, none=60.0) == "horizontal"
+
+
+def test_a_schedule_of_more_work_is_not_tried_beside_a_measured_one_unless_it_is_about_as_short() -> None:
+    price = {
+        "none": Added(waits_ms=10.0, work_ms=20.0, compute_ms=70.0),  # 100 ms
+        "horizontal": Added(waits_ms=5.0, work_ms=30.0, compute_ms=70.0),  # 105 ms
+        "vertical": Added(waits_ms=8.0, work_ms=40.0, compute_ms=70.0),  # 118 ms
+        "2d": Added(waits_ms=40.0, work_ms=10.0, compute_ms=70.0),  # 120 ms, with less work
+    }
+
+    def worth(**step_ms: float) -> list[str]:
+        return [name for name in price if is_worth_trying(name, price, step_ms)]
+
+    assert worth() == [*price]
+    assert worth(none=300.0) == ["none", "horizontal", "2d"]
+
+
+def test_futile_schedules_are_not_chosen_however_long_the_measured_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4)),)
+    auto = Findings(graph_of(1_000_000), facts, {TABLE: (120, 120)}, 2, schedule="auto", measured={"none": 500.0})
+    works = {"none": 0.0, "horizontal": 50.0, "vertical": 50.0, "2d": 50.0}
+    monkeypatch.setattr(deciding, "prices", lambda *_: {name: Added(0.0, ms, 100.0) for name, ms in works.items()})
+
+    plan = decide(auto, current=decide(replace(auto, schedule="none")), links_are="probed")
+
+    assert plan.schedule_name == "none"
