@@ -100,10 +100,8 @@ def decide(
     }
     price = prices(findings.graph, weighed)
     usual = FULL if current is None else current.schedule_name
-    tried = {
-        name: each for name, each in price.items() if name == usual or is_worth_trying(name, price, findings.measured)
-    }
-    step_ms = {name: each.step_ms for name, each in tried.items()} | dict(findings.measured)
+    worth = {name for name in price if name == usual or is_worth_trying(name, price, findings.measured)}
+    step_ms = {name: price[name].step_ms for name in price if name in worth} | dict(findings.measured)
     best = min(step_ms, key=step_ms.__getitem__)
     best = best if step_ms[best] < SHORTER * step_ms[usual] else usual
     return replace(weighed[best], chosen_because=compared(price, best) + measured(findings.measured))

@@ -16,8 +16,8 @@ class Packer:
 
     Args:
         scales: false where a hook of the user's divides by the number of ranks.
-        keeps_memory: memory on a host is kept between steps. To get it anew takes as long as to fill it: the system
-            zeroes it. A device's allocator keeps memory by itself.
+        keeps_memory: memory on a host is kept between steps: the system zeroes what it hands out anew. A device's
+            allocator keeps memory by itself.
     """
 
     def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool = False) -> None:
