@@ -390,9 +390,8 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 
 
 _ASKED = (
-    "this loop asks for the parameters in every step (model.parameters()), or keeps tensors of their optimizer's state "
-    "(a state dict): each time all that is pending is applied, which hides less, and all rows of sharded tables take "
-    "their step. model.clip_grad_norm_(1.0) clips without asking"
+    "this loop asks for the parameters in every step (model.parameters()), or keeps a state dict of the optimizer: all "
+    "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) asks nothing"
 )
 _NO_MOMENT = (
     "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "

@@ -21,8 +21,6 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx import cli
-from embrace_fx.viz import save
-from tests.support import timelines
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -179,13 +177,10 @@ def commands_of_the_page() -> list[str]:
 
 
 def with_files_of_the_page(folder: Path) -> None:
-    """What the page's commands read: files that it shows, and a saved timeline."""
+    """What the page's commands read: files that it shows."""
     text = (DOCS / "reading.md").read_text(encoding="utf-8")
     for name, content in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.DOTALL | re.M):
         (folder / name).write_text(content, encoding="utf-8")
-    schedule = timelines.schedule()
-    for suffix in ("json", "html"):
-        save(folder / f"timeline.{suffix}", schedule=schedule, timeline=timelines.timeline(schedule))
 
 
 def test_the_page_has_every_command_and_they_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +197,7 @@ def test_the_page_has_every_command_and_they_run(here: Path, monkeypatch: pytest
             assert result.exit_code == 0, (arguments, result.output)
 
     assert len(opened) == 1
-    assert all((here / name).exists() for name in ("plan.html", "plan.json", "timeline.svg"))
+    assert all((here / name).exists() for name in ("plan.html", "plan.json", "plan.svg"))
 
 
 @pytest.mark.long
