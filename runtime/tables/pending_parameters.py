@@ -193,12 +193,6 @@ class Updates:
             self._open.clear()
             self._held.clear()
 
-    def states(self, optimizers: Iterable[Optimizer]) -> list[Mapping[str, Any]]:
-        """Lists what optimizers keep of the parameters whose updates are pending."""
-        return [
-            state for optimizer in optimizers for each in self._open if (state := optimizer.state.get(each)) is not None
-        ]
-
     def apply(self) -> None:
         """Applies what is pending, for a user of a parameter."""
         with self._lock:
@@ -268,11 +262,10 @@ class PendingUpdates:
                 self.close()
             for kind in self._kinds:
                 kind.open()
-            optimizers = set(self._optimizers()) if self._is_open() else ()
-            held = [kind for kind in self._kinds if _most_holders(kind.states(optimizers)) > _fewest_holders()]
-            for kind in held:
-                kind.apply()  # who holds a tensor of its state reads and writes it unseen
-            self._leave_states()
+            if self._is_open():
+                states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
+                if _most_holders(states) > _fewest_holders():
+                    self._apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
     def _is_open(self) -> bool:

@@ -50,31 +50,3 @@ def _changed_after_each_step(rank: int, world_size: int) -> bool:
 
 def test_a_change_of_the_plan_is_no_read_of_the_loop() -> None:
     assert run_ranks(2, _changed_after_each_step) == [False, False]
-
-
-def _reads(model: Any, optimizer: torch.optim.Optimizer) -> bool:
-    for _ in range(5):
-        model(torch.randint(5000, (4,))).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found: bool = model._session.state.reads.in_every_step
-    return found
-
-
-def _resumed_beside_the_checkpoint(rank: int, world_size: int) -> bool:
-    saved, found = None, True
-    for _ in range(2):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(plain.parameters())
-        model = embrace_fx.compile(plain, strategy="alltoall")
-        if saved is not None:
-            optimizer.load_state_dict(saved)  # which then shares its tensors of parameters that are whole
-        found = _reads(model, optimizer)
-        saved = embrace_fx.full_state_dict(optimizer)
-        model.close()
-    return found
-
-
-def test_keeping_a_loaded_checkpoint_is_no_read_of_tables() -> None:
-    assert run_ranks(2, _resumed_beside_the_checkpoint) == [False, False]
