@@ -266,7 +266,10 @@ class Flow:
         return any(exchange.is_under_way for exchange in self.exchanges.values())
 
     def settle_buckets(self) -> None:
-        """Applies updates of dense parameters, as `settle`."""
+        """Applies updates of dense parameters, as `settle`; on a device all: its transfers then follow each other."""
+        if self.streams is not None:
+            self.parameters_may_change()
+            return
         with self.launcher.hurrying():
             self.buckets.apply_pending()
 

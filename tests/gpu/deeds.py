@@ -101,6 +101,18 @@ def returns_to_a_checkpoint(rank: int, world_size: int, kind: str) -> Found:
     return training.parameters()
 
 
+def reads_one_parameter(rank: int, world_size: int, kind: str) -> Found:
+    training = Training(rank, kind)
+    training.train(range(2))
+    bias = next(p for p in training.model.parameters() if p.dim() == 1)
+    seen = []
+    for batch in training.batches(range(2, 10)):
+        training.model(*batch).backward()
+        training.step()
+        seen.append(bias.detach().sum().cpu())
+    return training.parameters() | {"seen": torch.stack(seen)}
+
+
 def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
     """Tables are cut by rows and columns: two parts of rows, 1 x 2 columns where there are four ranks."""
     training = Training(rank, kind, strategy=Grid(2, world_size // 2))
@@ -273,6 +285,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     accumulates,
     clips,
     returns_to_a_checkpoint,
+    reads_one_parameter,
     trains_on_a_grid,
     has_a_default_device,
     evaluates,
