@@ -391,7 +391,7 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 
 _ASKED = (
     "this loop asks for the parameters in every step (model.parameters()), or keeps a state dict of the optimizer: all "
-    "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) asks nothing"
+    "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) does not ask"
 )
 _NO_MOMENT = (
     "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "

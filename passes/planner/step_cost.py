@@ -33,7 +33,7 @@ UPDATE_ROUNDS = 2.5
 bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
 
 FUTILE = 1.1
-"""Times a measured schedule's predicted step: one of more work that is predicted to take longer is not tried."""
+"""Bounds a schedule that does more work than a measured one: tried up to this many times the other's predicted step."""
 
 LEAST_MS = 0.05
 """What is hidden below this is printed as nothing."""

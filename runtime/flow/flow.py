@@ -266,8 +266,8 @@ class Flow:
         return any(exchange.is_under_way for exchange in self.exchanges.values())
 
     def settle_buckets(self) -> None:
-        """Applies updates of dense parameters, as `settle`; on a device all: its transfers then follow each other."""
-        if self.streams is not None:
+        """Applies updates of dense parameters, as `settle`; on a device, those of tables too."""
+        if self.streams is not None:  # of dense ones alone, emulated devices found two receives that write one memory
             self.parameters_may_change()
             return
         with self.launcher.hurrying():
