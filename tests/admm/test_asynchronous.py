@@ -78,6 +78,7 @@ def _in_both_forms(rank: int, world_size: int) -> tuple[Result, list[Tensor]]:
     return asynchronous, [parameter.detach() for parameter in (*rnn.parameters(), *head.parameters())]
 
 
+@pytest.mark.long
 def test_a_master_that_waits_for_everybody_is_synchronous() -> None:
     results = run_ranks(3, _in_both_forms)
     synchronous = results[1][1]
@@ -99,6 +100,7 @@ def _one_slow(rank: int, world_size: int, staleness: int) -> Result:
     return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=10), 150, slow_down)
 
 
+@pytest.mark.long
 def test_a_slow_worker_holds_nobody_up_within_the_staleness_bound() -> None:
     """Its contributions are older than others', never older than allowed, and the model is learned all the same."""
     master, slow, fast = run_ranks(3, _one_slow, 6)
@@ -119,6 +121,7 @@ def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[Result
     return first, run(rank, world_size, parallel, 40, state=admm.State.load(path))
 
 
+@pytest.mark.long
 def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
     results = run_ranks(3, _saved_and_resumed, tmp_path)
     first, resumed = results[0]
@@ -179,6 +182,7 @@ def errors(outcomes: list[Outcome[None]], victim: int) -> list[BaseException | N
     return [outcome.exception for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
     outcomes = fresh_ranks(3, _fail, victim, "dies")
@@ -204,6 +208,7 @@ def _too_patient(rank: int, world_size: int) -> None:
     run(rank, world_size, admm.Asynchronous(patience_s=60.0), 3)
 
 
+@pytest.mark.long
 def test_the_master_must_lose_patience_before_messages_time_out() -> None:
     for error in run_ranks_expecting_errors(2, _too_patient):
         assert isinstance(error, PeerFailure)

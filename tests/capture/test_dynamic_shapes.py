@@ -161,7 +161,7 @@ def assert_trains_alike(
         (None, [(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2),
         (None, [(4, 9), (4, 9), (3, 9)], 2),
         (None, [(4, 9), (4, 4), (4, 6), (3, 5)], 3),
-        (None, [(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5),
+        pytest.param(None, [(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5, marks=pytest.mark.long),
         (True, [(3, 4), (5, 6), (2, 9), (7, 3)], 1),
         (True, [(3, 4), (1, 5), (1, 7)], 2),
         (False, [(3, 4), (3, 5), (3, 4), (3, 6)], 3),
@@ -182,6 +182,7 @@ def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
         assert captures(compiled) == 2
 
 
+@pytest.mark.long
 def test_a_size_the_model_asks_for_splits_the_captures() -> None:
     lengths = (4, 5, 6, 3, 8, 9, 20, 4)
     compiled = assert_trains_alike([(ids_of(3, length),) for length in lengths], LongAndShort)
@@ -221,6 +222,7 @@ def test_a_transposed_batch_is_captured_for_itself() -> None:
     assert captures(compiled) == 2
 
 
+@pytest.mark.long
 def test_structures_have_captures_of_their_own() -> None:
     ids, weight = ids_of(3, 4), torch.rand(3, 4, dtype=torch.float64)
     batches: list[dict[str, Any]] = [
@@ -279,6 +281,7 @@ def _train_lengths(rank: int, world_size: int) -> tuple[dict[str, Tensor], int, 
     return whole_parameters(compiled), captures(compiled), compiled.plan[TABLE].strategy
 
 
+@pytest.mark.long
 def test_ranks_that_capture_at_different_steps_stay_in_step() -> None:
     results = run_ranks(2, _train_lengths)
     steps = range(len(LENGTHS[0]))
@@ -311,6 +314,7 @@ def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
         capturing.MAX_CAPTURES = before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", [(1,), (0, 1)], ids=str)
 def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
     errors = run_ranks_expecting_errors(2, _exceed_the_limit, who)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -23,6 +24,7 @@ def capture_one(width: int) -> None:
     model.close()
 
 
+@pytest.mark.long
 def test_the_code_of_graphs_that_have_gone_is_forgotten() -> None:
     held = []
     for width in (3, 4, 5, 6):

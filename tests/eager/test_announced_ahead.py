@@ -83,6 +83,7 @@ def _shares_buffers(rank: int, world_size: int) -> float:
     return seen[-1]
 
 
+@pytest.mark.long
 def test_a_forward_with_buffers_still_gets_rank_0s() -> None:
     assert run_ranks(2, _shares_buffers) == [3.0, 3.0]
 
@@ -116,7 +117,11 @@ def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [
-        ("evaluates", ("rank 1: expected all ranks to do the same, found this one evaluating", "the same")),
+        pytest.param(
+            "evaluates",
+            ("rank 1: expected all ranks to do the same, found this one evaluating", "the same"),
+            marks=pytest.mark.long,
+        ),
         ("skips", ("rank 1: expected a backward of this call, found that it went on", "")),
     ],
 )

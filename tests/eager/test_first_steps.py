@@ -6,6 +6,7 @@ import copy
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +68,7 @@ def _beside_ddp(
     return found
 
 
+@pytest.mark.long
 def test_stays_as_it_is_written_where_nothing_would_be_gained() -> None:
     for reason, sharded in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, {}):
         assert "its tables are small" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -135,6 +136,7 @@ def _train_under_all(rank: int, world_size: int) -> dict[str, Trained]:
     return found
 
 
+@pytest.mark.long
 def test_models_that_look_up_first_train_to_the_parameters_of_the_reference() -> None:
     expected = expected_parameters(2, LooksUpFirstWorkload(), torch.float64, "adagrad", "exact", STEPS)
 

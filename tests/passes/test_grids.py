@@ -161,9 +161,11 @@ TRAINED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "optimizer", "row_updates", "schedule"),
-    long_but(("adagrad, 2 x 1 grid, 2d",), TRAINED),
+    TRAINED.values(),
+    ids=TRAINED,
 )
 def test_training_equals_the_reference(grid: Grid, optimizer: str, row_updates: RowUpdates, schedule: str) -> None:
     _check(WORKLOADS["two tables"], grid, optimizer, row_updates, schedule)
@@ -188,9 +190,11 @@ ODD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workload", "grid", "schedule"),
-    long_but(("some empty, 2 x 2 grid, 2d",), ODD),
+    ODD.values(),
+    ids=ODD,
 )
 def test_odd_batches_and_odd_tables(workload: Workload, grid: Grid, schedule: str) -> None:
     _check(workload, grid, "adagrad", "exact", schedule)

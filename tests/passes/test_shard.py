@@ -82,7 +82,15 @@ def shards_compute_the_same(rank: int, world_size: int, dims: tuple[int, ...]) -
         assert_equal_outputs(found, own_part(whole, BOTH, communicator))
 
 
-@pytest.mark.parametrize(("world_size", "dims"), [(2, (4, 5, 1)), (3, (4, 2)), (4, (5,))], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "dims"),
+    [
+        pytest.param(2, (4, 5, 1), marks=pytest.mark.long),
+        pytest.param(3, (4, 2), marks=pytest.mark.long),
+        (4, (5,)),
+    ],
+    ids=str,
+)
 def test_values_on_several_ranks(world_size: int, dims: tuple[int, ...]) -> None:
     run_ranks(world_size, shards_compute_the_same, dims)
 

@@ -41,6 +41,7 @@ def save_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[bool, int
     return same and first.plan == second.plan == third.plan, len(probed)
 
 
+@pytest.mark.long
 def test_a_saved_plan_is_repeated(tmp_path: Path) -> None:
     assert run_ranks(2, save_and_repeat, tmp_path) == [(True, 0)] * 2
 
@@ -73,6 +74,7 @@ def save(rank: int, world_size: int, path: Path) -> None:
         model.plan.save(path)
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, save, tmp_path / "plan.json")
 

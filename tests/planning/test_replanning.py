@@ -168,6 +168,7 @@ def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
     assert second in SPARSE_AGAIN
 
 
+@pytest.mark.long
 def test_a_table_leaves_its_stack_and_comes_back() -> None:
     case = Case(2, "adagrad", model=Together)
     reference = expected(case)
@@ -180,6 +181,7 @@ def _distinct(plans: list[Plan]) -> list[Plan]:
     return [plan for k, plan in enumerate(plans) if k == 0 or plan != plans[k - 1]]
 
 
+@pytest.mark.long
 def test_a_new_plan_says_what_it_changed_and_why() -> None:
     found, other = run_ranks(2, train, Case(2, "adagrad", steps=DENSE.stop))
 
@@ -253,7 +255,8 @@ def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
     return whole_parameters(model)
 
 
-@pytest.mark.parametrize("how", long_but(("backward_twice", "accumulate"), {how: (how,) for how in TWO_BATCHES}))
+@pytest.mark.long
+@pytest.mark.parametrize("how", TWO_BATCHES)
 def test_no_gradient_is_lost(how: str) -> None:
     """Every other call finds a gradient that no step has taken, half a sum, or results still to go backward from."""
     expected = _reference_on_pairs(2)

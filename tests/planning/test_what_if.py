@@ -56,7 +56,9 @@ SLOW = Cluster(1e6, 50.0)
 
 
 @pytest.mark.parametrize("schedule", ["none", "2d"])
-@pytest.mark.parametrize(("cluster", "links_are"), [(None, "probed"), (SLOW, "given")])
+@pytest.mark.parametrize(
+    ("cluster", "links_are"), [pytest.param(None, "probed", marks=pytest.mark.long), (SLOW, "given")]
+)
 def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str, schedule: Any) -> None:
     first, second = run_ranks(2, made_by_ranks, cluster, 20_000, schedule)
     model = Words()
@@ -201,7 +203,7 @@ def test_balanced_parallelism_sends_what_the_paper_says(ranks: int) -> None:
     assert predict("zen", sparsity).mean.sent_bytes == pytest.approx(paper - saved, rel=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(16, marks=pytest.mark.long)])
 def test_sharding_sends_the_density_of_all_reduce_and_two_nths_of_all_gather(ranks: int) -> None:
     """EmbRace, section 3: AlltoAll / AllReduce = density, AlltoAll / AllGather = 2/N; ids are extra."""
     model = Words()

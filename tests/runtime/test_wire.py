@@ -44,7 +44,8 @@ def sent_by_interface() -> dict[int, int]:
     return {0: interface_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> None:
     small = OneTableWorkload(num_rows=1000)
     large = replace(small, num_rows=10 * small.num_rows)
@@ -60,6 +61,7 @@ def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> 
     assert sent_large[0].ddp_bytes == 10 * sent_small[0].ddp_bytes
 
 
+@pytest.mark.long
 def test_repeated_ids_travel_once() -> None:
     few, many = on_ranks(2, OneTableWorkload(repeated=0)), on_ranks(2, OneTableWorkload(repeated=200))
 
@@ -70,9 +72,9 @@ def test_repeated_ids_travel_once() -> None:
 @pytest.mark.parametrize(
     ("world_size", "workload", "autocast"),
     [
-        pytest.param(3, OneTableWorkload(padding_idx=0), False, id="columns_that_do_not_divide_evenly"),
+        pytest.param(3, OneTableWorkload(padding_idx=0), False, id="uneven columns", marks=pytest.mark.long),
         pytest.param(2, OneTableWorkload(), True, id="rows_in_bfloat16"),
-        pytest.param(2, TwoTableLMWorkload(2000, 64, 48, 16, 20, 100), False, id="two_tables_and_dense_gradients"),
+        pytest.param(2, TwoTableLMWorkload(2000, 64, 48, 16, 20, 100), False, id="two tables", marks=pytest.mark.long),
     ],
 )
 def test_bytes_equal_the_prediction(world_size: int, workload: Workload, autocast: bool) -> None:
@@ -82,12 +84,14 @@ def test_bytes_equal_the_prediction(world_size: int, workload: Workload, autocas
     assert_predicted(by_rank)
 
 
+@pytest.mark.long
 def test_rows_in_bfloat16_are_half_the_bytes() -> None:
     (wide, _), (narrow, _) = on_ranks(2, OneTableWorkload()), on_ranks(2, OneTableWorkload(), autocast=True)
 
     assert narrow.measured_bytes == pytest.approx(wide.measured_bytes / 2, rel=TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "workload",
     [
@@ -116,7 +120,8 @@ def _train_ddp(rank: int, world_size: int, workload: Workload) -> float:
     return bytes_per_step(step, sent_by_connection)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_ddp_sends_what_the_plan_says_of_it(world_size: int) -> None:
     workload = TwoTableLMWorkload(2000, 64, 48, 16, 20, 100)
 

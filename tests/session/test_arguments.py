@@ -170,6 +170,7 @@ def train_both(rank: int, world_size: int) -> list[str]:
     return different
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_arguments_and_results_in_any_form_train_as_under_ddp() -> None:
     assert run_ranks(2, train_both) == [[], []]
@@ -212,6 +213,7 @@ def refuse(rank: int, world_size: int) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_others_are_refused_with_what_to_do() -> None:
     for packs, nested, slotted, sparse, kind, module in run_ranks(2, refuse):

@@ -75,7 +75,9 @@ def resume(rank: int, world_size: int, path: Path, when: str) -> tuple[dict[str,
     return parameters(run), list(checkpoint["model"])
 
 
-@pytest.mark.parametrize("when", ["before the first call", "after the first call"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("before the first call", marks=pytest.mark.long), "after the first call"]
+)
 def test_what_one_rank_saves_is_whole_and_continues(when: str, tmp_path: Path) -> None:
     saved = run_ranks(2, save_on_one_rank, tmp_path / "whole", "alltoall")
 
@@ -172,6 +174,7 @@ def parameters_of_one_stretch(rank: int) -> dict[str, Tensor]:
     return parameters(run)
 
 
+@pytest.mark.long
 def test_a_copied_state_dict_is_what_it_was_and_loads_again() -> None:
     run_ranks(2, go_back)
 
@@ -200,6 +203,7 @@ def inside_another_module(rank: int, world_size: int) -> None:
     assert_same(parameters(other), parameters(run), DTYPE)
 
 
+@pytest.mark.long
 def test_a_module_that_contains_a_compiled_model_saves_and_loads_whole_tensors() -> None:
     run_ranks(2, inside_another_module)
 

@@ -69,6 +69,7 @@ def train_and_drop(rank: int, world_size: int, close: bool) -> tuple[dict[str, i
     return before, within, taken()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_models_in_a_row_leave_nothing_behind(close: bool) -> None:
     close_pool()  # what an earlier test has left may go at any time

@@ -88,6 +88,7 @@ def check(saved_on: tuple[int, Strategy], loaded_on: tuple[int, Strategy], path:
             torch.testing.assert_close(end[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_written_while_training_goes_on_and_is_that_of_its_step(tmp_path: Path) -> None:
     check((2, "alltoall"), (2, "allreduce"), tmp_path / "saved")
 
@@ -209,6 +210,7 @@ def export_replicas(rank: int, ranks: int, directory: Path) -> None:
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in written.items())
 
 
+@pytest.mark.long
 def test_every_rank_may_write_what_is_not_sharded(tmp_path: Path) -> None:
     run_ranks(3, export_replicas, tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch.optim import AdamW
 
@@ -50,6 +51,7 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
     return found
 
 
+@pytest.mark.long
 def test_a_table_takes_its_share_and_sends_what_its_batches_read() -> None:
     for by_rank in run_ranks(2, _trains):
         part = 60 * 4 * 4

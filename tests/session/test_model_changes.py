@@ -222,6 +222,7 @@ def _ignores(rank: int, world_size: int) -> None:
         assert not different
 
 
+@pytest.mark.long
 def test_what_ddp_is_told_to_ignore_is_each_rank_s_own() -> None:
     run_ranks(2, _ignores)
 

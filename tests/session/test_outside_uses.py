@@ -79,6 +79,7 @@ def train_both(rank: int, world_size: int) -> list[str]:
     return different
 
 
+@pytest.mark.long
 def test_their_gradients_are_averaged_as_under_ddp() -> None:
     assert run_ranks(2, train_both) == [[], []]
 
@@ -104,6 +105,7 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_of_shards_they_are_refused_and_training_goes_on() -> None:
     for of_rows, accumulating in run_ranks(2, refuse_and_go_on):
         assert "expected a loss that reads the sharded words.weight by the model's call alone" in of_rows

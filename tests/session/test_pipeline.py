@@ -117,5 +117,6 @@ def the_whole_pipeline(rank: int, world_size: int) -> None:
     assert_equal_outputs(found, own_part(whole, [TABLE], communicator))
 
 
+@pytest.mark.long
 def test_values_on_several_ranks() -> None:
     run_ranks(3, the_whole_pipeline)

@@ -75,6 +75,7 @@ def _both(rank: int, world_size: int) -> tuple[Any, Any]:
     return _told(lambda m: embrace_fx.compile(m, strategy="alltoall"), rank), _told(DistributedDataParallel, rank)
 
 
+@pytest.mark.long
 def test_each_call_tells_what_it_tells_under_ddp() -> None:
     for (lines, numbers, warned), (expected, expected_numbers, expected_warned) in run_ranks(2, _both):
         assert lines == expected

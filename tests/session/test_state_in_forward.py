@@ -177,6 +177,7 @@ def _both(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
     return found
 
 
+@pytest.mark.long
 def test_state_goes_from_call_to_call_as_under_ddp() -> None:
     for by_model in run_ranks(2, _both):
         for name, (found, expected) in by_model.items():

@@ -126,7 +126,8 @@ def _save_and_load(
     return {what: (watch.bytes, watch.made_by) for what, watch in watched.items()}
 
 
-@pytest.mark.parametrize("row_updates", ["replay", pytest.param("sweep", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("row_updates", ["replay", "sweep"])
 def test_no_rank_makes_a_whole_tables_state(row_updates: RowUpdatesOption, tmp_path: Path) -> None:
     for found in run_ranks(2, _save_and_load, row_updates, tmp_path):
         for what, (made_bytes, made_by) in found.items():

@@ -84,6 +84,7 @@ def wrap_both(rank: int, world_size: int) -> list[str]:
     return different
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_wrappers_around_and_inside_train_as_around_ddp() -> None:
     assert run_ranks(2, wrap_both) == [[], []]
@@ -116,6 +117,7 @@ def compile_again(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
     for found in run_ranks(2, compile_again):
         assert "found a OptimizedModule, which wraps one already" in found["torch.compile"]
@@ -161,6 +163,7 @@ def average_both(rank: int, world_size: int) -> dict[str, Any]:
     return {**results, "same": same}
 
 
+@pytest.mark.long
 def test_averages_made_after_the_first_call_follow() -> None:
     for found in run_ranks(2, average_both):
         assert found["same"]
@@ -195,6 +198,7 @@ def copy_before(rank: int, world_size: int) -> list[str]:
     return [line for line in lines.lines if "a copy of the model" in line]
 
 
+@pytest.mark.long
 def test_copies_made_before_stay_whole_and_are_told_of() -> None:
     first, second = run_ranks(2, copy_before)
     assert len(first) == 1

@@ -159,6 +159,7 @@ def _hang_on(rank: int, world_size: int, hanging: int) -> int:
     return rank
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("started")
 def test_a_hanging_rank_is_named_and_its_stack_shown() -> None:
     with pytest.raises(RankError, match=r"(?s)^rank 1, .*still busy after 5 s.* in _hang_on") as caught:

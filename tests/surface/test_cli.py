@@ -150,6 +150,7 @@ def test_the_doctor_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fails" not in printed
 
 
+@pytest.mark.long
 def test_two_ranks_probe_their_links_and_compare_two_systems(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -25,6 +25,7 @@ def _calls(model: nn.Module) -> int:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "sizes"), [(Tables, (6, 12, 24)), (Chain, (12, 24, 48))])
 def test_calls_grow_in_proportion(make: Callable[[int], nn.Module], sizes: tuple[int, int, int]) -> None:
     _calls(make(sizes[0]))  # what is imported and built once

@@ -32,6 +32,7 @@ def python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_importing_loads_no_compiler(tmp_path: Path) -> None:
     """Beyond torch, 0.01 s of one processor for the import and 0.2 s for its names; the bounds are generous."""
     done = python(MEASURE, tmp_path)

@@ -29,6 +29,7 @@ def said(command: list[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 def test_one_line_on_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(program()[-1])
@@ -116,6 +117,7 @@ LONGEST_SILENCE_S = 3.0
 """Two seconds that a user may have to wait for a word, and one by which a machine that others use may be late."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("terminal", [True, False])
 def test_no_stall_is_silent(terminal: bool) -> None:
     """From the first word of the call to the end of it."""

@@ -65,6 +65,7 @@ def _compare(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_norms_take_one_reduction_and_rows_sent_ahead_are_used_unless_a_table_was_written() -> None:
     for by_rank in zip(*run_ranks(2, _compare), strict=True):
         for case, (log, ends, counts), (expected_log, expected, _) in by_rank:

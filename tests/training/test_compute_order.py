@@ -64,15 +64,15 @@ def _turned_round(steps, name, source, atoms, held, held_limit):  # type: ignore
 
 
 CASES = [
-    pytest.param(model, name, lookahead, id=f"{model}-{name}-{lookahead}", marks=marks)
+    pytest.param(model, name, lookahead, id=f"{model}-{name}-{lookahead}")
     for model, (name, lookahead) in product(
         ("two_table_lm", "transformer_encoder", "bag_recommender"),
         (("2d", True), ("2d", False), ("horizontal", False), ("vertical", True)),
     )
-    for marks in [() if (model, name, lookahead) == ("transformer_encoder", "2d", True) else (pytest.mark.long,)]
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "name", "lookahead"), CASES)
 def test_another_order_of_compute_trains_to_the_same_bits(model: str, name: ScheduleName, lookahead: bool) -> None:
     stands = run_ranks(2, _trains, model, name, lookahead, False)

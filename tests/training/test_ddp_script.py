@@ -83,7 +83,7 @@ SCRIPTS = {
     "bfloat16, accumulation, ahead": Script(autocast=True, micro_batches=2, ahead=True),
     "momentum, scaler": Script(scaler=True, kind=_momentum),
 }
-DEFAULT = ("as in every tutorial", "two optimizers before", "scaler and accumulation", "resumed")
+DEFAULT = ("as in every tutorial",)
 
 
 def run_script(rank: int, wrap: Callable[[nn.Module], Any], script: Script) -> tuple[list[float], dict[str, Tensor]]:

@@ -79,12 +79,14 @@ def test_admm(run_here: Callable[..., str]) -> None:
     assert float(found[1]) > 0.8
 
 
+@pytest.mark.long
 def test_training_in_a_single_process(run_here: Callable[..., str], tmp_path: Path) -> None:
     losses = losses_in(run_here("train_language_model.py", "--output", str(tmp_path), *SIZES))
     assert losses == sorted(losses, reverse=True)
     assert "embedding_dense_backward" in (tmp_path / "graphs" / "00_captured.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_comparison_on_two_ranks(tmp_path: Path) -> None:
     # What "auto" decides depends on how busy the machine is when its links are probed.
     printed = run(*TORCHRUN, str(EXAMPLES / "compare.py"), "--output", str(tmp_path), *SIZES, "--strategy", "alltoall")
@@ -109,6 +111,7 @@ def test_comparison_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "report.txt").read_text(encoding="utf-8").count("alltoall") == 2
 
 
+@pytest.mark.long
 def test_a_comparison_that_differs_fails(
     run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

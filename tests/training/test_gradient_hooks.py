@@ -127,7 +127,9 @@ def _freezes(rank: int, world_size: int, options: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, msg=partial("step {}: {}".format, k))
 
 
-@pytest.mark.parametrize("options", [{"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}])
+@pytest.mark.parametrize(
+    "options", [{"schedule": "none"}, pytest.param({"strategy": {"ids.weight": "alltoall"}}, marks=pytest.mark.long)]
+)
 def test_parameters_may_be_frozen_and_thawed(options: dict[str, Any]) -> None:
     run_ranks(2, _freezes, options)
 

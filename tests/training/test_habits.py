@@ -12,11 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 import tests.support.published_habits  # noqa: F401  (enters its own)
-from tests.support.cases import long_but
 from tests.support.habits import HABITS, Wrap
 from tests.support.ranks import run_ranks
-
-DEFAULT = ("a module in two places", "pseudo labels")
 
 by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
 
@@ -33,7 +30,8 @@ def both(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return {how: _found(name, wrap, rank) for how, wrap in wraps.items()}
 
 
-@pytest.mark.parametrize("name", long_but(DEFAULT, {name: (name,) for name in HABITS}))
+@pytest.mark.long
+@pytest.mark.parametrize("name", HABITS)
 def test_a_habit_ends_where_it_ends_under_ddp(name: str) -> None:
     for found in run_ranks(2, both, name):
         expected = found.pop("DDP")

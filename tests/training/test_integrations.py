@@ -39,19 +39,20 @@ def assert_near(found: Sequence[Any], expected: Sequence[Any], within: float = 1
 
 CASES = [
     pytest.param("accelerate_loop.py", ("--steps", "4"), id="accelerate, 4 steps"),
-    pytest.param("accelerate_loop.py", (), marks=pytest.mark.long, id="accelerate"),
-    pytest.param("accelerate_loop.py", ("--accumulate", "3"), marks=pytest.mark.long, id="accelerate, accumulation"),
-    pytest.param("accelerate_loop.py", ("--mixed-precision", "bf16"), marks=pytest.mark.long, id="accelerate, bf16"),
-    pytest.param("trainer_loop.py", (), marks=pytest.mark.long, id="trainer"),
-    pytest.param("trainer_loop.py", ("--accumulate", "2"), marks=pytest.mark.long, id="trainer, accumulation"),
-    pytest.param("trainer_loop.py", ("--bf16",), marks=pytest.mark.long, id="trainer, bf16"),
-    pytest.param("lightning_loop.py", (), marks=pytest.mark.long, id="lightning"),
-    pytest.param("lightning_loop.py", ("--accumulate", "2"), marks=pytest.mark.long, id="lightning, accumulation"),
-    pytest.param("lightning_loop.py", ("--of-parts",), marks=pytest.mark.long, id="lightning, several children"),
-    pytest.param("lightning_loop.py", ("--precision", "bf16-mixed"), marks=pytest.mark.long, id="lightning, bf16"),
+    pytest.param("accelerate_loop.py", (), id="accelerate"),
+    pytest.param("accelerate_loop.py", ("--accumulate", "3"), id="accelerate, accumulation"),
+    pytest.param("accelerate_loop.py", ("--mixed-precision", "bf16"), id="accelerate, bf16"),
+    pytest.param("trainer_loop.py", (), id="trainer"),
+    pytest.param("trainer_loop.py", ("--accumulate", "2"), id="trainer, accumulation"),
+    pytest.param("trainer_loop.py", ("--bf16",), id="trainer, bf16"),
+    pytest.param("lightning_loop.py", (), id="lightning"),
+    pytest.param("lightning_loop.py", ("--accumulate", "2"), id="lightning, accumulation"),
+    pytest.param("lightning_loop.py", ("--of-parts",), id="lightning, several children"),
+    pytest.param("lightning_loop.py", ("--precision", "bf16-mixed"), id="lightning, bf16"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("script", "options"), CASES)
 @pytest.mark.timeout(300)
 def test_losses_and_norms_are_ddps(script: str, options: tuple[str, ...], tmp_path: Path) -> None:

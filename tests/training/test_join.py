@@ -111,6 +111,7 @@ def _compared(rank: int, world_size: int, epoch: Callable[..., None], options: d
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("epoch", EPOCHS)
 def test_ranks_that_have_run_out_of_batches(epoch: Callable[..., None]) -> None:
     for options in ({"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}):
@@ -125,6 +126,7 @@ def _compared_in_a_sequence(rank: int, world_size: int) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long
 def test_parameters_whose_names_begin_with_a_digit() -> None:
     run_ranks(2, _compared_in_a_sequence)
 

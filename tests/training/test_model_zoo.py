@@ -210,6 +210,7 @@ def train_dlrm(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[str]
     return model.full_state_dict(), list(model.plan.sharded)
 
 
+@pytest.mark.long
 def test_dlrm_trains_as_the_reference() -> None:
     batches = [[dlrm_batch(step, rank) for step in range(5)] for rank in range(2)]
     expected = train_reference(make_dlrm, lambda model: [MAKE_OPTIMIZER(model.parameters())], batches, 5)

@@ -107,6 +107,7 @@ def _compare(rank: int, world_size: int) -> list[tuple[tuple[str, str], dict[str
     return found
 
 
+@pytest.mark.long
 def test_a_training_whose_optimizer_changes_is_ddps() -> None:
     for by_rank in run_ranks(2, _compare):
         for case, found, expected in by_rank:
@@ -135,7 +136,8 @@ def _go_on(rank: int, world_size: int, updates: Updates, path: Path, steps: rang
     return whole_parameters(model)
 
 
-@pytest.mark.parametrize("updates", ["replay", pytest.param("sweep", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("updates", ["replay", "sweep"])
 def test_state_of_another_number_of_ranks_goes_on(updates: Updates, tmp_path: Path) -> None:
     plain = WORKLOAD.make(DTYPE, SEED)
     optimizer = _adamw(plain)

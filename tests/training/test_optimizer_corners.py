@@ -20,7 +20,6 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import embrace_fx
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
-from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.training import tables, whole, whole_state
 
@@ -282,7 +281,6 @@ def a_step_that_raises(trainer: Trainer) -> None:
         trainer.model.zero_grad()
 
 
-DEFAULT = ("a fused step that skips", "gone on alone", "a step within a step")
 WAYS: tuple[RowUpdatesOption, ...] = ("sweep", "replay")
 
 
@@ -305,7 +303,8 @@ def _compare(rank: int, world_size: int, name: str) -> list[tuple[str, list[floa
     return found
 
 
-@pytest.mark.parametrize("name", long_but(DEFAULT, {name: (name,) for name in LOOPS}))
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
 def test_what_is_seldom_met_is_trained_as_under_ddp(name: str) -> None:
     for by_way in run_ranks(2, _compare, name):
         (_, expected_log, expected), *others = by_way  # DDP's first

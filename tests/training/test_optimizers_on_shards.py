@@ -317,6 +317,7 @@ def _check(group: Group) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 def test_some_optimizers_on_shards_end_as_the_reference() -> None:
     _check(Group("two_table_lm", 2, torch.float64, DEFAULT, (("2d", "sweep"), ("2d", "replay"))))
 

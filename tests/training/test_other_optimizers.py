@@ -166,6 +166,7 @@ def _check(ranks: int) -> None:
             assert (strategy == "alltoall") is (name in PROMISED or name == "a group of each kind"), name
 
 
+@pytest.mark.long
 def test_on_two_ranks() -> None:
     _check(2)
 

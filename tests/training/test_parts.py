@@ -9,7 +9,6 @@ import pytest
 
 from embrace_fx.vocabulary.plan import Grid
 from tests.support import part_deeds
-from tests.support.cases import long_but
 from tests.support.part_deeds import Deed, train
 from tests.support.parts import differs
 from tests.support.ranks import run_ranks
@@ -31,7 +30,6 @@ CASES = {
     for way, ranks in (("columns", 2), ("columns", 3), ("a grid", 2), ("sweeps", 2))
     for kind in ("adamw", "sgd")
 }
-QUICK = ("views of the gradient, columns, adamw, 2 ranks",)
 
 
 def _both(rank: int, world_size: int, deeds: str, way: str, kind: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -42,8 +40,9 @@ def _both(rank: int, world_size: int, deeds: str, way: str, kind: str) -> tuple[
     return wrong, refused
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # collectives of torch that people call
-@pytest.mark.parametrize(("deeds", "way", "kind", "ranks"), long_but(QUICK, CASES))
+@pytest.mark.parametrize(("deeds", "way", "kind", "ranks"), CASES.values(), ids=CASES)
 def test_loops_do_as_under_ddp_or_are_refused_and_go_on(deeds: str, way: str, kind: str, ranks: int) -> None:
     outcomes = run_ranks(ranks, _both, deeds, way, kind)
     for wrong, refused in outcomes:

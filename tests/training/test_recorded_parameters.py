@@ -57,6 +57,7 @@ def _hashes(rank: int, world_size: int) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_the_naive_schedule_trains_to_the_recorded_bits() -> None:
     if not golden.options.update:
         record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))

@@ -99,7 +99,7 @@ def off(found: list[Trained], exact: list[Trained]) -> float:
     return abs(ends[0] - ends[1]) / ends[1]
 
 
-@pytest.mark.parametrize(("form", "most_bytes"), [("bf16", 0.52), ("int8", 0.30)])
+@pytest.mark.parametrize(("form", "most_bytes"), [pytest.param("bf16", 0.52, marks=pytest.mark.long), ("int8", 0.30)])
 def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) -> None:
     exact, found = trained(2), trained(2, rows=form, buckets=form)
 
@@ -112,6 +112,7 @@ def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) 
     assert f"buckets travel as {form}: off by" in found[0].report
 
 
+@pytest.mark.long
 def test_schedules_agree_in_every_bit() -> None:
     """A row's gradient is rounded once, whatever part of it travels when."""
     first, *others = (trained(2, rows="int8", buckets="int8", schedule=schedule) for schedule in SCHEDULES)
@@ -120,6 +121,7 @@ def test_schedules_agree_in_every_bit() -> None:
         assert other[0].losses == first[0].losses
 
 
+@pytest.mark.long
 def test_four_ranks_on_a_grid() -> None:
     asked = {"strategy": {"words.*": Grid(2, 2), "users.*": "alltoall"}}
     exact, found = trained(4, **asked), trained(4, **asked, rows="int8")
@@ -129,6 +131,7 @@ def test_four_ranks_on_a_grid() -> None:
     assert "alltoall travels as int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
 
 
+@pytest.mark.long
 def test_exchanges_of_replicas_stay_exact_and_say_so() -> None:
     exact, found = trained(2, strategy="zen"), trained(2, strategy="zen", rows="int8", buckets="int8")
 

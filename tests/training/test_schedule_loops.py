@@ -21,6 +21,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
 from embrace_fx.cost import links as cost
+from tests.support.cases import long_but
 from tests.support.loops import LOOPS, WARNED, Loop
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
@@ -92,44 +93,8 @@ def _check_loops(world_size: int, names: list[str], optimizer: str) -> None:
             assert all("expected the batch that lookahead() yielded" in text for text in found.warnings)
 
 
-RARE = frozenset(
-    {
-        "no lookahead",
-        "two losses",
-        "two forwards first",
-        "forwards without backward",
-        "evaluations inside",
-        "gradients zeroed in place",
-        "gradients zeroed before the backward",
-        "gradients of one parameter scaled",
-        "parameters read",
-        "state of the plain model read",
-        "modules clamped by a function",
-        "optimizer state read",
-        "learning rates written",
-        "several epochs",
-        "batches written",
-        "backwards in other order",
-        "steps without backward",
-        "closures",
-        "gradients never zeroed",
-        "gradients kept",
-        "gradients zeroed before the step",
-        "a penalty outside of the model",
-        "parameters of submodules clamped",
-        "state written through the state dict",
-        "hooks of the optimizer",
-        "an id outside of a table",
-        "epochs left early",
-        "lengths that vary",
-        "state read on one rank",
-    }
-)
-"""Loops that another one, or the tests of one part, cover in large part: run with the `long` tests."""
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in ALL_LOOPS]
+    "name", long_but(("backwards without step", "batches moved"), {name: (name,) for name in ALL_LOOPS})
 )
 def test_a_loop_trains_as_without_the_compiler(name: str) -> None:
     _check_loops(2, [name], "adagrad")
@@ -242,6 +207,7 @@ def _compare_turns(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], 
     return [_step_in_turn(rank, world_size, compiled=compiled) for compiled in (False, True)]
 
 
+@pytest.mark.long
 def test_two_optimizers_that_share_a_bucket_step_in_turn() -> None:
     for (expected, expected_norms), (found, norms) in run_ranks(2, _compare_turns):
         assert norms == pytest.approx(expected_norms, rel=1e-9)

@@ -79,6 +79,7 @@ def _compared(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long
 def test_two_models_of_a_group_of_some_ranks() -> None:
     run_ranks(3, _compared)
 

@@ -76,7 +76,8 @@ def _check(workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trai
     return of_rank_0
 
 
-@pytest.mark.parametrize("case", long_but(("tied_lm-2-sgd",), {name: (case,) for name, case in CASES.items()}))
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_equals_the_reference(case: Case) -> None:
     workload: Any = WORKLOADS[case.model]
     if case.vary:
@@ -95,7 +96,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("workload", long_but(("all of it",), {name: (workload,) for name, workload in ODD.items()}))
+@pytest.mark.long
+@pytest.mark.parametrize("workload", ODD.values(), ids=ODD)
 def test_odd_batches(workload: Workload) -> None:
     case = Case("", 3, "adagrad")
 
@@ -106,6 +108,7 @@ NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
 """Links on which bytes alone count."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "world_size", "cluster"),
     [
@@ -152,7 +155,7 @@ def _train_pruned(rank: int, world_size: int, strategy: dict[str, str]) -> tuple
     return parameters, str(compiled.graphs["reduce_gradients"].graph)
 
 
-@pytest.mark.parametrize("strategy", long_but(("omnireduce", "zen"), {each: (each,) for each in EXCHANGES}))
+@pytest.mark.parametrize("strategy", long_but(("zen",), {each: (each,) for each in EXCHANGES}))
 def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
     """Its own gradient has zeros where inputs are absent: here in columns, and it is one row set per output."""
     expected = run_ranks(3, _train_pruned, {"*": "allreduce"})

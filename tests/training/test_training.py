@@ -58,7 +58,6 @@ GROUPS = tuple(Group(*g) for g in product(WORKLOADS, (1, 2, 3, 4), (torch.float6
 DEFAULT = frozenset(
     {
         Group("two_table_lm", 2, torch.float64),
-        Group("tied_lm", 1, torch.float32),
     }
 )
 

@@ -15,7 +15,6 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.ops import own_columns
-from tests.support.cases import long_but
 from tests.support.lookups import LookupsWorkload, ManyUsesWorkload
 from tests.support.models import MODELS, TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
@@ -73,9 +72,10 @@ VARYING: tuple[tuple[str, int, str, RowUpdates, dict[str, str]], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world_size", "optimizer", "row_updates", "strategies"),
-    long_but(("bag_recommender",), {name: (name, *rest) for name, *rest in VARYING}),
+    VARYING,
 )
 def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
     name: str, world_size: int, optimizer: str, row_updates: RowUpdates, strategies: dict[str, str]
@@ -85,10 +85,8 @@ def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
     _check(world_size, replace(workload, vary=True), optimizer, row_updates, strategies)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "row_updates"),
-    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
 def test_a_batch_is_empty_on_one_rank_or_on_all(optimizer: str, row_updates: RowUpdates) -> None:
     workload = LookupsWorkload(some_empty=True)
 
@@ -113,6 +111,7 @@ def test_ids_of_any_kind(workload: Workload) -> None:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dim", "widths"), [(1, [1, 0, 0, 0]), (3, [1, 1, 1, 0]), (7, [2, 2, 2, 1])], ids=str)
 def test_columns_that_do_not_divide_evenly_among_the_ranks(dim: int, widths: list[int]) -> None:
     owned = [own_columns(dim, 4, rank) for rank in range(4)]
@@ -121,10 +120,8 @@ def test_columns_that_do_not_divide_evenly_among_the_ranks(dim: int, widths: lis
     _check(4, LookupsWorkload(dim=dim), "adam", "lazy", {"table.weight": "alltoall"})
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "row_updates"),
-    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
 def test_one_table_with_several_uses(optimizer: str, row_updates: RowUpdates) -> None:
     _check(3, ManyUsesWorkload(), optimizer, row_updates, {"table.weight": "alltoall"})
 
@@ -189,6 +186,7 @@ def trained_with_casts_by_hand(world_size: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
+@pytest.mark.long
 def test_a_sharded_table_under_autocast() -> None:
     expected = trained_with_casts_by_hand(2)
 
@@ -246,6 +244,7 @@ def test_clipping_in_half_precision(world_size: int) -> None:
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_strategies_by_name() -> None:
     asked = {"*": "allreduce", "output.*": "alltoall"}
     strategies = {"embedding.weight": "allreduce", "output.weight": "alltoall"}
@@ -253,7 +252,9 @@ def test_strategies_by_name() -> None:
     _check(2, WORKLOADS["two_table_lm"], "adagrad", "exact", strategies, asked)
 
 
-@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (300_000, "alltoall")])
+@pytest.mark.parametrize(
+    ("num_words", "chosen"), [(60, "allreduce"), pytest.param(300_000, "alltoall", marks=pytest.mark.long)]
+)
 def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
     workload = TwoTableLMWorkload(num_words=num_words)
     strategies = {"embedding.weight": chosen, "output.weight": chosen}
@@ -261,6 +262,7 @@ def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int
     _check(2, workload, "adagrad", "exact", strategies, "auto")
 
 
+@pytest.mark.long
 def test_auto_shards_whatever_sparse_adam_updates() -> None:
     strategies = {"embedding.weight": "alltoall", "output.weight": "alltoall"}
 

@@ -30,6 +30,7 @@ SHARDED_IN_LONG = {
 }
 
 
+@pytest.mark.long
 def test_bert_answers_questions() -> None:
     trained = check(TRAININGS["bert"])
     tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -116,6 +117,7 @@ def _assert_same_cache(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found_layer.keys, expected_layer.keys, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     training = TRAININGS["gpt2"]

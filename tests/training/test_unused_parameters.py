@@ -150,6 +150,7 @@ SHARDED: dict[Loop, str] = {branches_one_by_one: "trunk.weight", an_input_on_one
 """The tables that the first step reads, where those are not all."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["none", "2d"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_branches_that_a_batch_or_a_rank_does_not_take(loop: Loop, schedule: str) -> None:

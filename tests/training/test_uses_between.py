@@ -56,6 +56,7 @@ def _every_kind(rank: int, world_size: int) -> list[tuple[Ended, Ended]]:
     return [(_train(name, rank, CompiledSide(make)), _train(name, rank, Side(make))) for make in makers]
 
 
+@pytest.mark.long
 def test_whatever_kernels_the_optimizer_steps_with() -> None:
     for found in run_ranks(2, _every_kind):
         for (ended, told), (expected, expected_told) in found:
@@ -84,6 +85,7 @@ def _watched(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, T
     return whole_parameters(side.model), whole_parameters(plain.model)
 
 
+@pytest.mark.long
 def test_a_thread_that_looks_at_any_time_changes_nothing() -> None:
     for found, expected in run_ranks(2, _watched):
         assert_same(found, expected, DTYPE)

@@ -203,15 +203,13 @@ def _launches(compiled: embrace_fx.CompiledModel, when: str) -> list[str]:
 
 
 ALL: list[Way] = list(product(SCHEDULES, (True, False)))
-FEW: list[Way] = [("2d", True)]
 CASES = [
-    pytest.param(model, n, FEW if (model, n) == ("two_table_lm", 2) else ALL, id=f"{model}-{n}", marks=marks)
+    pytest.param(model, n, ALL, id=f"{model}-{n}")
     for model, n in product(("two_table_lm", "transformer_encoder", "bag_recommender"), (1, 2, 3, 4))
-    for marks in [() if (model, n) == ("two_table_lm", 2) else (pytest.mark.long,)]
 ]
-CASES.append(pytest.param("two_table_lm", 2, ALL, id="two_table_lm-2-all", marks=pytest.mark.long))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "world_size", "ways"), CASES)
 def test_transfers_are_the_submissions_of_the_graphs_that_run(model: str, world_size: int, ways: list[Way]) -> None:

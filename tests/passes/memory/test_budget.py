@@ -46,9 +46,8 @@ BLOCKS: Mapping[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["dropout and views", *(pytest.param(each, marks=pytest.mark.long) for each in list(BLOCKS)[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BLOCKS)
 def test_the_same_bits_within_the_budget(name: str) -> None:
     blocks, budgets = BLOCKS[name]
     model = make(blocks)
@@ -175,6 +174,7 @@ def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
     return str(compiled.plan.rows), found.peak_bytes, [node.name for node in found.nodes if "again" in node.meta]
 
 
+@pytest.mark.long
 def test_ranks_that_read_other_numbers_of_rows_decide_alike() -> None:
     first, second = run_ranks(2, decided)
 
@@ -239,6 +239,7 @@ def train(rank: int, world_size: int, budget: float | None) -> dict[str, Tensor]
     return whole(compiled.state_dict().items())
 
 
+@pytest.mark.long
 def test_ranks_train_as_without_a_budget() -> None:
     expected, found = run_ranks(2, train, None), run_ranks(2, train, 0.6)
 

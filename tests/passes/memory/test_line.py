@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 import embrace_fx
 from embrace_fx.viz import trace
 from tests.support.budgets import IDS, make
 from tests.support.checkpointed import Block, gradients
 
 
+@pytest.mark.long
 def test_the_line_stands_above_schedule_and_timeline(tmp_path: Path) -> None:
     compiled = embrace_fx.compile(make(Block))
     gradients(compiled.module, compiled, IDS)

@@ -55,14 +55,14 @@ def names_of(graph: TrainingGraph, op: str) -> list[str]:
     return [node.name for node in graph.graph.nodes if op_name(node) == op]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blocks", "budgets"),
     [
         (Block, (0.7, 0.4)),
-        *(
-            pytest.param(blocks, budgets, marks=pytest.mark.long)
-            for blocks, budgets in ((Normalised, (0.7,)), (Odd, (0.7, 0.5)), (Recurrent, (0.7,)))
-        ),
+        (Normalised, (0.7,)),
+        (Odd, (0.7, 0.5)),
+        (Recurrent, (0.7,)),
     ],
 )
 def test_the_same_bits_within_the_budget(
@@ -134,6 +134,7 @@ def train(rank: int, world_size: int, budget: float | None, directory: str | Non
     return whole(compiled.state_dict().items())
 
 
+@pytest.mark.long
 def test_ranks_train_as_without_a_budget(tmp_path: Path) -> None:
     expected, found = run_ranks(2, train, None, None), run_ranks(2, train, 0.4, str(tmp_path))
 
@@ -188,6 +189,7 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
         assert expected in told[0]
 
 
+@pytest.mark.long
 def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Path) -> None:
     """Copies of 80 bytes in a measured millisecond, of which four are estimated for what one of them computes."""
     made = embrace_fx.compile(make(Recurrent), memory_budget=0.4, offload_to=tmp_path)

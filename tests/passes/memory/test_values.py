@@ -149,6 +149,7 @@ FAST = CopyRate(1e9)
 """So fast that offloading is always the better choice."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copies", [NO_COPIES, FAST], ids=["again", "offloaded"])
 def test_no_bit_differs_of_a_model_that_has_it_all(copies: CopyRate) -> None:
     graphs = assert_no_bit_differs(list(PARTS), (0.8, 0.4), copies)

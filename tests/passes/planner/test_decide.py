@@ -325,6 +325,7 @@ def test_the_plan_keeps_what_it_was_cut_for() -> None:
 # ---- predicted bytes ----
 
 
+@pytest.mark.long
 def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows() -> None:
     def of(rows: int) -> Decision:
         return planned(rows, strategy={TABLE: "alltoall"})[TABLE]

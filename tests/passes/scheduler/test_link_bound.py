@@ -52,6 +52,7 @@ def test_no_order_of_launches_is_below_the_limit_of_one_link(reduce_ms: tuple[fl
     assert fastest <= 1.2 * one_link_ms(steps)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(windows.steps(most_launches=4))
 def test_no_order_of_any_step_is_below_it(drawn: StepGraph) -> None:

@@ -148,7 +148,7 @@ def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
     """And has the same bits on all ranks, or replicas would drift apart."""
     assert not faults_of(visit(world_size), [case for case in QUICK if case.way == way])
@@ -180,6 +180,7 @@ def stream_all(rank: int, world_size: int) -> list[str]:
     return faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_long_lanes_and_many_streams(world_size: int) -> None:
     assert run_ranks(world_size, stream_all) == [[]] * world_size

@@ -71,14 +71,14 @@ def exchange_all(rank: int, world_size: int, grids: list[Grid | None]) -> list[s
     return faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "grids"),
     [
-        pytest.param(1, [None], marks=pytest.mark.long),
-        pytest.param(2, [None, Grid(2, 1)], marks=pytest.mark.long),
-        (3, [None]),
-        pytest.param(3, [Grid(3, 1)], marks=pytest.mark.long),
-        pytest.param(4, [None, Grid(2, 2), Grid(4, 1)], marks=pytest.mark.long),
+        (1, [None]),
+        (2, [None, Grid(2, 1)]),
+        (3, [None, Grid(3, 1)]),
+        (4, [None, Grid(2, 2), Grid(4, 1)]),
     ],
 )
 def test_the_mean_is_the_dense_all_reduces(world_size: int, grids: list[Grid | None]) -> None:

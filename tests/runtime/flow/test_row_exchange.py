@@ -37,7 +37,6 @@ from embrace_fx.runtime.tables.update_rule import RowsAlone
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
-from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
 V = 7
@@ -354,17 +353,12 @@ def trains_at_random(rank: int, world_size: int, columns: int, kind: type[Optimi
     return split, early
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("columns", "kind"),
-    long_but(
-        ("uneven columns, Adam", "a rank without columns, Adagrad"),
-        {
-            f"{name}, {kind.__name__}": (columns, kind)
-            for name, columns in {"even columns": 6, "uneven columns": 5, "a rank without columns": 2}.items()
-            for kind in (Adagrad, Adam)
-        },
-    ),
+    "columns",
+    [pytest.param(6, id="even"), pytest.param(5, id="uneven"), pytest.param(2, id="a rank without columns")],
 )
+@pytest.mark.parametrize("kind", [Adagrad, Adam])
 def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns: int, kind: type[Optimizer]) -> None:
     for split, early in run_ranks(3, trains_at_random, columns, kind):
         assert split > EXAMPLES

@@ -58,6 +58,7 @@ def _seconds_of_steps(rank: int, world_size: int, how: str) -> tuple[list[float]
     return found, list(compiled.schedule.launch_order)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["a hook of the step", "a gradient is read"])
 def test_whoever_needs_gradients_at_once_does_not_wait_for_what_is_still_to_be_submitted(how: str) -> None:
     for seconds, order in run_ranks(2, _seconds_of_steps, how):

@@ -78,6 +78,7 @@ def reads_alone(rank: int, world_size: int) -> int:
     return stalls
 
 
+@pytest.mark.long
 def test_a_rank_that_reads_a_parameter_alone_makes_no_rank_stand_still() -> None:
     """But where it is not known yet how long a launch takes."""
     assert max(run_ranks(2, reads_alone)) <= 2

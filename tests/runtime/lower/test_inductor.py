@@ -60,6 +60,7 @@ def inductor(cache: Path) -> Iterator[Callable[[], int]]:
         yield lambda: compile_fx_inner.call_count
 
 
+@pytest.mark.long
 def test_a_model_trains_to_the_parameters_of_the_reference(tmp_path: Path) -> None:
     """Forward and backward are a region each, compiled once."""
     with inductor(tmp_path) as compilations:

@@ -183,6 +183,7 @@ def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
     return probe(communicator), time.monotonic() - start_s
 
 
+@pytest.mark.long
 def test_two_ranks_get_one_answer() -> None:
     (cluster, elapsed_s), (other, _) = run_ranks(2, probed)
 

@@ -31,14 +31,15 @@ def run_to_the_end(directory: Path, way: str, waits_for: tuple[int, ...] = (0, 1
     return {rank: (ranks[rank].returncode, text) for rank, text in errors.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "status"),
     [
         ("half read", 0),
-        pytest.param("raises", 1, marks=pytest.mark.long),
-        pytest.param("exits", EXIT_STATUS, marks=pytest.mark.long),
-        pytest.param("loader raises", 1, marks=pytest.mark.long),
-        pytest.param("between forward and backward", 0, marks=pytest.mark.long),
+        ("raises", 1),
+        ("exits", EXIT_STATUS),
+        ("loader raises", 1),
+        ("between forward and backward", 0),
     ],
 )
 def test_a_job_ends_with_its_own_status_whatever_is_still_referenced(tmp_path: Path, way: str, status: int) -> None:

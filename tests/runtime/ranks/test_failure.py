@@ -105,7 +105,7 @@ def _train_until_death(
     ("victim", "die", "store_host"),
     [
         (1, _exit_in_forward, "rank 0"),
-        (0, _killed_in_backward, "launcher"),
+        pytest.param(0, _killed_in_backward, "launcher", marks=pytest.mark.long),
         pytest.param(0, _killed_in_backward, "rank 0", marks=pytest.mark.long),
         pytest.param(2, _exit_in_forward, "launcher", marks=pytest.mark.long),
     ],
@@ -143,6 +143,7 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
     return roll_call.missing()
 
 
+@pytest.mark.long
 def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
     host, other = fresh_ranks(2, _host_leaves_at_once)
 
@@ -183,6 +184,7 @@ def _train_until_one_stands_still(rank: int, world_size: int, where: str, dump_t
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "launch"),
     [("before its step", "'announcement'"), ("before its backward", "'.+'")],
@@ -228,14 +230,15 @@ def _leave_in(rank: int, world_size: int, where: str) -> None:
         embrace_fx.full_state_dict(optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where",
     [
         "set-up",
         "placement",
         "the optimizer's state",
-        pytest.param("the whole state", marks=pytest.mark.long),
-        pytest.param("a grid's state", marks=pytest.mark.long),
+        "the whole state",
+        "a grid's state",
     ],
 )
 def test_a_rank_that_dies_while_tables_move_is_named(where: str) -> None:

@@ -77,9 +77,9 @@ def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("asked", "place"),
     [
-        ("clip", "torch.distributed.all_reduce()"),
+        pytest.param("clip", "torch.distributed.all_reduce()", marks=pytest.mark.long),
         ("norm", "torch.distributed.all_reduce()"),
-        ("whole", "the gathering of a whole table"),
+        pytest.param("whole", "the gathering of a whole table", marks=pytest.mark.long),
     ],
 )
 def test_what_all_ranks_must_ask_for_is_told_where_one_asks_alone(asked: str, place: str) -> None:
@@ -91,6 +91,7 @@ def test_what_all_ranks_must_ask_for_is_told_where_one_asks_alone(asked: str, pl
     assert first == second
 
 
+@pytest.mark.long
 def test_an_evaluation_on_one_rank_is_refused_while_the_others_wait_in_a_barrier() -> None:
     told, _ = run_ranks(2, _evaluates_alone)
     assert told.startswith(

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
 
 import embrace_fx
-from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, Matching, Words, draw_batch
@@ -142,7 +141,8 @@ def _both(rank: int, world_size: int, cause: str) -> Any:
     return (*_trained(rank, lambda m: embrace_fx.compile(m, strategy="alltoall", route="graph"), cause), expected)
 
 
-@pytest.mark.parametrize("cause", long_but(("a branch by values", "create_graph"), {each: (each,) for each in CAUSES}))
+@pytest.mark.long
+@pytest.mark.parametrize("cause", CAUSES)
 def test_all_refuse_what_one_refuses_and_training_goes_on(cause: str) -> None:
     for rank, (found, told, changed, expected) in enumerate(run_ranks(3, _both, cause)):
         assert told, "was not refused"

@@ -48,6 +48,7 @@ def _with_some_of_three(rank: int, world_size: int) -> None:
     embrace_fx.compile(_model(), process_group=pair if rank == 1 else None)
 
 
+@pytest.mark.long
 def test_a_part_of_the_ranks_is_another_group() -> None:
     """Rank 2 waits for the others in the default group; it ends with them, not by the timeout of the group."""
     first, second, _ = run_ranks_expecting_errors(3, _with_some_of_three)

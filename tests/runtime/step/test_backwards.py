@@ -19,6 +19,7 @@ from torch.distributed import rpc
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import embrace_fx
+from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import SEED, whole_parameters
@@ -182,7 +183,13 @@ def _compare(rank: int, world_size: int, name: str) -> list[dict[str, Tensor]]:
     return [whole_parameters(CASES[name](rank, compiled).model) for compiled in (False, True)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        ("some results, momentum, at once", "two optimizers of one table", "a scaler of tables alone"),
+        {name: (name,) for name in CASES},
+    ),
+)
 def test_a_backward_gives_the_gradients_that_the_plain_model_gets(name: str) -> None:
     for expected, found in run_ranks(2, _compare, name):
         assert_same(found, expected, DTYPE)
@@ -303,7 +310,7 @@ def _refuse(rank: int, world_size: int, name: str) -> None:
         fault(loop, _batch(rank, 1))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", long_but(("the batch written",), {name: (name,) for name in REFUSED}))
 def test_what_would_be_a_wrong_gradient_is_refused(name: str) -> None:
     run_ranks(2, _refuse, name)
 
@@ -367,7 +374,7 @@ def _two_orders(rank: int, world_size: int, *, alike: bool) -> str:
     return told
 
 
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("alike", [pytest.param(True, marks=pytest.mark.long), False])
 def test_backwards_of_several_calls_come_in_one_order_on_all_ranks(alike: bool) -> None:
     for told in run_ranks(2, partial(_two_orders, alike=alike)):
         assert ("rank 1: expected the backwards of several calls in the same order" in told) == (not alike)

@@ -195,5 +195,6 @@ def _again_on_a_grid(rank: int, world_size: int) -> None:
         gc.collect()
 
 
+@pytest.mark.long
 def test_a_second_model_on_a_grid_does_not_wait_for_groups_of_the_first() -> None:
     run_ranks(4, _again_on_a_grid)

@@ -140,6 +140,7 @@ def _state_dict_facts(rank: int, world_size: int) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.long
 def test_state_dict_has_the_models_own_names_and_loads_a_plain_one() -> None:
     for rank, facts in enumerate(run_ranks(3, _state_dict_facts)):
         assert facts["names"] == list(_model().state_dict())
@@ -285,6 +286,7 @@ def _peak_growth_bytes(rank: int, world_size: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
+@pytest.mark.long
 def test_a_meta_model_never_holds_more_than_its_shards() -> None:
     for outcome in fresh_ranks(4, _peak_growth_bytes):
         assert outcome.exception is None, outcome

@@ -107,7 +107,7 @@ def _train(rank: int, world_size: int, name: str, told: Told) -> tuple[str, str,
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("OwnSGD", "before"),
+        pytest.param("OwnSGD", "before", marks=pytest.mark.long),
         ("Promised", "before"),
         ("RAdam", "given"),
         ("Trusting", "after"),

@@ -93,7 +93,6 @@ WRITTEN = {
         (
             "alltoall, 2d, synchronized",
             "alltoall, 2d, loaded",
-            "grid, 2d, before the step",
             "alltoall, 2d, after the step",
         ),
         WRITTEN,
