@@ -275,7 +275,7 @@ def main() -> None:
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what was measured is kept, the same command goes on")
-    found = results(whole(setting, SETTINGS[options.setting]), kept)
+    found = results(whole(setting, SETTINGS[options.setting]), kept, setting)
     if found["blocks"]:
         page = write(found, options.output)
         console.print(page.read_text(encoding="utf-8"), markup=False, soft_wrap=True)

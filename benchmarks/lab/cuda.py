@@ -99,8 +99,8 @@ def _run(options: Mapping[str, Any], ranks: int, times: Times, libraries: Path, 
 
 
 def write(found: Mapping[str, Any], folder: Path) -> Path:
-    """Writes page and JSON, named by setting and date; returns the page."""
-    stem = f"lab-{found['configuration']['name']}-{found['times']['device'].lower().replace(' ', '-')}-{found['date']}"
+    """Writes page and JSON, which no device names: none was there. Returns the page."""
+    stem = f"lab-{found['configuration']['name']}-emulated-{found['date']}"
     write_record(folder / stem, found)
     page = folder / f"{stem}.md"
     write_whole(page, markdown(found))

@@ -4,7 +4,7 @@
                                      <system>.json           how it opened: first step, losses, what it decided
                                      <system>-<round>.json   one turn, all ranks
                                      <system>.failed         why it did not run, where it did not
-                                     timeline.json           what embrace_fx recorded of itself
+                                     timeline.json, .svg     what embrace_fx recorded of itself, and drew
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Kept:
         self._write(block, self._turn_file(block, system, round_).name, data)
 
     def recorded(self, block: Block, found: Recorded) -> None:
-        self._write(block, "timeline.json", asdict(found))
+        self._write(block, "timeline.json", found.figures)
+        write_whole(self.folder / block.stem / "timeline.svg", found.picture)
 
     def failed(self, block: Block, system: str, reason: str) -> None:
         self._write(block, f"{system}.failed", reason)
@@ -165,9 +166,10 @@ class Kept:
         found: dict[str, Any] = self._read(block, "network.json")
         return found
 
-    def timeline(self, block: Block) -> Recorded:
-        data = self._read(block, "timeline.json")
-        return Recorded(**data) if data else Recorded()
+    def timeline(self, block: Block) -> dict[str, Any]:
+        """Figures of what embrace_fx recorded; empty where it did not."""
+        found: dict[str, Any] = self._read(block, "timeline.json") or {}
+        return found
 
     def _turn_file(self, block: Block, system: str, round_: int) -> Path:
         return self.folder / block.stem / f"{system}-{round_}.json"

@@ -1,4 +1,4 @@
-"""The lab's pictures: step times of a block, speedups, scaling and ablation over blocks, all as SVG."""
+"""The lab's pictures, as SVG: speedups, scaling and ablation over blocks."""
 
 from __future__ import annotations
 
@@ -8,73 +8,25 @@ from html import escape
 from typing import Any
 
 from benchmarks.lab.choice import OWN
-from benchmarks.lab.results import Row
 from benchmarks.lab.settings import ABLATION, REPLICAS, SHARDED
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 860, 210, 110, 20, 8, 44
-COMPUTE, EXPOSED, FLOOR, INK, FAINT = "#7a9cc6", "#e08a4f", "#b03a48", "#222", "#888"
+INK, FAINT = "#222", "#888"
+MORE = "times; more is better"
 COLORS = ("#7a9cc6", "#8fb573", "#c9a24b", "#b05f8a")
 
 
 def pictures(found: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> picture; of each model one timeline, and one with more ranks, or several on a host."""
-    drawn: dict[str, str] = {}
-    shown: dict[tuple[str, int], int] = {}
-    for block in found["blocks"]:
-        name = block["stem"]
-        drawn[f"{name}.svg"] = step_times(block)
-        place = (block["model"], block["per_host"])
-        if block["picture"] and block["ranks"] > shown.get(place, 0):
-            drawn[f"{name}-timeline.svg"] = block["picture"]
-            shown[place] = block["ranks"]
-    for name, title, under, groups in (
-        ("speedup.svg", f"Step of the best other system over that of {OWN}", "times; more is better", _speedups(found)),
-        ("scaling.svg", "Exposed communication", "milliseconds per step; less is better", _scaling(found)),
-        ("ablation.svg", "Step of the hybrid alone over that of", "times; more is better", _ablation(found)),
-    ):
-        if groups:
-            drawn[name] = grouped_bars(title, under, groups)
-    return drawn
-
-
-def step_times(block: Mapping[str, Any]) -> str:
-    """Bars of the step times: what is not exposed, then what is; whiskers from the fastest to the slowest round.
-
-    The dashed line is the limit.
-    """
-    rows, limit = block["rows"], block["floors"]["limit_ms"]
-    longest = max(row.step_ms.max for row in rows)
-    scale = (WIDTH - LEFT - RIGHT) / longest
-    bottom = TOP + len(rows) * (BAR + GAP)
-    parts = _begin(block["title"], "milliseconds per step, median of rounds; less is better", bottom + 46)
-    for i, row in enumerate(rows):
-        parts += _bar(row, TOP + i * (BAR + GAP), scale)
-    if limit is not None and limit <= longest:
-        at = LEFT + limit * scale
-        parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="{FLOOR}" stroke-dasharray="4 3">'
-            f"<title>limit: {block['floors']['limited_by']}</title></line>"
+    """File name -> picture."""
+    return {
+        name: grouped_bars(title, under, groups)
+        for name, title, under, groups in (
+            ("speedup.svg", f"Step of the best other system over that of {OWN}", MORE, _speedups(found)),
+            ("scaling.svg", "Exposed communication", "milliseconds per step; less is better", _scaling(found)),
+            ("ablation.svg", "Step of the hybrid alone over that of", MORE, _ablation(found)),
         )
-    legend = ((COMPUTE, "the same without communication"), (EXPOSED, "exposed communication"), (FLOOR, "limit"))
-    return "\n".join([*parts, *_legend(legend, bottom), "</svg>"]) + "\n"
-
-
-def _bar(row: Row, y: int, scale: float) -> list[str]:
-    whole = row.step_ms.median * scale
-    exposed = min(whole, max(0.0, row.exposed_ms.median * scale)) if row.exposed_ms else 0.0
-    compute = whole - exposed
-    low, high, middle = LEFT + row.step_ms.min * scale, LEFT + row.step_ms.max * scale, y + BAR / 2
-    return [
-        f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{escape(row.system)}</text>',
-        f'<rect x="{LEFT}" y="{y}" width="{compute:.1f}" height="{BAR}" fill="{COMPUTE}"/>',
-        f'<rect x="{LEFT + compute:.1f}" y="{y}" width="{exposed:.1f}" height="{BAR}" fill="{EXPOSED}"/>',
-        f'<path d="M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 4}v8M{high:.1f} {middle - 4}v8" '
-        f'stroke="{INK}" fill="none"/>',
-        f'<text x="{max(high, LEFT + whole) + 6:.1f}" y="{y + 15}">{row.step_ms.median:,.0f}</text>',
-    ]
-
-
-# -- over blocks -------------------------------------------------------------------------------------------------------
+        if groups
+    }
 
 
 @dataclass(frozen=True)

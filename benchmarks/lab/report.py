@@ -26,8 +26,9 @@ def write(found: Mapping[str, Any], folder: Path) -> Path:
     """Writes page, JSON and pictures, all named by setting and date; returns the page."""
     stem = f"lab-{found['configuration']['name']}-{found['date']}"
     drawn = pictures(found)
-    (folder / stem).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, picture in drawn.items():
+        (folder / stem).mkdir(exist_ok=True)
         write_whole(folder / stem / name, picture)
     write_record(folder / stem, as_data(found))
     page = folder / f"{stem}.md"
@@ -56,11 +57,8 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     ]
     for block in found["blocks"]:
         lines += ["", f"## {block['title']}", "", *_about(block), "", *_table(block["rows"], block["floors"])]
-        name = block["stem"]
-        if f"{name}.svg" in plots:
-            lines += ["", f"![{block['title']}: step times]({plots[f'{name}.svg']})"]
-        if f"{name}-timeline.svg" in plots:
-            lines += ["", *_timeline(block, plots[f"{name}-timeline.svg"])]
+        if block["timeline"]:
+            lines += ["", _timeline(block)]
         lines += [f"\n{system} did not run: {reason}" for system, reason in block["failures"].items()]
     return "\n".join(lines) + "\n"
 
@@ -169,16 +167,15 @@ def _chosen(plan: Mapping[str, str]) -> str:
     return "; ".join(found)
 
 
-def _timeline(block: Mapping[str, Any], file: str) -> list[str]:
+def _timeline(block: Mapping[str, Any]) -> str:
     measured, predicted = block["timeline"]["measured"], block["timeline"]["predicted"]
     slow = block["slow"] or 1.0
     waits = ", ".join(f"{lane} {value / slow:,.1f} ms" for lane, value in measured["exposed_ms"].items())
-    drawn = f", drawn {slow:g} times slower" if block["slow"] else ""
-    return [
-        f"Timeline of {OWN} ({block['timeline']['source']}{drawn}): step {measured['step_ms'] / slow:,.0f} ms "
+    return (
+        f"Timeline of {OWN} ({block['timeline']['source']}): step {measured['step_ms'] / slow:,.0f} ms "
         f"(predicted {predicted['step_ms'] / slow:,.0f}), compute {measured['compute_ms'] / slow:,.0f} (predicted "
-        f"{predicted['compute_ms'] / slow:,.0f}), waits for {waits}: [{Path(file).name}]({file})."
-    ]
+        f"{predicted['compute_ms'] / slow:,.0f}), waits for {waits}."
+    )
 
 
 def _agreement(difference: float | None) -> str:

@@ -119,15 +119,20 @@ def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False))  # of the steps that both have
 
 
-def results(setting: Setting, kept: Kept) -> dict[str, Any]:
-    """All that is known, for the JSON file, the page and the pictures."""
+def results(setting: Setting, kept: Kept, asked: Setting | None = None) -> dict[str, Any]:
+    """All that is known, for the JSON file, the page and the pictures.
+
+    Args:
+        asked: what is to be complete, of which `setting` may show more; None: all of it.
+    """
     blocks = [_of_block(setting, kept, block) for block in setting.blocks()]
+    asked = asked or setting
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "configuration": asdict(setting),
         "machine": machine(),
         "versions": versions(),
-        "missing": [block["title"] for block in blocks if not block["complete"]],
+        "missing": [block.title for block in asked.blocks() if not _is_complete(asked, kept, block)],
         "targets": targets(setting, [block for block in blocks if block["rows"]]),
         "blocks": [block for block in blocks if block["rows"]],
     }
@@ -136,8 +141,7 @@ def results(setting: Setting, kept: Kept) -> dict[str, Any]:
 def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     systems = setting.systems(block)
     cells = {s: found for s in systems if (found := kept.rounds(block, s))}
-    complete = all(len(cells.get(s, {})) >= setting.rounds_of(block) for s in systems)
-    about = {**block._asdict(), "title": block.title, "stem": block.stem, "complete": complete}
+    about = {**block._asdict(), "title": block.title, "stem": block.stem}
     failures = {s: reason for s in systems if s not in cells and (reason := kept.failure(block, s))}
     if not cells:
         return {**about, "rows": [], "failures": failures}
@@ -145,7 +149,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     cells = {s: dict(perceived(rounds, block.stretched)) for s, rounds in cells.items()}
     openings = {s: kept.opening(block, s).perceived(block.stretched) for s in cells}
     rows = summarize(cells, openings, reached["shaped"])
-    floors = _floors(setting, block, rows, reached, timeline.figures)
+    floors = _floors(setting, block, rows, reached, timeline)
     return {
         **about,
         "network": reached,
@@ -156,13 +160,17 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
         if OWN in cells and any(system.startswith("forced_") for system in cells)
         else None,
         "failures": failures,
-        "timeline": timeline.figures,
-        "picture": timeline.picture,
+        "timeline": timeline,
         "rounds": {
             s: {r: {**each.conditions, "ranks": [asdict(rank) for rank in each.ranks]} for r, each in rounds.items()}
             for s, rounds in cells.items()
         },
     }
+
+
+def _is_complete(setting: Setting, kept: Kept, block: Block) -> bool:
+    rounds = setting.rounds_of(block)
+    return all(len(kept.rounds(block, system)) >= rounds for system in setting.systems(block))
 
 
 def _floors(
@@ -296,7 +304,7 @@ def as_data(found: Mapping[str, Any]) -> dict[str, Any]:
     """The results as JSON takes them."""
     blocks = [
         {
-            **{k: v for k, v in block.items() if k != "picture"},
+            **block,
             "rows": [asdict(row) for row in block["rows"]],
             "choice": asdict(block["choice"]) if block["choice"] else None,
         }

@@ -1,6 +1,6 @@
 """What the eager route costs next to DDP, dense and with sparse gradients: step time and bytes sent, in turns.
 
-    python -m benchmarks.micro.eager_route --ranks 2 --rate-mbit 1000
+    python -m benchmarks.micro.eager_route --rounds 21 --output benchmarks/results/eager-route-DATE.md
 
 Two models, written for the eager route: the lab's language model, whose tables are read by lookups alone, and a graph
 recommender, whose tables are spread over a graph by a sparse matrix. All systems train in the same processes, each in
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,7 @@ def main() -> None:
     ask.add_argument("--rate-mbit", type=float, default=1000.0)
     ask.add_argument("--rounds", type=int, default=9)
     ask.add_argument("--only", default="", help="a part of the name of the model to train; both by default")
+    ask.add_argument("--output", type=Path, help="the page that is written")
     ask.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = ask.parse_args()
     if asked.rank:
@@ -159,8 +161,13 @@ def main() -> None:
         options = ["--rank", "--rounds", str(asked.rounds), "--only", asked.only]
         command = [sys.executable, "-m", "benchmarks.micro.eager_route", *options]
         outputs = hosts.run(command, timeout_s=1800, environment={"OMP_NUM_THREADS": "1"})
-        sys.stdout.write(f"{asked.ranks} ranks, {asked.rate_mbit:g} Mb/s, {hosts.reached}\n\n")
-    sys.stdout.write(table(json.loads(outputs[0])) + "\n")
+    command_line = f"python -m benchmarks.micro.eager_route --ranks {asked.ranks} --rounds {asked.rounds}"
+    limit = f"{asked.rate_mbit:g} Mb/s" if hosts.reached.shaped else f"no limit: {hosts.reached.reason}"
+    about = f"`{command_line}`, {limit}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} at the end."
+    page = f"# The eager route\n\n{about}\n\n{table(json.loads(outputs[0]))}\n"
+    sys.stdout.write(page)
+    if asked.output is not None:
+        asked.output.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

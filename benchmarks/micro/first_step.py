@@ -2,7 +2,6 @@
 
     python -m benchmarks.micro.first_step --ranks 2 --output benchmarks/results
     python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
-    python -m benchmarks.micro.first_step --calls --output benchmarks/results
     python -m benchmarks.micro.first_step --probe --models tables
 
 Five models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, 240 tables, which shows what grows
@@ -12,8 +11,7 @@ group come before the clock starts. The figure is that of rank 0, whose `compile
 agreed; DDP's first step on the same model stands beside it. Beside the seconds stand rank 0's seconds of a processor,
 which depend less on what else the machine does. `--probe` leaves the links to be probed, and runs each process a second
 time, with what the first has left in the cache.
-`--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it. `--calls` counts that
-rank's calls of Python functions instead of seconds: the count is the same on a machine that does other things.
+`--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import cProfile
 import datetime
 import json
 import os
-import pstats
 import statistics
 import subprocess
 import sys
@@ -190,30 +187,6 @@ def measure(
     return took_s, of_processor_s
 
 
-def count_calls(model_name: str, ranks: int) -> int:
-    """Calls of Python functions on rank 0, in new processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile"
-        measure(model_name, "embrace_fx", ranks, profile)
-        found: int = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]
-    return found
-
-
-def calls_page(figures: dict[str, Any]) -> str:
-    """The counts as a page."""
-    lines = [
-        f"# The first step, {figures['date']}",
-        "",
-        f"Measured by `{figures['command']}`: calls of Python functions on rank 0 of {figures['ranks']} local ranks, "
-        "from before `compile` to the end of one step.",
-        "",
-        "| model | millions of calls |",
-        "|---|---|",
-        *(f"| {name} | {count / 1e6:.1f} |" for name, count in figures["calls"].items()),
-    ]
-    return "\n".join([*lines, ""])
-
-
 def page(figures: dict[str, Any]) -> str:
     """The figures as a page."""
     lines = [
@@ -240,7 +213,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for the page and the numbers")
-    parser.add_argument("--calls", action="store_true", help="count calls instead of seconds")
     parser.add_argument("--probe", action="store_true", help="probe the links, and run a second time with the cache")
     parser.add_argument("--profile", type=Path, help="file for rank 0's profile of embrace_fx")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -253,9 +225,6 @@ def main() -> None:
         dist.destroy_process_group()
         return
     names = [name for name in MODELS if any(part in name for part in asked.models)]
-    if asked.calls:
-        _write_calls({name: count_calls(name, asked.ranks) for name in names}, asked.ranks, asked.output)
-        return
     seconds: dict[str, list[dict[str, Taken]]] = {}
     for name in names:
         rounds = [measure_all(name, asked.ranks, asked.profile, probes=asked.probe) for _ in range(asked.rounds)]
@@ -276,18 +245,6 @@ def main() -> None:
         stem = asked.output / f"first-step-{date}"
         write_record(stem, figures)
         stem.with_suffix(".md").write_text(page(figures), encoding="utf-8")
-
-
-def _write_calls(calls: dict[str, int], ranks: int, output: Path | None) -> None:
-    for name, count in calls.items():
-        print(f"{name}: {count / 1e6:.1f} million calls")
-    if output is not None:
-        date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        command = f"python -m benchmarks.micro.first_step --calls --ranks {ranks}"
-        figures = {"date": date, "command": command, "ranks": ranks, "calls": calls}
-        stem = output / f"first-step-calls-{date}"
-        write_record(stem, figures)
-        stem.with_suffix(".md").write_text(calls_page(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

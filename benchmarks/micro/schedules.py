@@ -162,7 +162,7 @@ def run_rank(options: argparse.Namespace) -> None:
             systems[name].train(options.recorded)
         results["measured"][name] = asdict(model.timeline.diagnostics())
         if rank == 0 and options.pictures:
-            model.timeline.save(Path(options.pictures) / f"{name}.svg")
+            model.timeline.save(options.pictures / f"{name}.svg")
     if rank == 0:
         print(json.dumps(results))
     dist.barrier()
@@ -249,23 +249,20 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=11, help="steps before, in which the profile is taken")
     parser.add_argument("--recorded", type=int, default=3, help="steps of the timelines")
     parser.add_argument("--sizes", default="{}", help="JSON of the fields of Sizes that differ")
-    parser.add_argument("--output", type=Path, help="a folder for JSON, table and timelines")
+    parser.add_argument("--output", type=Path, help="a folder for JSON and table")
+    parser.add_argument("--pictures", type=Path, help="a folder for the timelines")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--pictures", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         run_rank(options)
         return
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    pictures = None
-    if options.output:
-        pictures = options.output / f"schedules-{today}"
-        pictures.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.micro.schedules", "--rank", "--sizes", options.sizes]
     for name in ("rounds", "steps", "warm_up", "recorded"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    if pictures:
-        command += ["--pictures", str(pictures.resolve())]
+    if options.pictures:
+        options.pictures.mkdir(parents=True, exist_ok=True)
+        command += ["--pictures", str(options.pictures.resolve())]
     with network(Links(options.ranks, options.rate_mbit)) as hosts:
         (printed, *_) = hosts.run(command, timeout_s=1800, environment={"OMP_NUM_THREADS": "1"})
         reached = hosts.reached

@@ -1,175 +1,141 @@
-"""The lab end to end, at tiny sizes: cells on real ranks, what is kept, what is said, how it ends."""
+"""The lab end to end, at tiny sizes: its models, systems on real ranks, runs that go on where they were."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from benchmarks.device.emulated import Emulated
 from benchmarks.lab import __main__ as lab
-from benchmarks.lab.block import RANK_BYTES, BlockRun
-from benchmarks.lab.cell import Cell, Close, Closed, Failed, Measured, Open, Ready, Record, Turn
-from benchmarks.lab.hosts import Crew, CrewFailed, crew, python_of
-from benchmarks.lab.kept import Kept, fingerprint
-from benchmarks.lab.report import write
+from benchmarks.lab.cell import Close, Closed, Failed, Measured, Open, Ready, Record, Turn
+from benchmarks.lab.hosts import ROOT, Crew, CrewFailed, crew, python_of
+from benchmarks.lab.kept import Kept
 from benchmarks.lab.results import results
-from benchmarks.lab.settings import GROUPS, SETTINGS, Block, Setting
+from benchmarks.lab.settings import SETTINGS, Block, Setting
 from benchmarks.models import MODELS
+from benchmarks.models.base import Workload, on_meta, sizes
 from benchmarks.network import Links, network
-from benchmarks.peers import SYSTEMS
+from benchmarks.peers import ENVIRONMENTS, SYSTEMS
 from benchmarks.peers.base import Recorded
-from benchmarks.records import read_record
-from tests.support.lab import options
+from tests.support.lab import LEARNING_RATES, STEPS, means, reference_losses, train
+from tests.support.ranks import run_ranks
 
-RANKS = 2
-TINY = replace(
-    SETTINGS["quick"],
-    name="test",
-    models=("bert",),
-    groups={"pair": ("alone_sparse", "ddp_sparse")},
-    rounds=2,
-    ranks=(RANKS,),
-    rates_mbit=(500.0,),
-    turn_ms=5.0,
-    size="tiny",
-)
+RANKS, PATIENCE_S = 2, 60.0
+TINY = replace(SETTINGS["quick"], models=("bert",), groups={"pair": ("alone_sparse", "ddp_sparse")}, size="tiny")
+TINY = replace(TINY, ranks=(RANKS,), rates_mbit=(500.0,), rounds=2, turn_ms=5.0)
 BERT = Block("bert", RANKS, 500.0, "pair")
-PATIENCE_S = 60.0
+PUBLISHED_MIB = {"lm": (3186.5, 3099.5), "gnmt": (739.1, 252.5), "transformer": (1067.5, 263.4), "bert": (417.7, 89.4)}
+"""Whole model and its tables, of EmbRace (Li et al. 2022)."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+@pytest.mark.parametrize("model", PUBLISHED_MIB)
+def test_a_model_has_its_published_size_and_the_labs_form_of_it_the_same_share_of_tables(model: str) -> None:
+    paper, (total_mib, tables_mib) = sizes(on_meta(MODELS[model]["paper"])), PUBLISHED_MIB[model]
+
+    assert (paper.total_bytes, paper.table_bytes) == pytest.approx((total_mib * 2**20, tables_mib * 2**20), rel=0.02)
+    assert sizes(on_meta(MODELS[model]["lab"])).table_share == pytest.approx(tables_mib / total_mib, abs=0.03)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_batch_is_a_pure_function_of_its_place(model: str) -> None:
+    places = ((3, 1, 0), (3, 1, 0), (3, 2, 0))
+    first, again, other = (torch.cat([*map(torch.flatten, MODELS[model]["tiny"].batch(*place))]) for place in places)
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+BRIEF = ("ddp", "ddp_sparse", "embrace_2d", "alone_sparse")
+
+
+@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(
+            make(model), marks=() if (model, kind) == ("lm", "plain") else pytest.mark.long, id=f"{model}, {kind}"
+        )
+        for kind, make in (
+            ("plain", lambda model: MODELS[model]["tiny"]),
+            ("emulated", lambda model: Emulated(model, "tiny", MODELS[model]["tiny"], 0.05)),
+        )
+        for model in MODELS
+    ],
+)
+def test_every_system_trains_as_one_process_but_those_that_are_alone(workload: Workload, optimizer: str) -> None:
+    """SGD shows a gradient that is added and not averaged, Adagrad an update that is made twice for a row."""
+    expected = reference_losses(workload, optimizer, RANKS)
+    names = [name for name, system in SYSTEMS.items() if system.environment == "project" and name != "ddp_compiled"]
+    for name in BRIEF if workload == MODELS["lm"]["tiny"] or isinstance(workload, Emulated) else names:
+        found = means(run_ranks(RANKS, train, name, workload, optimizer))
+        assert (found == pytest.approx(expected, rel=1e-4)) == bool(SYSTEMS[name].alone), name
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_systems_in_processes_of_their_own_train_as_one_process(environment: str, tmp_path: Path) -> None:
+    try:
+        python_of(environment)
+    except CrewFailed as error:
+        pytest.skip(str(error))
+    setting = replace(TINY, learning_rate=LEARNING_RATES["adagrad"], timeout_s=240)
+    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, environment, tmp_path) as started:
+        systems = [name for name, system in SYSTEMS.items() if system.environment == environment]
+        for port, name in enumerate(["ddp_compiled"] if environment == "project" else systems, start=20_000):
+            for model in MODELS:
+                cell = replace(setting.cell(BERT, name, port), model=model, warm_up_steps=STEPS)
+                ready = started.ask(Open(cell), timeout_s=240)
+                assert all(isinstance(rank, Ready) for rank in ready), f"{name}: {ready}"
+                losses = means([list(rank.losses) for rank in ready if isinstance(rank, Ready)])
+                assert losses == pytest.approx(reference_losses(MODELS[model]["tiny"], "adagrad", RANKS), rel=1e-4)
+                assert started.ask(Close(name), timeout_s=20) == (Closed(),) * RANKS
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    logs = tmp_path_factory.mktemp("logs")
-    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", logs) as started:
+    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", tmp_path_factory.mktemp("logs")) as started:
         yield started
 
 
-def cell(system: str = "ddp_sparse", port: int = 20_100, **changes: object) -> Cell:
-    return replace(TINY.cell(BERT, system, port), **changes)  # type: ignore[arg-type]
-
-
-def opened(ranks: Crew, cell: Cell) -> Ready:
-    answers = ranks.ask(Open(cell), PATIENCE_S)
-    assert isinstance(answers[0], Ready), answers
-    return answers[0]
-
-
-def test_systems_take_turns_and_go_on_where_they_were(ranks: Crew) -> None:
-    first = opened(ranks, cell(warm_up_steps=4))
-    opened(ranks, cell("alone_sparse", port=20_101))
-    found = ranks.ask(Turn("ddp_sparse", 3), PATIENCE_S)
-    of_other = ranks.ask(Turn("alone_sparse", 2), PATIENCE_S)
-    again = ranks.ask(Turn("ddp_sparse", 1), PATIENCE_S)
-
-    assert len(first.losses) == 4
-    assert first.first_step_s * 1e3 > first.step_ms > 0
-    for rank in found:
-        assert isinstance(rank, Measured)
-        assert len(rank.each_step_ms) == 3
-        assert rank.step_ms == pytest.approx(sum(rank.each_step_ms) / 3)
-        assert rank.peak_bytes > rank.start_bytes > 0
-        assert rank.sent_bytes > 10_000
-    for rank in of_other:
-        assert isinstance(rank, Measured)
-        assert rank.sent_bytes < 1000  # acknowledgements of the barrier before
-    assert all(isinstance(rank, Measured) for rank in again)
-    for system in ("ddp_sparse", "alone_sparse"):
-        assert ranks.ask(Close(system), PATIENCE_S) == (Closed(),) * RANKS
-    assert ranks.versions["torch"]
-
-
-def test_between_its_turns_a_system_is_stopped(ranks: Crew) -> None:
-    opened(ranks, cell(port=20_102))
+def test_systems_take_turns_and_one_that_fails_or_dies_ends_for_all_ranks(ranks: Crew) -> None:
+    for port, system in enumerate(("ddp_sparse", "alone_sparse"), start=20_104):
+        assert isinstance(ranks.ask(Open(TINY.cell(BERT, system, port)), PATIENCE_S)[0], Ready)
+    for system, sends in (("ddp_sparse", True), ("alone_sparse", False), ("ddp_sparse", True)):
+        for rank in ranks.ask(Turn(system, 3), PATIENCE_S):
+            assert isinstance(rank, Measured)
+            assert rank.step_ms == pytest.approx(sum(rank.each_step_ms) / 3)
+            assert rank.peak_bytes > rank.start_bytes > 0
+            assert (rank.sent_bytes > 10_000) == sends  # what is alone sends acknowledgements of the barrier before
+    assert ranks.ask(Record("ddp_sparse", 1), PATIENCE_S) == (Recorded(),) * RANKS
+    assert ranks.ask(Close("alone_sparse"), PATIENCE_S) == (Closed(),) * RANKS
 
     sessions = [pid for rank in children(os.getpid()) for pid in children(rank)]
     deadline = time.monotonic() + PATIENCE_S
     while {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in sessions} != {"T"}:
-        assert time.monotonic() < deadline
-    assert len(sessions) == RANKS
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
-    assert not any(children(rank) for rank in children(os.getpid()))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
-def test_threads_that_communicate_come_before_the_one_that_computes(ranks: Crew) -> None:
-    opened(ranks, cell(port=20_111))
-
-    for pid in [pid for rank in children(os.getpid()) for pid in children(rank)]:
-        threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
-        priorities = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
-        own = priorities.pop(pid)
-        assert own >= 0
-        assert -10 in priorities.values()
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
-
-
-def test_a_system_that_fails_is_reported_and_the_next_one_opens(ranks: Crew) -> None:
-    (found,) = ranks.ask(Open(cell(optimizer="no such", port=20_103)), PATIENCE_S)
-
-    assert isinstance(found, Failed)
-    assert "KeyError: 'no such'" in found.reason
-    assert "prepare" in found.details
-    opened(ranks, cell(port=20_104))
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
-
-
-def test_a_system_without_a_recorder_records_nothing(ranks: Crew) -> None:
-    opened(ranks, cell(port=20_105))
-
-    assert ranks.ask(Record("ddp_sparse", 1), PATIENCE_S) == (Recorded(),) * RANKS
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
-
-
-@pytest.mark.long
-def test_embrace_fx_records_its_timeline(ranks: Crew) -> None:
-    opened(ranks, cell("embrace_2d", port=20_106, warm_up_steps=13))
-
-    (found, _) = ranks.ask(Record("embrace_2d", 4), PATIENCE_S)
-    assert isinstance(found, Recorded)
-    assert found.figures["source"] == "profile"
-    assert found.figures["steps"]["compute_order"]
-    assert found.figures["measured"]["step_ms"] > 0
-    assert "<svg" in found.picture
-    ranks.ask(Close("embrace_2d"), PATIENCE_S)
-
-
-@pytest.mark.long
-def test_a_turn_that_takes_too_long_is_ended(ranks: Crew) -> None:
-    opened(ranks, cell(timeout_s=20, port=20_107))
-    (found,) = ranks.ask(Turn("ddp_sparse", 1_000_000), 20)
-
-    assert isinstance(found, Failed)
-    assert "still busy after 20 s" in found.reason
-    opened(ranks, cell(port=20_108))
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_ends_the_turn_for_all(ranks: Crew) -> None:
-    opened(ranks, cell(timeout_s=PATIENCE_S, port=20_109))
-    victim = next(pid for rank in children(os.getpid()) for pid in children(rank))
-    killing = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
-    killing.start()
-    started = time.monotonic()
-    (found,) = ranks.ask(Turn("ddp_sparse", 1_000_000), PATIENCE_S)
-    killing.join()
-
-    assert isinstance(found, Failed)
-    assert "the rank's process died with exit status -9" in found.reason
-    assert time.monotonic() - started < PATIENCE_S / 2
-    opened(ranks, cell(port=20_110))
-    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
+        assert time.monotonic() < deadline, "between their turns systems are stopped"
+    threading.Timer(0.5, os.kill, (sessions[0], signal.SIGKILL)).start()
+    (dead,) = ranks.ask(Turn("ddp_sparse", 1_000_000), PATIENCE_S)
+    assert isinstance(dead, Failed)
+    assert "the rank's process died with exit status -9" in dead.reason
+    (failed,) = ranks.ask(Open(replace(TINY.cell(BERT, "ddp_sparse", 20_103), optimizer="no such")), PATIENCE_S)
+    assert isinstance(failed, Failed)
+    assert "KeyError: 'no such'" in failed.reason
 
 
 def children(pid: int) -> list[int]:
@@ -179,135 +145,58 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.long
-def test_ranks_that_cannot_start_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.lab.hosts.python_of", lambda _: Path(sys.executable))
-
-    with (
-        network(Links(RANKS, 500)) as hosts,
-        pytest.raises(CrewFailed, match=r"(?s)exit status 1.*KeyError: 'nowhere'"),
-        crew(hosts, RANKS, "nowhere", tmp_path),
-    ):
-        pass
-
-
-def test_an_environment_that_was_not_made_is_named() -> None:
-    with pytest.raises(CrewFailed, match="found none: run `make bench-peers`"):
-        python_of("nowhere")
-
-
-def run_lab(setting: Setting, kept: Kept, minutes: float = 10) -> dict[str, Any]:
-    logs = kept.folder / "logs"
-    lab.Lab(setting, kept, Console(file=StringIO()), logs, time.monotonic() + minutes * 60).run()
-    return results(setting, kept)
-
-
-@pytest.mark.long
-def test_a_run_is_written_and_not_measured_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept")
-    first = run_lab(TINY, kept)
-    page = write(first, tmp_path / "results")
-
-    data = read_record(page.with_suffix(".json.xz"))
-    (block,) = data["blocks"]
-    assert block["complete"]
-    assert block["failures"] == {}
-    assert [row["rounds"] for row in block["rows"]] == [2, 2]
-    assert block["rows"][1]["exposed_ms"] is not None
-    assert block["floors"]["bytes_per_rank"] > 0
-    assert block["rounds"]["ddp_sparse"]["1"]["load"] > 0
-    assert data["configuration"]["rates_mbit"] == [500.0]
-    assert "Partial" not in page.read_text()
-
-    assert run_lab(TINY, kept, minutes=0) == first  # no time to measure anything
-    more = run_lab(replace(TINY, rounds=3), kept, minutes=0)
-    assert more["blocks"][0]["rounds"] == first["blocks"][0]["rounds"]
-    assert more["missing"] == [BERT.title]
-
-
-def test_no_system_is_opened_that_the_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.lab.block.available_bytes", lambda: RANKS * RANK_BYTES - 1)
-    failed = []
-
-    run = BlockRun(
-        TINY,
-        BERT,
-        Kept(tmp_path),
-        crews={},
-        run_id="",
-        describe=lambda _: None,
-        advance=lambda: None,
-        say=lambda _: None,
-        fail=lambda system, reason, _: failed.append((system, reason)),
-        unlimited=nullcontext,
-    )
-    run.measure([(0, "ddp_sparse")], until=float("inf"))
-
-    ((system, reason),) = failed
-    assert system == "ddp_sparse"
-    assert "expected 0.6 GiB of memory for 2 more processes" in reason
-
-
-def test_what_is_measured_depends_on_the_setting_but_not_on_how_much_of_it() -> None:
-    assert fingerprint(replace(TINY, rounds=3, ranks=(2, 4), groups={})) == fingerprint(TINY)
-    assert fingerprint(replace(TINY, optimizer="sgd")) != fingerprint(TINY)
-
-
-@pytest.mark.long
-def test_systems_of_an_environment_that_is_not_there_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "setting", [TINY, replace(SETTINGS["device-quick"], models=("bert",), size="tiny")], ids=["cores", "device"]
+)
+def test_a_run_goes_on_where_it_was_and_an_environment_that_is_missing_is_told_of(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SYSTEMS, "ddp", replace(SYSTEMS["ddp"], environment="nowhere"))
-    setting = replace(TINY, groups={"pair": ("ddp", "ddp_sparse")}, rounds=1)
+    groups = {"pair": ("alone_sparse", "ddp", "ddp_sparse")}
+    slow = (2.0,) if setting.slow else ()
+    setting = replace(setting, groups=groups, elsewhere=("pair",), ranks=(RANKS,), rounds=1, slow=slow, turn_ms=1.0)
+    kept, console = Kept(tmp_path), Console(file=StringIO())
+    lab.Lab(setting, kept, console, tmp_path / "logs").run()
 
-    (block,) = run_lab(setting, Kept(tmp_path))["blocks"]
-
-    assert list(block["failures"]) == ["ddp"]
+    (block,) = results(setting, kept)["blocks"]
+    assert [row.system for row in block["rows"]] == ["alone_sparse", "ddp_sparse"]
     assert "make bench-peers" in block["failures"]["ddp"]
-    assert [row.system for row in block["rows"]] == ["ddp_sparse"]
-    assert not block["complete"]
+    raw_ms, perceived_ms = kept.rounds(*setting.blocks(), "alone_sparse")[0].step_ms, block["rows"][0].step_ms.median
+    assert raw_ms == pytest.approx((2.0 if slow else 1.0) * perceived_ms)
+    assert not slow or perceived_ms > block["floors"]["compute_ms"] > 0
+    lab.Lab(setting, kept, console, tmp_path / "logs").run()
+    assert results(setting, kept)["blocks"][0]["rounds"] == block["rounds"]  # nothing was measured again
 
 
-def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> None:
-    full = SETTINGS["full"]
-    blocks = list(full.blocks())
+@pytest.mark.long
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_writes_what_it_has_and_ends(tmp_path: Path, ending: signal.Signals) -> None:
+    """The whole group has the signal, as from a terminal; of two systems, one is stopped then."""
+    program = "import sys; from pathlib import Path; from benchmarks.lab import __main__ as lab\n"
+    program += "lab.KEPT = Path(sys.argv.pop(1)) / 'kept'; lab.main()"  # what others have kept is not measured again
+    options = f"{tmp_path} quick --models bert --systems alone_sparse,ddp_sparse --ranks 2 --size tiny --rounds 500"
+    command = [sys.executable, "-c", program, *options.split(), "--turn-ms", "5", "--output", str(tmp_path)]
+    run: dict[str, Any] = {"env": {**os.environ, "LAB_OF": str(tmp_path), "COLUMNS": "200"}, "process_group": 0}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **run) as process:
+        opened = (line for line in process.stdout if "ms per step" in line)
+        assert [next(opened), next(opened)]
+        time.sleep(2.0)  # some rounds
+        os.killpg(process.pid, ending)
+        rest, _ = process.communicate(timeout=PATIENCE_S)
 
-    assert [block[:4] for block in blocks[:6]] == [(model, 8, 200.0, "replicas") for model in full.models] + [
-        ("lm", 8, 200.0, "shards")
-    ]
-    assert list(dict.fromkeys((b.ranks, b.rate_mbit) for b in blocks)) == [
-        (ranks, rate) for rate in (200.0, 2000.0) for ranks in (8, 4, 2)
-    ]
-    assert {b[:3] for b in blocks if b.group == "ablation"} == {(model, 8, 200.0) for model in MODELS}
-    fewer = {b.group for b in blocks if b.ranks < 8}
-    assert fewer == {"together"}
-    assert set(full.systems(Block("lm", 4, 200.0, "together"))) == {*GROUPS["replicas"], *GROUPS["shards"]}
-    measured = {system for each in (full, SETTINGS["strategies"]) for group in each.groups.values() for system in group}
-    assert measured == set(SYSTEMS)
-
-
-def test_options_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a model of lm.*found nothing"):
-        lab.chosen(options(models=("lm", "nothing")))
-    with pytest.raises(ValueError, match=r"expected a group of replicas.*found copies"):
-        lab.chosen(options(groups=("copies",)))
-
-
-def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
-    part = lab.chosen(options(models=("bert",), groups=("shards",), ranks=(4,), rates_mbit=(200.0,)))
-    full = SETTINGS["full"]
-
-    assert list(part.blocks()) == [Block("bert", 4, 200.0, "together")]
-    assert set(part.systems(*part.blocks())) == set(GROUPS["shards"])
-    assert list(lab.whole(part, full).blocks()) == list(full.blocks())
-    own = lab.chosen(options(systems=("ddp", "embrace_2d"), ranks=(2,)))
-    assert own.groups == {"chosen": ("ddp", "embrace_2d")}
-    assert Block("lm", 2, 2000.0, "chosen") in list(lab.whole(own, full).blocks())
+    assert process.returncode == 130
+    assert "interrupted: what was measured is kept" in rest
+    (page,) = tmp_path.glob("*.md")
+    assert "**Partial:**" in page.read_text()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(is_of(entry, f"LAB_OF={tmp_path}") for entry in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
-def test_the_ablation_is_measured_elsewhere_only_if_named() -> None:
-    def measured(**changes: Any) -> set[tuple[int, str]]:
-        setting = lab.chosen(options(**changes))
-        return {(block.ranks, system) for block in setting.blocks() for system in setting.systems(block)}
-
-    assert {ranks for ranks, system in measured() if system == "embrace_vertical"} == {8}
-    assert {ranks for ranks, system in measured(groups=("ablation",)) if system == "embrace_vertical"} == {8, 4, 2}
+def is_of(process: Path, mark: str) -> bool:
+    """Whether a process runs whose environment has the variable."""
+    try:
+        return mark in (process / "environ").read_text(errors="replace")
+    except OSError:  # it is gone, or another user's
+        return False

@@ -1,29 +1,45 @@
-"""The lab's options and measurements, as tests give them."""
+"""What the lab's tests share: turns that were made up, and losses of one process that trains on all ranks' batches."""
 
 from __future__ import annotations
 
-import argparse
-
 from benchmarks.lab.cell import Measured
+from benchmarks.models.base import Workload
+from benchmarks.peers import SYSTEMS
+from benchmarks.peers.base import Task
 
-
-def options(**given: object) -> argparse.Namespace:
-    names = (
-        "models",
-        "groups",
-        "systems",
-        "rounds",
-        "ranks",
-        "rates_mbit",
-        "slow",
-        "ratios",
-        "turn_ms",
-        "size",
-        "optimizer",
-        "timeout_s",
-    )
-    return argparse.Namespace(**{**dict.fromkeys(names), "setting": "full", **given})
+LEARNING_RATES = {"sgd": 0.2, "adagrad": 0.05}
+STEPS = 5
 
 
 def measured(step_ms: float, sent_bytes: float = 100.0) -> Measured:
     return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, 0.5, peak_bytes=300, start_bytes=200)
+
+
+def reference_losses(workload: Workload, optimizer: str, ranks: int) -> list[float]:
+    """One process, dense gradients, torch's own optimizer; mean over ranks, by step."""
+    what = Task(workload, optimizer, LEARNING_RATES[optimizer])
+    trained = what.model()
+    stepping = what.make_optimizer(trained.parameters())
+    losses = []
+    for step in range(STEPS):
+        stepping.zero_grad()
+        found = []
+        for rank in range(ranks):  # one backward each: what an emulated block returns is no function of a whole batch
+            loss = trained(*what.workload.batch(step, rank, 0))
+            (loss / ranks).backward()
+            found.append(loss.item())
+        stepping.step()
+        losses.append(sum(found) / ranks)
+    return losses
+
+
+def train(rank: int, world_size: int, system: str, workload: Workload, optimizer: str) -> list[float]:
+    """A rank's losses under a system."""
+    what = Task(workload, optimizer, LEARNING_RATES[optimizer])
+    training = SYSTEMS[system].peer().prepare(what)
+    return [loss.item() for loss in training.steps(workload.batch(step, rank, 0) for step in range(STEPS))]
+
+
+def means(by_rank: list[list[float]]) -> list[float]:
+    """Of each step, over ranks."""
+    return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]

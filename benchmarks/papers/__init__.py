@@ -1,1 +1,0 @@
-"""The papers' own experiments beside what the cost model predicts for them."""
