@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.planning.fitting import WHOLE, unshardable
-from embrace_fx.planning.last_run import as_last_run
 from embrace_fx.planning.links import links_between
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
@@ -28,6 +27,7 @@ from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, nee
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+from embrace_fx.vocabulary.schedule import AUTO, FULL
 
 MOST_GATHERED_IDS = 2**22
 """Most ids of one table, of all ranks together, that every rank receives at set-up: 16 MiB."""
@@ -71,7 +71,7 @@ def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | N
         return _agree_on_plan(setting, findings, (current.links, "probed"), current)
     plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
     probed = _probed(setting, plan) if probes else None
-    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
+    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
 
 
 def find(
@@ -115,19 +115,12 @@ def _agree_on_plan(
     findings: Findings | None,
     links: tuple[Cluster, LinksAre],
     current: Plan | None,
-    *,
-    recalls: bool = False,
 ) -> Plan:
-    """Returns, on every rank, the plan that rank 0 decides.
-
-    Args:
-        recalls: whether the plan of the last run counts as in use where there is none.
-    """
+    """Returns, on every rank, the plan that rank 0 decides."""
     plan: Plan | str | None = None
     if findings is not None:
         try:
-            recalls = recalls and current is None
-            plan = _as_last_run(findings, links[0]) if recalls else decide(findings, links[0], current, links[1])
+            plan = decide(findings, links[0], current, links[1])
         except Exception as error:  # the other ranks wait for an answer
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
     plan = setting.communicator.gather(plan, Plan | str | None)[0]
@@ -135,14 +128,6 @@ def _agree_on_plan(
         raise ValueError(plan)
     assert plan is not None
     return plan
-
-
-def _as_last_run(findings: Findings, links: Cluster) -> Plan:
-    """Decides the plan for probed links, with the strategies of the last run unless others are clearly faster."""
-    tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in findings.graph.tables]
-    asked = findings.strategy, findings.schedule, findings.rows_as, findings.buckets_as
-    key = tables, findings.facts, findings.world_size, *asked
-    return as_last_run(key, links, lambda links, current: decide(findings, links, current, "probed"))
 
 
 def _findings(
@@ -187,8 +172,11 @@ def findings_of(
     }
     lies = {table.parameter: _sparsity(table, told[table.parameter]) for table in known}
     sparsity = {name: found for name, found in lies.items() if found is not None}
-    asked = options.strategy, options.schedule
-    return Findings(graph, facts, rows, ranks, *asked, sparsity, local_rows, options.rows, options.buckets)
+    schedule = options.schedule
+    if schedule == AUTO and options.table_memory is not None:
+        schedule = FULL  # reads of rows beyond memory, which no price knows, overlap steps
+    formats = options.rows, options.buckets
+    return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, *formats)
 
 
 def facts_of(

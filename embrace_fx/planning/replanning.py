@@ -1,4 +1,4 @@
-"""Watches, by the rows that ranks read and by measured steps, whether another plan would be better.
+"""Watches, by the rows that ranks read, whether another plan would be better.
 
 Contract
     Only rank 0 follows the numbers, which ranks announce anyway. It asks for a plan in its next announcement, which all
@@ -13,13 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import has_compute
-from embrace_fx.planning.last_run import changes
 from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.ranks.checksums import digest_of
-from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import AUTO
 
 SAMPLED_EVERY = 4
 """Training calls between two samples; the rows of replicas are counted only for this."""
@@ -31,8 +27,6 @@ CONFIRMED_BY = 2
 """Checks in a row that must find the same strategies, so that a single odd batch changes nothing."""
 DRIFTED = 0.2
 """Share of the planned rows by which a mean must have changed before a check is made."""
-LOSES = 0.97
-"""Most that a step as it is written takes of a captured one, if the capture is to be given up."""
 
 
 @dataclass
@@ -121,57 +115,9 @@ def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
     return abs(sum(mean) - sum(planned_for)) > DRIFTED * sum(planned_for)
 
 
-class Trials:
-    """The schedules whose steps have been measured, on rank 0, where the planner chooses among all.
-
-    Each is measured once: a prediction that was wrong is found out, and the schedule with the shortest step remains.
-
-    Args:
-        asked: the schedule that the user has asked for.
-        as_written: milliseconds of a step before the forward was captured; None: it was captured at once.
-
-    Attributes:
-        capture_loses: why the forward should run as it is written again, in one line; "": it should not.
-    """
-
-    def __init__(self, asked: str, as_written: float | None = None) -> None:
-        self._chooses = asked == AUTO
-        self._as_written = as_written
-        self.capture_loses = ""
-        self._step_ms: dict[str, float] = {}
-        self._loop_ms = 0.0  # the loop's own code in the first of them
-        self._no_compute: TrainingGraph | None = None
-
-    def want_another(self, plan: Plan, findings: Findings, measured: tuple[float, float] | None) -> bool:
-        """Tells, once for each schedule, whether another one is predicted to take less than its measured step.
-
-        Once none is, the shortest step is compared with that of the forward as it is written (`capture_loses`).
-
-        Args:
-            measured: milliseconds of a step under the plan, and of the loop's own code in it; None: not measured yet.
-        """
-        chooses = self._chooses and plan.links_are == "probed"
-        if measured is None or plan.schedule_name in self._step_ms or not (chooses or self._as_written is not None):
-            return False
-        if findings.graph is self._no_compute or not has_compute(findings.graph):
-            self._no_compute = findings.graph  # looked through once, not at every step
-            return False
-        step_ms, loop_ms = measured
-        self._loop_ms = self._loop_ms if self._step_ms else loop_ms
-        self._step_ms[plan.schedule_name] = step_ms - self._loop_ms
-        best = plan.schedule_name
-        if chooses:
-            new = decide(self.weighed(findings), plan.links, plan, plan.links_are)
-            best = plan.schedule_name if changes(plan, new) else new.schedule_name
-        if self._as_written is not None and best in self._step_ms:
-            best_ms = self._step_ms[best] + self._loop_ms
-            if self._as_written < LOSES * best_ms:
-                self.capture_loses = f"a step took {self._as_written:.1f} ms so, captured {best_ms:.1f} ms"
-        return best != plan.schedule_name
-
-    def weighed(self, findings: Findings) -> Findings:
-        """Copies findings for which all schedules are weighed, the measured ones as measured."""
-        return replace(findings, schedule=AUTO, measured=dict(self._step_ms))
+def changes(old: Plan, new: Plan) -> tuple[str, ...]:
+    """Lists the parameters whose strategies differ between two plans."""
+    return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
 def story(calls: int, old: Plan, new: Plan) -> str:

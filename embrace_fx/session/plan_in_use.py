@@ -18,9 +18,8 @@ from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
-from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
-from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, Trials, story
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, changes, story
 from embrace_fx.planning.summary import summary
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
@@ -33,7 +32,6 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.programs import ProgramBuilder
-from embrace_fx.setup.agreement import OtherRoute
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -67,8 +65,6 @@ class PlanInUse:
         self.builder: ProgramBuilder | None = None
         self._findings: Findings | None = None  # on rank 0, those that the plan was made from
         self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
-        self._trials = Trials(setting.options.schedule)
-        self._weighs = False  # another schedule is to be weighed
         self.calls, self.probes, self.records = Calls(), True, False
         self._setting = setting
         self._kinds = kinds
@@ -171,15 +167,11 @@ class PlanInUse:
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
-        """Follows rows and measured steps of training calls; asks for another plan where they speak for one."""
+        """Follows the rows of training calls; asks for another plan where they drift."""
         drift = self._drift
         if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
             self.calls.asks_to_plan |= drift.wants_plan
-        scheduling = None if self.builder is None else self.builder.scheduling
-        if self._findings is not None and scheduling is not None and self._setting.options.table_memory is None:
-            self._weighs |= self._trials.want_another(self._in_use(), self._findings, scheduling.measured)
-            self.calls.asks_to_plan |= self._weighs or bool(self._trials.capture_loses)
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the plan that rank 0 asked for in the last announcement, if the plan may change now. Collective.
@@ -188,21 +180,15 @@ class PlanInUse:
 
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
-            OtherRoute: steps as the forward is written took less; on every rank, and nothing changed.
         """
         setting, old = self._setting, self._in_use()
         if self.calls.uneven or not self.may_change(variant):
             return
-        if reason := setting.communicator.gather(self._trials.capture_loses, str)[0]:
-            self.calls.asks_to_plan = False
-            raise OtherRoute(reason)
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used, old.schedule_name)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-        if findings is not None and self._weighs:
-            findings, self._weighs = self._trials.weighed(findings), False
         drift = self._drift
         if findings is not None and drift is not None and drift.wants_plan:  # otherwise it has no means yet
             findings = findings.with_rows(drift.rows)
@@ -246,9 +232,6 @@ class PlanInUse:
             afresh: the forward has run as it is written until now; do not favour the strategies of the plan in use.
         """
         setting = self._setting
-        scheduling = self.builder.scheduling if afresh and self.builder is not None else None
-        as_written = None if scheduling is None or scheduling.measured is None else scheduling.measured[0]
-        self._trials, self._weighs = Trials(setting.options.schedule, as_written), False  # those were of another graph
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
         new = plan_on_links(setting, findings, None if afresh else self._in_use())

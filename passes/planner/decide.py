@@ -16,7 +16,7 @@ from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.passes.planner.step_cost import compared, has_compute, is_worth_trying, measured, prices
+from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
@@ -30,10 +30,6 @@ DENSELY = 0.5
 """Share of a table's rows, read by each rank at every step, at which AllReduce sends about as much as AlltoAll. Below
 it shards win unless whole tables are clearly faster, so that small differences between two probes of the links do not
 change the strategy."""
-
-
-SHORTER = 0.97
-"""Factor on the predicted step of "2d", or of the schedule in use, that another schedule's step must stay below."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,7 @@ def decide(
 ) -> Plan:
     """Decides the plan for a graph: for the schedule asked for, or under "auto" for the one with the shortest step.
 
-    "2d", or the schedule in use, stands unless another's step is clearly shorter, and where there is nothing to
-    compare: one rank, links that nobody knows, no compute to hide behind. A measured step counts, not its prediction;
-    beside one, only schedules count that are worth trying.
+    "2d" stands where there is nothing to compare: one rank, links that nobody knows, no compute to hide behind.
 
     Args:
         links: the links that strategies are compared on, and buckets and blocks cut for.
@@ -99,12 +93,8 @@ def decide(
         name: _decide(replace(findings, schedule=name), links, current, links_are) for name in reversed(SCHEDULES)
     }
     price = prices(findings.graph, weighed)
-    usual = FULL if current is None else current.schedule_name
-    worth = {name for name in price if name == usual or is_worth_trying(name, price, findings.measured)}
-    step_ms = {name: price[name].step_ms for name in price if name in worth} | dict(findings.measured)
-    best = min(step_ms, key=step_ms.__getitem__)
-    best = best if step_ms[best] < SHORTER * step_ms[usual] else usual
-    return replace(weighed[best], chosen_because=compared(price, best) + measured(findings.measured))
+    best = cheapest(price, None if current is None else current.schedule_name)
+    return replace(weighed[best], chosen_because=compared(price, best))
 
 
 def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:

@@ -79,7 +79,6 @@ class Findings:
             many random rows as `rows` says.
         local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
             random share.
-        measured: schedule -> milliseconds of a step that was measured under it, without the loop's own code.
         rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
     """
 
@@ -93,7 +92,6 @@ class Findings:
     local_rows: Mapping[str, LocalRows] = field(default_factory=dict)
     rows_as: Format = "exact"
     buckets_as: Format = "exact"
-    measured: Mapping[str, float] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """Copies the findings with more tables that an optimizer needs whole."""

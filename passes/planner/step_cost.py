@@ -32,8 +32,11 @@ UPDATE_ROUNDS = 2.5
 """Units of handling (`Handling.round_ms`) that a step takes beyond "none", besides its tables: once, and for each
 bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
 
-FUTILE = 1.1
-"""Bounds a schedule that does more work than a measured one: tried up to this many times the other's predicted step."""
+ERROR = 0.2
+"""Relative error of predicted waits and work, so that a gain of less than this share of what differs is no gain."""
+
+SHORTER = 0.99
+"""Factor on a predicted step that another schedule's must stay below, whatever differs."""
 
 LEAST_MS = 0.05
 """What is hidden below this is printed as nothing."""
@@ -69,25 +72,25 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
     return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
-def measured(step_ms: Mapping[str, float]) -> str:
-    """Tells the steps that were measured, by their schedule, as an end of `compared`'s line."""
-    told = ", ".join(f'"{name}" {ms:.1f}' for name, ms in step_ms.items())
-    return f"; a step of {told} ms was measured" if told else ""
-
-
-def is_worth_trying(schedule: str, price: Mapping[str, Added], step_ms: Mapping[str, float]) -> bool:
-    """Tells whether a schedule may turn out shorter than the measured ones.
-
-    A measured step may be longer than predicted because its transfers are: one that waits for fewer is worth trying.
-    Or its work is: one that does more of it, and does not make up for that, can only be worse.
+def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
+    """Returns the schedule with the shortest step; of those that predictions cannot tell apart, the one with less work.
 
     Args:
-        price: of each schedule.
-        step_ms: schedule -> milliseconds of a measured step.
+        in_use: the schedule that stays unless another one is clearly shorter.
     """
-    own = price[schedule]
-    others = [price[name] for name in step_ms]
-    return not any(own.work_ms > each.work_ms and own.step_ms > FUTILE * each.step_ms for each in others)
+    best, *others = sorted(price, key=lambda name: (name != in_use, price[name].work_ms))
+    for name in others:
+        if _clearly_shorter(price[name], price[best]):
+            best = name
+    return best
+
+
+def _clearly_shorter(one: Added, other: Added) -> bool:
+    gain_ms, differs_ms = (
+        other.step_ms - one.step_ms,
+        abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms),
+    )
+    return one.step_ms < SHORTER * other.step_ms and gain_ms > ERROR * differs_ms
 
 
 @dataclass(frozen=True)
