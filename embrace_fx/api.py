@@ -28,26 +28,19 @@ def compile(
     model: nn.Module,
     *,
     optimizer: Optimizers = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     strategy: Strategy = "auto",
     schedule: ScheduleOption = "auto",
     row_updates: RowUpdatesOption = "exact",
     backend: Literal["eager", "inductor"] = "eager",
-    dynamic: bool | None = None,
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
-    check_replicas: int | None = None,
-    broadcast_buffers: bool = True,
-    forward_sync_buffers: bool = True,
-    dump_to: str | Path | None = None,
-    offload_to: str | Path | None = None,
-    device_mesh: DeviceMesh | None = None,
+    broadcast_buffers: bool | Literal["once"] = True,
     route: Literal["graph", "eager"] | None = None,
     rows: Format = "exact",
-    buckets: Format = "exact",
     table_memory: float | Mapping[str, float] | None = None,
-    tables_in: str | Path | None = None,
+    spill_to: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -57,26 +50,20 @@ def compile(
     Args: `embrace_fx.setup.options.Options` tells more of each.
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
         optimizer: one, or several; None: whichever steps the model is adopted at its first step.
-        process_group: the ranks that train together; None: the default group, or a single process.
+        process_group: the ranks that train together, or a mesh of one dimension of them; None: the default group, or a
+            single process.
         strategy: "auto", one strategy or grid for every table, or {parameter name pattern: strategy or grid}.
         schedule: what may run into the next step: "none", "horizontal", "vertical", "2d"; "auto": the fastest.
         row_updates: of rows without gradient: "exact" (as the optimizer does), "sweep", "replay" or "lazy".
         backend: "eager": ATen calls; "inductor": fused kernels between communications.
-        dynamic: as of `torch.compile`: sizes that differ between batches.
         cluster: the links between ranks; None: they are probed.
         plan: a plan, or the path of a saved one, that is repeated; None: it is made at the first call.
         memory_budget: the most that forward and backward may hold, in bytes, or below 1 as a fraction.
-        check_replicas: every so many calls, ranks compare checksums of what all hold; None: never.
-        broadcast_buffers: as of DDP.
-        forward_sync_buffers: as of DDP.
-        dump_to: a folder in which ranks write what they were doing when one is dead or stuck.
-        offload_to: with a memory budget on the CPU, a directory for saved values.
-        device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
+        broadcast_buffers: as of DDP; "once": in compile() alone.
         route: "graph": a forward that no graph holds is an error; "eager": nothing is captured; None: as it can be.
-        rows: the format in which rows and their gradients travel: "exact", "bf16", "fp16" or "int8".
-        buckets: likewise of gradients that are AllReduced.
+        rows: the format in which rows and gradients travel: "exact", "bf16", "fp16" or "int8".
         table_memory: what sharded tables may hold of this rank's memory, in bytes, or below 1 as a share; by name too.
-        tables_in: with it, a directory for rows that do not fit; None: of a CUDA model, its host's memory.
+        spill_to: a directory for rows, and on the CPU saved values, that do not fit.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
@@ -85,10 +72,20 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    first = strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas
-    others = broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh, route, rows, buckets
-    of_tables = table_memory, tables_in
-    options = Options(*first, *others, *of_tables)
+    options = Options(
+        strategy=strategy,
+        schedule=schedule,
+        row_updates=row_updates,
+        backend=backend,
+        cluster=cluster,
+        plan=plan,
+        memory_budget=memory_budget,
+        broadcast_buffers=broadcast_buffers,
+        route=route,
+        rows=rows,
+        table_memory=table_memory,
+        spill_to=spill_to,
+    )
     optimizers = as_tuple(optimizer)
     if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
         return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +75,11 @@ class CompiledModel(nn.Module, Joinable):
         super().__setattr__(name, value)
 
     def _is_as_asked(
-        self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
+        self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
         """Tells whether `compile` with these arguments would make this same model again."""
         session = self._session
-        of_group = group is None or group is session.group
+        of_group = group is None or group is session.group or group is session.device_mesh
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
         return options == session.options and of_group and of_optimizers
 
@@ -100,7 +99,7 @@ class CompiledModel(nn.Module, Joinable):
                 f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
                 "sharded. Save full_state_dict(), or copy model.module."
             )
-        return _compiled_again, (session.model, replace(session.options, device_mesh=None))
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +222,15 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The mesh that was given to `compile`, as of DDP."""
-        return self._session.options.device_mesh
+        return self._session.device_mesh
+
+    def check_replicas(self) -> None:
+        """Compares the bits of whole parameters, optimizer state and options on all ranks. Collective.
+
+        Raises:
+            DivergedReplicas: a rank's have become other ones; on every rank, with its name.
+        """
+        self._session.check_replicas()
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""

@@ -127,7 +127,6 @@ def plan(  # noqa: PLR0913
     schedule: ScheduleOption = "auto",
     row_updates: RowUpdatesOption = "exact",
     rows: Format = "exact",
-    buckets: Format = "exact",
     table_memory: float | Mapping[str, float] | None = None,
     storage: tuple[StorageTier, ...] = (NVME,),
 ) -> Forecast:
@@ -149,7 +148,6 @@ def plan(  # noqa: PLR0913
         schedule: as `compile` takes it.
         row_updates: as `compile` takes it.
         rows: as `compile` takes it.
-        buckets: as `compile` takes it.
         table_memory: as `compile` takes it; of the device's memory.
         storage: with it, the places where other rows rest, the nearest first: `embrace_fx.cost.devices`.
 
@@ -157,9 +155,9 @@ def plan(  # noqa: PLR0913
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    options = Options(strategy, schedule, row_updates, "eager", None, cluster, rows=rows, buckets=buckets)
+    options = Options(strategy=strategy, schedule=schedule, row_updates=row_updates, cluster=cluster, rows=rows)
     if table_memory is not None:
-        options = replace(options, table_memory=table_memory, tables_in="nowhere")
+        options = replace(options, table_memory=table_memory, spill_to="nowhere")
     options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")

@@ -45,15 +45,15 @@ class Training:
     """A model under one system, which always starts from the same parameters.
 
     Args:
-        offload_to: a directory.
+        spill_to: a directory.
     """
 
-    def __init__(self, workload: Sized, cell: Cell, offload_to: str) -> None:
+    def __init__(self, workload: Sized, cell: Cell, spill_to: str) -> None:
         torch.manual_seed(0)
         self._model, self._batch = workload.make(), workload.batch(0, 0, 0)
         self._within: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._around: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._call = self._under(cell, offload_to)
+        self._call = self._under(cell, spill_to)
 
     def step(self) -> dict[str, Tensor]:
         """The gradients of the batch."""
@@ -97,7 +97,7 @@ class Training:
             "offloaded": len(self._call.schedule.steps.copies) // 2,
         }
 
-    def _under(self, cell: Cell, offload_to: str) -> Callable[..., Tensor]:
+    def _under(self, cell: Cell, spill_to: str) -> Callable[..., Tensor]:
         self._is_compiled_by_torch = cell.system == "knapsack"
         if cell.system == "everything":
             return self._model
@@ -115,8 +115,8 @@ class Training:
                 partition_fn=min_cut_rematerialization_partition,
             )
             return torch.compile(self._model, backend=backend, dynamic=False)
-        to = offload_to if cell.system == "offloading" else None
-        return embrace_fx.compile(self._model, memory_budget=cell.budget, offload_to=to)
+        to = spill_to if cell.system == "offloading" else None
+        return embrace_fx.compile(self._model, memory_budget=cell.budget, spill_to=to)
 
     def _lowered(self, module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
         """A graph of torch's partitioner, run op by op: it frees what nothing reads any more."""
@@ -131,8 +131,8 @@ class Training:
 
 def gradients(cell: Cell) -> dict[str, Tensor]:
     """Of a model's first step."""
-    with tempfile.TemporaryDirectory() as offload_to:
-        return Training(WORKLOADS[cell.model], cell, offload_to).step()
+    with tempfile.TemporaryDirectory() as spill_to:
+        return Training(WORKLOADS[cell.model], cell, spill_to).step()
 
 
 def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
     Args:
         expected: gradients to compare with, bit for bit.
     """
-    with tempfile.TemporaryDirectory() as offload_to:
-        training = Training(WORKLOADS[cell.model], cell, offload_to)
+    with tempfile.TemporaryDirectory() as spill_to:
+        training = Training(WORKLOADS[cell.model], cell, spill_to)
         found = training.step()
         same = found.keys() == expected.keys() and all(torch.equal(g, expected[name]) for name, g in found.items())
         return {"counted_bytes": training.counted_bytes(), "same_bits": same, **training.predicted()}
@@ -151,14 +151,14 @@ def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
 def larger_batches(model: str) -> dict[str, Any]:
     """What steps with more examples hold in the bytes that eager mode takes: the first that does not fit ends it."""
     workload = LARGER[model]
-    with tempfile.TemporaryDirectory() as offload_to:
-        eager = Training(workload, Cell(model, "everything"), offload_to)
+    with tempfile.TemporaryDirectory() as spill_to:
+        eager = Training(workload, Cell(model, "everything"), spill_to)
         eager.step()
         found: dict[str, Any] = {"eager_bytes": eager.counted_bytes()}
         for system in ("embrace_fx", "offloading"):
             for times in MULTIPLES:
                 larger = replace(workload, batch_size=times * workload.batch_size)
-                training = Training(larger, Cell(model, system, found["eager_bytes"]), offload_to)
+                training = Training(larger, Cell(model, system, found["eager_bytes"]), spill_to)
                 try:
                     training.step()
                 except (RuntimeError, ValueError) as error:
@@ -173,8 +173,8 @@ def times(cells: Sequence[Cell]) -> dict[str, float]:
 
     Their steps take turns, in another order every time: what has run just before leaves caches and the heap behind.
     """
-    with tempfile.TemporaryDirectory() as offload_to:
-        trainings = {cell.key: Training(WORKLOADS[cell.model], cell, offload_to) for cell in cells}
+    with tempfile.TemporaryDirectory() as spill_to:
+        trainings = {cell.key: Training(WORKLOADS[cell.model], cell, spill_to) for cell in cells}
         for _ in range(WARM_UP):
             for training in trainings.values():
                 training.step()

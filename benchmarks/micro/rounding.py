@@ -1,4 +1,4 @@
-"""What rounded rows and buckets save of the bytes, and what they do to losses: `rows=` and `buckets=` against "exact".
+"""What rounded rows and buckets save of the bytes, and what they do to losses: `rows=` against "exact".
 
     python -m benchmarks.micro.rounding --ranks 2 --steps 500 --output benchmarks/results/rounding.md
 
@@ -54,7 +54,7 @@ def workload(name: str, rank: int, ranks: int, steps: int) -> tuple[nn.Module, A
 def train(name: str, rank: int, ranks: int, steps: int, form: Any) -> dict[str, Any]:
     """Losses of all steps, over ranks; bytes of a step of this rank; what the report tells of errors."""
     plain, optimizer, batches = workload(name, rank, ranks, steps + RECORDED)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=SHARDS[name], rows=form, buckets=form)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=SHARDS[name], rows=form)
     following = model.lookahead(batches)
     losses = torch.tensor([_step(model, optimizer, next(following)) for _ in range(len(batches) - RECORDED)])
     with model.record():

@@ -40,7 +40,7 @@ class Tiered:
         asked: dict[str, Any] = {"row_updates": "replay"}
         if self.memory is not None:
             memory = {f"tables.{name}.weight": self.memory for name in large}
-            asked = {"table_memory": memory, "tables_in": self.directory}
+            asked = {"table_memory": memory, "spill_to": self.directory}
         model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"tables.*": "alltoall"}, **asked)
 
         def steps(batches: Iterable[Batch]) -> Iterator[Tensor]:

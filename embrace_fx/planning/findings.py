@@ -175,8 +175,7 @@ def findings_of(
     schedule = options.schedule
     if schedule == AUTO and options.table_memory is not None:
         schedule = FULL  # reads of rows beyond memory, which no price knows, overlap steps
-    formats = options.rows, options.buckets
-    return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, *formats)
+    return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, options.rows)
 
 
 def facts_of(

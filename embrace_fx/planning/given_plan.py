@@ -41,7 +41,8 @@ def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
         return
     options = setting.options
-    for asked, strategy in ((options.rows, "alltoall"), (options.buckets, "allreduce")):
+    asked = options.rows
+    for strategy in ("alltoall", "allreduce"):
         found = {d.travels_as for d in plan if d.strategy == strategy}
         if plan.world_size > 1 and found and (asked not in found or found - {asked, "exact"}):
             yield f"{strategy} in {', '.join(sorted(found))} in the plan, where {asked!r} is asked for"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.runtime.ranks.announcement import Announcement
-from embrace_fx.runtime.ranks.checksums import digest_of
 from embrace_fx.vocabulary.plan import Plan
 
 SAMPLED_EVERY = 4
@@ -37,7 +36,6 @@ class Calls:
         count: number of training calls.
         asks_to_plan: this rank asks for another plan.
         rows_seen: watched table -> rows read in the next step.
-        checksums: those of this rank's replicas, if the next step compares them; else empty.
         authority: the rank whose buffers the others take.
         uneven: ranks may have taken different numbers of optimizer steps (`join`).
         ahead: number of batches that the loader is read ahead.
@@ -46,7 +44,6 @@ class Calls:
     count: int = 0
     asks_to_plan: bool = False
     rows_seen: dict[str, int] = field(default_factory=dict)
-    checksums: dict[str, int] = field(default_factory=dict)
     authority: int = 0
     uneven: bool = False
     ahead: int = 0
@@ -54,14 +51,11 @@ class Calls:
     def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
         """Adds to a step's announcement the values that are sent once, and clears them."""
         seen, self.rows_seen = self.rows_seen, {}
-        checksums, self.checksums = self.checksums, {}
         return replace(
             own,
             asks_to_plan=self.asks_to_plan,
             steps=0 if self.uneven else optimizer_steps,
-            digest=digest_of(checksums),
             rows_seen=seen,
-            checksums=checksums,
         )
 
 

@@ -183,7 +183,7 @@ class Scheduling:
             kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
             return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
         rounding = self._setting.communicator.rounding
-        if not rounding.rounds(first, "buckets"):
+        if not rounding.rounds(first):
             return None
         return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
@@ -267,7 +267,7 @@ class Scheduling:
             {name: _one_way_bytes(plan, tables) for name, tables in self._exchanged.items()},
             sum(ids_exchange(plan[table], plan.world_size).sent_bytes for table in plan.sharded),
             {name: sum(plan[table].norm_bytes for table in tables) for name, tables in self._exchanged.items()},
-            self._setting.options.buckets,
+            self._setting.options.rows,
         )
         durations = profiled.compute_ms if profiled else None
         steps = build(self._graph, sizes, durations, self._cluster, plan.world_size)

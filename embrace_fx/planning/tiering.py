@@ -103,7 +103,7 @@ def fit_plan(
         _check(setting, name, plan)
     found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
     stacks = [each for stack in plan.stacks for each in _by_working_set(setting, plan, stack, found)]
-    if setting.options.tables_in is None:
+    if setting.options.spill_to is None:
         _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
     own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
@@ -147,7 +147,7 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
 
 def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
-    directory, streams = setting.options.tables_in, streams_of(setting.device)
+    directory, streams = setting.options.spill_to, streams_of(setting.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
     except TierError:  # making the file will raise
@@ -168,7 +168,7 @@ def _check_host(setting: Setting, found: Mapping[str, Tier], plan: Plan) -> None
         if needed > available > 0:
             raise ValueError(
                 f"expected {needed:,} bytes of memory on {host} for rows at rest of {', '.join(found)}, with "
-                f"table_memory, in the first call, found {available:,}. Name a directory in tables_in, where they lie "
+                f"table_memory, in the first call, found {available:,}. Name a directory in spill_to, where they lie "
                 "in a file then, or train on more hosts."
             )
 
@@ -224,9 +224,9 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             f"expected {name} on the CPU or on a CUDA device, with table_memory, found it on {device}. Leave it out of "
             "table_memory."
         )
-    if device.type == "cpu" and setting.options.tables_in is None:
+    if device.type == "cpu" and setting.options.spill_to is None:
         raise ValueError(
-            f"expected a directory in tables_in for {name}, which is on the CPU, with table_memory, found none: rows "
+            f"expected a directory in spill_to for {name}, which is on the CPU, with table_memory, found none: rows "
             "that do not fit lie there. Pass both. A CUDA model's lie in its host's memory without it."
         )
     if len(held) != 1:
@@ -271,7 +271,7 @@ def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) 
     stacked = {stack.tables[0]: stack for stack in plan.stacks if stack.tables[0] in beyond}  # others come behind
     among = {name for stack in stacked.values() for name in stack.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
-    told, directory = None, setting.options.tables_in
+    told, directory = None, setting.options.spill_to
     for first_table in [name for name in beyond if name not in among]:
         stack = stacked.get(first_table, Stack((first_table,), (0,)))
         first_rows = {t: first for t, first in zip(stack.tables, stack.first_rows, strict=True) if t in beyond}

@@ -45,8 +45,8 @@ class Captures:
         if self.count >= MAX_CAPTURES:
             raise CaptureError(
                 "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
-                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
-                "dynamic=True, or pass numbers that change, attributes of the model too, as tensors.",
+                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, and pass "
+                "numbers that change, attributes of the model too, as tensors.",
                 str(constant or f"shapes of its batches keep changing, and {MAX_CAPTURES} captures do not suffice"),
             )
         if constant is not None:
@@ -58,7 +58,7 @@ class Captures:
     def _captured(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
         """Captures with the values that have changed as inputs, except those that decide the graph itself."""
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}
-        model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
+        model, dynamic = self._setting.model, _varying(kind)
         while True:
             try:
                 with whole_parameters(model, whole):
@@ -86,18 +86,14 @@ class Captures:
             )
 
 
-def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:
-    """Finds the sizes of the last call that may vary, (index of argument, dimension): all, none, or those that did.
+def _varying(kind: Kind) -> frozenset[tuple[int, int]]:
+    """Finds the sizes of the last call that may vary, (index of argument, dimension): those that did.
 
     Where any size has varied, batch sizes may vary too: a loader whose lengths vary ends with a short batch. A batch
     size that equals a varying size stays constant, because torch would take the two for one symbol.
     """
     current = kind.shapes[-1]
-    if dynamic is False:
-        return frozenset()
     sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}
-    if dynamic:
-        return frozenset(sizes)
     varied = {at for at, size in sizes.items() if any(seen[at[0]][at[1]] != size for seen in kind.shapes)}
     varied_sizes = {sizes[at] for at in varied}
     firsts = {at for at, size in sizes.items() if varied and at[1] == 0 and size not in varied_sizes}

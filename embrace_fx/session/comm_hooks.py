@@ -31,7 +31,7 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     Raises:
         RuntimeError: the model has been called, or has a hook.
         TypeError: the argument is no hook.
-        ValueError: rows or buckets are rounded; or strategies other than AllReduce are asked for, under which a hook
+        ValueError: rows are rounded; or strategies other than AllReduce are asked for, under which a hook
             would not see all gradients.
     """
     if begun or registered:
@@ -40,10 +40,10 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
             f"expected one hook, before the model's first call, in register_comm_hook(), found that {found} already. "
             "Register it after compile(), once."
         )
-    if (options.rows, options.buckets) != ("exact", "exact"):
+    if options.rows != "exact":
         raise ValueError(
-            "expected rows='exact' and buckets='exact' with a communication hook, in register_comm_hook(), found "
-            f"rows={options.rows!r} and buckets={options.buckets!r}: both say how gradients travel. Leave one out."
+            "expected rows='exact' with a communication hook, in register_comm_hook(), found "
+            f"rows={options.rows!r}: both say how gradients travel. Leave one out."
         )
     hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):

@@ -22,7 +22,6 @@ from embrace_fx.session.first_steps import MEASURED_STEPS, run_as_written, weigh
 from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
 from embrace_fx.session.gradient_step import GradientStep
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.replica_check import compare_replicas_if_due
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
@@ -122,8 +121,6 @@ class EagerCalls:
             variant = self._variant(trained, train=train)
             planned.make_again(variant, rows)
         planned.calls.count += train
-        if train:
-            compare_replicas_if_due(self._setting, planned)
         accumulates = train and not self._setting.state.synchronised
         results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
         if train:

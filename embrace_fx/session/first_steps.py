@@ -48,8 +48,8 @@ def run_as_written(setting: Setting) -> str:
     usual = options.strategy == "auto" and options.schedule in (AUTO, FULL) and options.row_updates == "exact"
     if setting.communicator.world_size == 1 or any(each is not None for each in asks) or not usual:
         return ""
-    exact = options.rows == options.buckets == "exact" and options.table_memory is None
-    if options.backend != "eager" or options.dynamic is not None or not exact or state.hooked or state.ignored:
+    exact = options.rows == "exact" and options.table_memory is None
+    if options.backend != "eager" or not exact or state.hooked or state.ignored:
         return ""
     trained = sum(parameter.requires_grad for parameter in model.parameters())
     tables = _tables(model)

@@ -22,7 +22,6 @@ from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.replica_check import compare_replicas_if_due
 from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, give_up, runs_eagerly_for
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
@@ -65,8 +64,6 @@ class GraphCalls:
         if planned.flow is not None and program.flow is None:
             planned.flow.leave()
         planned.calls.count += train
-        if train:
-            compare_replicas_if_due(self._setting, planned)
         inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)

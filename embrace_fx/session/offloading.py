@@ -33,19 +33,14 @@ def offloading(setting: Setting, compute: Compute) -> tuple[Copies | None, CopyR
     options, devices = setting.options, {parameter.device for parameter in setting.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
     on = streams_of(device) if len(devices) == 1 else None
-    if options.memory_budget is None or (options.offload_to is None and on is None):
+    if options.memory_budget is None or (options.spill_to is None and on is None):
         return None, NO_COPIES
     copies: FileCopies | PinnedCopies | None = None
     own, failure = (0.0, 0.0), None
     try:
         if on is None:
-            assert options.offload_to is not None
-            copies = FileCopies(options.offload_to)
-        elif options.offload_to is not None:
-            raise ValueError(
-                "expected no offload_to for a model on a GPU, in compile(), found one: what it offloads goes to its "
-                "host's memory. Leave it out."
-            )
+            assert options.spill_to is not None
+            copies = FileCopies(options.spill_to)
         else:
             copies = PinnedCopies(on)
         (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)

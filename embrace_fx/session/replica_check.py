@@ -1,4 +1,4 @@
-"""Compares, in an announcement, checksums of the values that should be equal on all ranks.
+"""Compares checksums of the values that should be equal on all ranks.
 
 Contract
     Bits are compared: of parameters and optimizer state that every rank holds whole, of the counters of sharded tables,
@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text
-from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text, diverged
+from embrace_fx.runtime.ranks.failure import DivergedReplicas
 from embrace_fx.setup.agreement import settings_of
 from embrace_fx.setup.setting import Setting
 
 
-def compare_replicas_if_due(setting: Setting, planned: PlanInUse) -> None:
-    """Makes the next announcement compare replicas, if it is time."""
-    every, announcements = setting.options.check_replicas, setting.announcements
-    if every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1:
-        planned.synchronize()  # ranks may have applied different parts of the last step
-        planned.calls.checksums = _checksums(setting)
+def compare_replicas(setting: Setting) -> None:
+    """Compares replicas after every update has been applied. Collective.
+
+    Raises:
+        DivergedReplicas: some rank's differ; on every rank.
+    """
+    if found := diverged(setting.communicator.gather(_checksums(setting), dict[str, int])):
+        raise DivergedReplicas(found)
 
 
 def _checksums(setting: Setting) -> dict[str, int]:

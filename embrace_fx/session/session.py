@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -35,6 +36,7 @@ from embrace_fx.session.idling import Idling
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.session.replica_check import compare_replicas
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
@@ -52,21 +54,20 @@ class Session:
         self,
         model: nn.Module,
         optimizers: tuple[Optimizer, ...],
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | DeviceMesh | None,
         options: Options,
     ) -> None:
         self.model, self.optimizers, self.options = model, optimizers, options
         self.lookahead = Lookahead(self._end_lookahead, lambda: self._setting.stepping.recorder)
-        given, group = group, group or group_of_mesh(options.device_mesh)
-        self._given_group = group
-        dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
-        self.communicator = Communicator(group or default_group(), dump_to, Rounding(options.rows, options.buckets))
+        self.device_mesh = group if isinstance(group, DeviceMesh) else None
+        self._given_group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
+        self.communicator = Communicator(self._given_group or default_group(), Rounding(options.rows))
         self._begun = False
         self._to_load: Path | None = None  # a checkpoint to load when tables have been placed
         self._hook = ""
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
-            agree_on_set_up(self.communicator, model, optimizers, options, given)
+            agree_on_set_up(self.communicator, model, optimizers, options, self.device_mesh)
         take_over(model)
         self._send_first_state()
         self.state = ModelState(model)
@@ -95,7 +96,7 @@ class Session:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         apart = {name for name, each in named if id(each) in later or each.device.type == "meta"}
         apart |= names_to_ignore(self.model)
-        broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers)
+        broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
     def _stepping(self) -> Stepping:
         """Makes the listener to the model's optimizers: those given, and any that steps the model."""
@@ -256,6 +257,11 @@ class Session:
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Makes a context in which every table is whole on every rank. Collective."""
         return whole_tables(self._setting, self.planned)
+
+    def check_replicas(self) -> None:
+        """Compares what all ranks should hold alike. Collective."""
+        self.planned.synchronize()
+        compare_replicas(self._setting)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes model and optimizers into a folder. Collective."""

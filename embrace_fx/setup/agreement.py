@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -43,13 +43,13 @@ def agree_on_set_up(
     model: nn.Module,
     optimizers: tuple[Optimizer, ...],
     options: Options,
-    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     hook: str = "",
 ) -> None:
     """Checks the arguments of all ranks together; a rank that failed alone would leave the others waiting.
 
     Args:
-        group: the process group given beside the options.
+        mesh: the device mesh given in place of a process group.
         hook: the communication hook's name.
 
     Raises:
@@ -59,7 +59,7 @@ def agree_on_set_up(
     try:
         check_arguments(model, optimizers)
         options.check()
-        check_mesh(options.device_mesh, group)
+        check_mesh(mesh)
         if options.backend == "inductor":
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
 

@@ -18,22 +18,13 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def group_of_mesh(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Returns the group of a mesh of one dimension; None for no mesh or another one."""
-    return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Returns the group of a mesh of one dimension; None for another one."""
+    return mesh.get_group() if mesh.ndim == 1 else None
 
 
-def check_mesh(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> None:
-    """Raises where a device mesh does not say which ranks train together; messages hold DDP's words, which loops match.
-
-    Raises:
-        ValueError: a group is given besides, or the mesh has several dimensions.
-    """
-    if mesh is not None and group is not None:
-        raise ValueError(
-            "expected a process group or a device mesh, in compile(), found both. "
-            "Cannot specify both process_group and device_mesh arguments."
-        )
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Raises `ValueError` for a mesh of several dimensions, in DDP's words, which loops match."""
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
             f"Only 1D device mesh is supported, expected one in compile(), found {mesh.ndim} dimensions. Pass the one "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
@@ -16,9 +16,6 @@ from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import AUTO, SCHEDULES
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 """The types accepted as optimizer."""
@@ -41,8 +38,6 @@ class Options:
             whichever is predicted to take less time. "lazy": rows without gradient stand still.
         backend: "eager": compute runs as ATen calls. "inductor": the compute between two communications is compiled
             into fused kernels; needs a C++ compiler, on CUDA Triton too.
-        dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
-            sizes are, from the first on; False: each new shape is captured for itself.
         cluster: the links between ranks, by which strategies are chosen and messages cut. None: they are probed, where
             a step sends enough for it to matter.
         plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
@@ -51,52 +46,38 @@ class Options:
             what they hold where everything is saved, but no less than can be; parameters, optimizer state and the batch
             come on top. What does not fit is computed again in the backward, or offloaded, at the least predicted cost
             (docs/memory.md). None: everything is saved that the model does not checkpoint itself.
-        check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
-            optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
-        broadcast_buffers: as of DDP: buffers are rank 0's from compile() on. False: each rank keeps its own.
-        forward_sync_buffers: as of DDP: forwards read rank 0's buffers. False: each rank goes on from those that have
-            been made equal in compile().
-        dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
-            launches, and where its threads stood. None: nothing is written.
-        offload_to: with a memory budget, for a model on the CPU: a directory in which saved values may lie, in a file,
-            between forward and backward. None: nothing is offloaded. A model on a GPU offloads to its host's memory.
-        device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
+        broadcast_buffers: as of DDP: forwards read rank 0's buffers. False: each rank keeps its own. "once": rank 0's
+            are sent in compile(), and each rank goes on from those, as under DDP's forward_sync_buffers=False.
+        spill_to: a directory for what does not fit, in files without a name: rows beyond `table_memory`; of a model on
+            the CPU with a memory budget, saved values between forward and backward. None: those of a CUDA model lie in
+            its host's memory; of a model on the CPU nothing may lie elsewhere.
         route: None: the forward is captured as a graph; where no graph holds it, it runs as it is written, on replicas,
             with gradients exchanged as the plan says (docs/from_ddp.md). "graph": a forward that no graph holds is an
             error. "eager": nothing is captured.
-        rows: the format in which sharded tables' rows and their gradients travel: "exact", as they are, or rounded to
-            "bf16", "fp16" or "int8" (docs/exactness.md). Parameters stay what they are; evaluations read exact rows.
-        buckets: likewise of gradients that are AllReduced; sparse exchanges of replicas stay exact.
+        rows: the format in which sharded tables' rows, their gradients and AllReduced gradients travel: "exact", as
+            they are, or rounded to "bf16", "fp16" or "int8" (docs/exactness.md). Parameters stay what they are;
+            evaluations read exact rows, and sparse exchanges of replicas stay exact.
         table_memory: what sharded tables and their optimizer state may hold of this rank's memory, in bytes, or, below
             1, as a fraction of their rows; for all of them, or by patterns of names (docs/memory.md). None: all.
-        tables_in: with table_memory: a directory in which the other rows lie, in a file without a name. None: those of
-            a CUDA model lie in its host's memory.
     """
 
-    strategy: Strategy
-    schedule: str
-    row_updates: RowUpdatesOption
-    backend: str
-    dynamic: bool | None
+    strategy: Strategy = "auto"
+    schedule: str = AUTO
+    row_updates: RowUpdatesOption = "exact"
+    backend: str = "eager"
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
-    check_replicas: int | None = None
-    broadcast_buffers: bool = True
-    forward_sync_buffers: bool = True
-    dump_to: str | Path | None = None
-    offload_to: str | Path | None = None
-    device_mesh: DeviceMesh | None = None
+    broadcast_buffers: bool | Literal["once"] = True
     route: str | None = None
     rows: Format = "exact"
-    buckets: Format = "exact"
     table_memory: float | Mapping[str, float] | None = None
-    tables_in: str | Path | None = None
+    spill_to: str | Path | None = None
 
     @property
     def shares_buffers(self) -> bool:
         """Whether forwards read rank 0's buffers."""
-        return self.broadcast_buffers and self.forward_sync_buffers
+        return self.broadcast_buffers is True
 
     @cached_property
     def given_plan(self) -> Plan | None:
@@ -108,13 +89,11 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """Returns the options that must be the same on all ranks, as text: without folders and the device mesh, and
-        with a plan's digest in place of its path.
+        """Returns the options that must be the same on all ranks, as text: without folders, and with a plan's digest in
+        place of its path.
         """
         plan = self.given_plan
-        offloads = None if self.offload_to is None else "somewhere"
-        tables = None if self.tables_in is None else "somewhere"
-        own = replace(self, plan=None, dump_to=None, offload_to=offloads, tables_in=tables, device_mesh=None)
+        own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
@@ -124,8 +103,8 @@ class Options:
             "row_updates": ("exact", "sweep", "replay", "lazy"),
             "backend": ("eager", "inductor"),
             "route": (None, "graph", "eager"),
+            "broadcast_buffers": (True, False, "once"),
             "rows": FORMATS,
-            "buckets": FORMATS,
         }
         for name, values in allowed.items():
             found = getattr(self, name)
@@ -134,31 +113,21 @@ class Options:
                     f"expected {name} to be one of {', '.join(map(repr, values))}, in {where}, found {found!r}. Pass "
                     "one of these."
                 )
-        if self.dynamic not in (None, True, False):
-            raise ValueError(
-                f"expected dynamic to be None, True or False, in {where}, found {self.dynamic!r}. Pass one of these."
-            )
         budget: object = self.memory_budget
         if budget is not None and not (isinstance(budget, int | float) and budget > 0):
             raise ValueError(
                 f"expected memory_budget to be None, bytes, or a fraction below 1, in {where}, found {budget!r}. Pass "
                 "0.5 for half of what a step holds where everything is saved, or a number of bytes."
             )
-        every: object = self.check_replicas
-        if every is not None and not (type(every) is int and every > 0):
+        if not isinstance(self.spill_to, str | Path | None):
             raise ValueError(
-                f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
-                "compare replicas at every thousandth call."
+                f"expected spill_to to be None or the path of a directory, in {where}, found {self.spill_to!r}. Pass a "
+                "path."
             )
-        for name, found in (("dump_to", self.dump_to), ("offload_to", self.offload_to)):
-            if not isinstance(found, str | Path | None):
-                raise ValueError(
-                    f"expected {name} to be None or the path of a folder, in {where}, found {found!r}. Pass a path."
-                )
-        if self.offload_to is not None and budget is None:
+        if self.spill_to is not None and budget is None and self.table_memory is None:
             raise ValueError(
-                f"expected memory_budget with offload_to, in {where}, found none: nothing is offloaded without a "
-                "budget. Pass memory_budget, or leave out offload_to."
+                f"expected table_memory or memory_budget with spill_to, in {where}, found neither: nothing leaves "
+                "memory without a limit. Pass one of them, or leave out spill_to."
             )
         self._check_tables(where)
         check_strategy(self.strategy, where)
@@ -190,12 +159,6 @@ class Options:
             raise ValueError(
                 f"expected rows='exact' with table_memory, in {where}, found {self.rows!r}: what is rounded off a "
                 "row's gradient is kept in memory. Leave out one of them."
-            )
-        directory: object = self.tables_in
-        if not isinstance(directory, str | Path | None) or (memory is None and directory is not None):
-            raise ValueError(
-                f"expected tables_in to be None, or with table_memory a directory, in {where}, found "
-                f"tables_in={self.tables_in!r} and table_memory={memory!r}. Pass both: rows that do not fit lie there."
             )
 
 

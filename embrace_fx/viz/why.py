@@ -26,7 +26,7 @@ NAMES: Mapping[Share, str] = {
 
 _FASTER_LINKS = (
     "faster links, fewer steps for the same data (larger batches, or model.no_sync() over some of them), or fewer bits "
-    "on the way (compile(..., rows='bf16', buckets='bf16'))"
+    "on the way (compile(..., rows='bf16'))"
 )
 _LESS_COMPUTE = (
     "less to compute, or faster processors: backend='inductor', more threads for each rank, a smaller model or batch. "
@@ -47,10 +47,10 @@ CHANGES: Mapping[Share, str] = {
     "else " + _FASTER_LINKS,
     "dense": _FASTER_LINKS,
     "delayed": _FASTER_LINKS,
-    "offload": "a larger memory_budget, or a faster store in offload_to",
-    "reload": "a larger memory_budget, or a faster store in offload_to",
+    "offload": "a larger memory_budget, or a faster store in spill_to",
+    "reload": "a larger memory_budget, or a faster store in spill_to",
     "storage": "rows that are read earlier: for batch in model.lookahead(loader, batches=3); else a larger "
-    "table_memory, or a faster disk in tables_in",
+    "table_memory, or a faster disk in spill_to",
     "between": "larger batches: what Python does for a step does not grow with them",
 }
 """Largest part of a step -> what makes it smaller."""

@@ -79,7 +79,7 @@ class Findings:
             many random rows as `rows` says.
         local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
             random share.
-        rows_as, buckets_as: the formats in which sharded tables' rows and AllReduced gradients travel.
+        travels_as: the format in which sharded tables' rows and AllReduced gradients travel.
     """
 
     graph: TrainingGraph
@@ -90,8 +90,7 @@ class Findings:
     schedule: str = "2d"
     sparsity: Mapping[str, Sparsity] = field(default_factory=dict)
     local_rows: Mapping[str, LocalRows] = field(default_factory=dict)
-    rows_as: Format = "exact"
-    buckets_as: Format = "exact"
+    travels_as: Format = "exact"
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """Copies the findings with more tables that an optimizer needs whole."""
@@ -191,7 +190,7 @@ class Pricing:
     ) -> dict[str, Priced]:
         """Prices strategies of replicas, all of which need `upkeep` and the work `around` the exchange."""
         priced = {}
-        wire = Wire(fact.itemsize, self.findings.buckets_as)
+        wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
@@ -211,7 +210,7 @@ class Pricing:
                 *self._times_ms(found.time_ms(self.cluster) + others_ms, shared.time_ms(self.cluster) + others_ms),
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
-                travels_as=self.findings.buckets_as if rounds else "exact",
+                travels_as=self.findings.travels_as if rounds else "exact",
             )
         return priced
 
@@ -241,7 +240,7 @@ class Pricing:
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
-        wire = Wire(itemsize, self.findings.rows_as)
+        wire = Wire(itemsize, self.findings.travels_as)
         exchange = shard_exchange(table, rows, wire, self.world_size, grid, local_rows, self.findings.schedule)
         norms = self._norms(table, fact, rows)
         exchange += norms
@@ -262,7 +261,7 @@ class Pricing:
             grid=grid,
             rests=rests,
             norm_bytes=norms.sent_bytes,
-            travels_as=self.findings.rows_as if wire.rounds else "exact",
+            travels_as=self.findings.travels_as if wire.rounds else "exact",
         )
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:

@@ -25,7 +25,7 @@ def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) 
     Args:
         name: the name of the bucket and its chunk, whose residuals are added.
     """
-    ranks, form = channel.world_size, rounding.buckets
+    ranks, form = channel.world_size, rounding.form
     block = BLOCK if form == "int8" else 1
     share = ceil(flat.numel() / ranks / block) * block  # whole blocks, so that all ranks cut the same blocks
     padded = flat.new_zeros((ranks * share,), dtype=torch.float32)

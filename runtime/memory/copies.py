@@ -155,7 +155,7 @@ class FileCopies(Copies):
             self._file = _File(self._directory)
         except OSError as error:
             raise ValueError(
-                f"expected a directory in which files can be made, as offload_to, found {str(directory)!r}: {error}. "
+                f"expected a directory in which files can be made, as spill_to, found {str(directory)!r}: {error}. "
                 "Make it, or name another one."
             ) from error
         self._room = 0
@@ -183,7 +183,7 @@ class FileCopies(Copies):
             raise RuntimeError(
                 f"expected values offloaded to a file in {self._directory} to come back as they left, in a step of the "
                 f"compiled model, found {error}. Nothing of this step is applied. Look after that directory, name "
-                "another one in offload_to, or raise memory_budget."
+                "another one in spill_to, or raise memory_budget."
             ) from error
 
     def _slot(self, nbytes: int) -> Slot:
@@ -199,7 +199,7 @@ class FileCopies(Copies):
                 raise RuntimeError(
                     f"expected room for {nbytes:,} bytes more in {self._directory}, where values are offloaded to, in "
                     f"the forward, found {begin:,} bytes there and {error}. Free some, name another directory in "
-                    "offload_to, or raise memory_budget."
+                    "spill_to, or raise memory_budget."
                 ) from error
             self._room += length
         slot = Slot(self._file, begin, nbytes)

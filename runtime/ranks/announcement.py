@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_ids
-from embrace_fx.runtime.ranks.checksums import diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DivergedReplicas, PeerFailure, PlanDoesNotFit
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
@@ -41,7 +40,7 @@ CHANGED_BUFFERS = -1
 
 _FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags, and the first bit of the kind
 _BITS = 8
-"""Bits that the marks, and the activity, take in their numbers."""
+"""Bits that the marks take in their number."""
 
 _WENT_ON = "expected a backward of this call, found that it went on to another call without one"
 _NOT_JOINED = "expected every rank to call the model under join() where one does, found this one's call outside of it"
@@ -76,12 +75,10 @@ class Announcement:
         asks_to_plan: it asks for another plan.
         does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
         steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
-        digest: hash of its replicas, if they are compared; else 0.
         program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`).
         buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
         rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
         sizes: further numbers of the step.
-        checksums: the values behind `digest`; sent where digests differ.
     """
 
     kind: int = STEP
@@ -90,18 +87,16 @@ class Announcement:
     asks_to_plan: bool = False
     does_not_fit: bool = False
     steps: int = 0
-    digest: int = 0
     program: int = 0
     buffers: int = 0
     rows_seen: Mapping[str, int] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
-    checksums: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, form: Form) -> list[int]:
         """Encodes it as numbers, equally many on each rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
-        head = marks | self.steps << _BITS, self.activity | self.digest << _BITS, self.program, self.buffers
+        head = marks | self.steps << _BITS, self.activity, self.program, self.buffers
         seen = [self.rows_seen.get(name, -1) for name in form.watched]
         return [*head, *seen, *self.sizes, *[0] * (form.sizes - len(self.sizes))]
 
@@ -112,9 +107,8 @@ class Announcement:
         Args:
             sizes: the number of sizes that were sent.
         """
-        first, second, program, buffers, *others = numbers
+        first, activity, program, buffers, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
-        digest, activity = divmod(second, 1 << _BITS)
         watched = len(form.watched)
         return cls(
             marks >> _KIND,
@@ -123,7 +117,6 @@ class Announcement:
             bool(marks & _ASKS_TO_PLAN),
             bool(marks & _DOES_NOT_FIT),
             steps,
-            digest,
             program,
             buffers,
             dict(zip(form.watched, others, strict=False)),
@@ -190,7 +183,7 @@ class Announcements:
             then: called once every rank is known to continue.
         """
         own = self._own((), None)
-        if own.failure is not None or own.digest or self.communicator.world_size == 1:
+        if own.failure is not None or self.communicator.world_size == 1:
             self.announce(own)
             then()
             return
@@ -213,7 +206,6 @@ class Announcements:
 
         Raises:
             PeerFailure: any rank has failed, or the ranks are not doing the same thing; on all ranks.
-            DivergedReplicas: replicas differ between ranks; on all ranks.
             PlanDoesNotFit: some rank's batch does not fit the plan; on all ranks.
         """
         self.settle()
@@ -248,9 +240,6 @@ class Announcements:
         if any(each.does_not_fit for each in everyone):
             raise PlanDoesNotFit
         check_programs([each.program for each in everyone])
-        digests = {each.digest for each in everyone}
-        if 0 not in digests and len(digests) > 1:
-            raise DivergedReplicas(diverged(self.communicator.gather(dict(own.checksums), dict[str, int])))
         check_steps([each.steps for each in everyone])
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers

@@ -12,8 +12,6 @@ from torch import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> dtype."""
 
-_DIGEST_BITS = 48
-
 
 def checksum(tensor: Tensor) -> Tensor:
     """Sums a tensor's bits, eight bytes at a time, modulo 2**64; a changed bit changes the sum.
@@ -37,15 +35,8 @@ def checksum_of_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def digest_of(checksums: Mapping[str, int]) -> int:
-    """Hashes checksums into one number: 0 if there are none, else never 0."""
-    if not checksums:
-        return 0
-    return checksum_of_text(repr(sorted(checksums.items()))) & ((1 << _DIGEST_BITS) - 1) or 1
-
-
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority.
+    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority; "": none.
 
     >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "expected the same on every rank, found that b on rank 1 differs from rank 0's"
@@ -57,5 +48,7 @@ def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
         if others := [rank for rank, value in enumerate(values) if value != usual]:
             ranks = ", ".join(map(str, others))
             found.append(f"{what} on rank {ranks} differs from rank {values.index(usual)}'s")
+    if not found:
+        return ""
     told = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
     return f"expected the same on every rank, found that {told}"

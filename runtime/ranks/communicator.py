@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,10 +92,8 @@ class Communicator(Groups):
     comm_hook: Any = None
     in_turn: InTurn | None = None
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, dump_to: Path | None = None, rounding: Rounding | None = None
-    ) -> None:
-        super().__init__(group, dump_to)
+    def __init__(self, group: dist.ProcessGroup | None, rounding: Rounding | None = None) -> None:
+        super().__init__(group)
         self.rounding = rounding or Rounding()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -210,8 +207,8 @@ class Communicator(Groups):
             encode: puts rows that are rounded into their form on the wire.
             narrows: rows that are not rounded travel in the dtype of gradients.
         """
-        if group in LANE_GROUPS and self.rounding.rounds(sent, "rows"):
-            form, wire = self.rounding.rows, encode(sent, leave)
+        if group in LANE_GROUPS and self.rounding.rounds(sent):
+            form, wire = self.rounding.form, encode(sent, leave)
             leaving, coming = ([wire_elements(*piece, form) for piece in pieces] for pieces in (leave, come))
         else:
             form, wire = None, self._narrow(sent) if narrows else sent

@@ -41,9 +41,6 @@ _FAREWELL_S = 5.0
 _LISTEN_S = 0.5
 _POLL_S = 0.1
 
-_DUMPED = 100
-"""Launches in a dump, the last ones."""
-
 
 class PeerFailure(RuntimeError):
     """Raised on every rank when any rank has failed in a step, before anything was applied.
@@ -66,7 +63,7 @@ class PlanDoesNotFit(Exception):
 
 
 class DivergedReplicas(RuntimeError):
-    """Raised on every rank, before the step, when a check finds that replicas differ."""
+    """Raised on every rank by `check_replicas`, when it finds that replicas differ."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
@@ -164,14 +161,10 @@ class RollCall:
         store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
         progress: what this rank signs with.
-        dump_to: a folder, into which each living rank writes what it was doing; None: it does not.
     """
 
-    def __init__(
-        self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog, dump_to: Path | None = None
-    ) -> None:
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog) -> None:
         self.name, self.rank, self.world_size = name, rank, world_size
-        self._dump_to = dump_to
         self._progress = progress
         self._standings: dict[int, Standing] = {}
         self._store: Any = store.clone()
@@ -216,8 +209,6 @@ class RollCall:
         self._store.set(self._called, "1")
         progress = self._progress
         own = Standing(progress.launched, progress.launches, place_of_main_thread())
-        if self._dump_to is not None:
-            self._dump(self._dump_to, own)
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -232,31 +223,6 @@ class RollCall:
             living = [name for r, name in enumerate(self._readers) if r not in missing]
             self._await(lambda: self._store.check(living), _FAREWELL_S)
         return missing
-
-    def _dump(self, folder: Path, own: Standing) -> None:
-        """Writes `rank-N.json`: what this rank was doing when a collective broke."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        content = {
-            "rank": self.rank,
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "world_size": self.world_size,
-            "step": self._progress.step,
-            "optimizer_steps": self._progress.optimizer_steps,
-            "launches": own.launches,
-            "main_thread": own.place,
-            "last_launches": [{"name": name, "step": step} for name, step in list(own.launched.items())[-_DUMPED:]],
-            "threads": {
-                names.get(ident, str(ident)): [
-                    f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)
-                ]
-                for ident, frame in sys._current_frames().items()
-            },
-        }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank-{self.rank}.json").write_text(json.dumps(content, indent=1))
-        except OSError as error:
-            print(f"embrace_fx: rank {self.rank} could not write its dump into {folder}: {error}", file=sys.stderr)
 
     def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
         deadline = time.monotonic() + patience_s

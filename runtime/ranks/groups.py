@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -65,8 +64,7 @@ class Groups:
         meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, dump_to: Path | None = None) -> None:
-        self._dump_to = dump_to
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group: dist.ProcessGroup | None = None
         self.world_size = 1
         self.rank = 0
@@ -91,14 +89,14 @@ class Groups:
             store = dist.distributed_c10d._get_default_store()
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
-            joining = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
+            joining = RollCall(store, name, self.rank, self.world_size, self.progress)
             try:
                 with met(store, group), Watching(joining):
                     attempt = self._meet(group)
             finally:
                 joining.close()
             name = f"{self._groups['ids'].group_name}/{attempt}"
-            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
         self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
     def _meet(self, group: dist.ProcessGroup) -> str:

@@ -44,15 +44,13 @@ class _Error:
 
 @dataclass
 class Rounding:
-    """One model's formats on the wire, and what their rounding has left out on this rank.
+    """One model's format on the wire, and what its rounding has left out on this rank.
 
     Attributes:
-        rows: of tables' rows and their gradients.
-        buckets: of dense gradients.
+        form: the format of tables' rows, their gradients, and dense gradients.
     """
 
-    rows: Format = "exact"
-    buckets: Format = "exact"
+    form: Format = "exact"
     _left: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _errors: dict[str, _Error] = field(default_factory=dict)
 
@@ -62,12 +60,12 @@ class Rounding:
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
         """Rounds looked-up rows."""
-        self._measure("rows", columns, lambda: rounded(columns, pieces, self.rows))
-        return encode(columns, pieces, self.rows)
+        self._measure("rows", columns, lambda: rounded(columns, pieces, self.form))
+        return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
         """Puts gradients of rows, rounded already, into their form on the wire."""
-        return encode(rounded, pieces, self.rows)
+        return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
         """The op `embrace::round_rows`."""
@@ -89,8 +87,8 @@ class Rounding:
         """Rounds a dense gradient, or a mean of it, to its form on the wire; keeps what that leaves out."""
         kept = self._left.get(name)
         wanted = flat.float() if kept is None else flat.float() + kept[1]
-        coded = encode(wanted, pieces, self.buckets)
-        sent = decode_into(torch.empty_like(wanted), coded, pieces, self.buckets)
+        coded = encode(wanted, pieces, self.form)
+        sent = decode_into(torch.empty_like(wanted), coded, pieces, self.form)
         self._left[name] = flat.new_empty(0), _finite(wanted - sent)
         self._measure("buckets", wanted, lambda: sent)
         return coded
@@ -101,24 +99,22 @@ class Rounding:
         if error.calls % MEASURED_EVERY == 1:
             error.add(wanted, arrived())
 
-    def rounds(self, values: Tensor, kind: str) -> bool:
-        """Tells whether a tensor of "rows" or "buckets" travels in fewer bits than it has."""
-        form = self.rows if kind == "rows" else self.buckets
-        return form != "exact" and values.is_floating_point() and Wire(values.element_size(), form).rounds
+    def rounds(self, values: Tensor) -> bool:
+        """Whether a tensor travels in fewer bits than it has."""
+        return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def told(self) -> str:
         """Tells in a report what is rounded, and by how much this rank's was off; "" where nothing is."""
         lines = []
-        for kind, form, made_good in (
-            ("rows", self.rows, ""),
-            ("gradients of rows", self.rows, ", which the next gradient makes good of a row that is read again"),
-            ("buckets", self.buckets, ", which the next gradient makes good"),
+        for kind, made_good in (
+            ("rows", ""),
+            ("gradients of rows", ", which the next gradient makes good of a row that is read again"),
+            ("buckets", ", which the next gradient makes good"),
         ):
-            if form != "exact":
-                error = self._errors.get(kind, _Error()).relative
-                off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
-                lines.append(f"{kind} travel as {form}: {off}{made_good}\n")
-        return "".join(lines)
+            error = self._errors.get(kind, _Error()).relative
+            off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
+            lines.append(f"{kind} travel as {self.form}: {off}{made_good}\n")
+        return "".join(lines) if self.form != "exact" else ""
 
 
 def _finite(left: Tensor) -> Tensor:

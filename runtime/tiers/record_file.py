@@ -84,7 +84,7 @@ class RecordFile:
         except OSError as error:
             raise TierError(
                 f"expected a directory in which a file of {count * records.nbytes:,} bytes can be made, as "
-                f"tables_in, found {self._directory!r}: {error}. It takes room for rows that have moved. Make the "
+                f"spill_to, found {self._directory!r}: {error}. It takes room for rows that have moved. Make the "
                 "directory, or name another one."
             ) from error
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -110,7 +110,7 @@ class RecordFile:
         except OSError as error:
             raise TierError(
                 f"expected room for {records.numel():,} bytes more in {self._directory}, where rows of {self._table} "
-                f"lie, found {error}. The last checkpoint is whole. Free some, name another directory in tables_in, "
+                f"lie, found {error}. The last checkpoint is whole. Free some, name another directory in spill_to, "
                 "or raise table_memory."
             ) from error
 

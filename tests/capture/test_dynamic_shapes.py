@@ -105,9 +105,9 @@ def make(kind: Callable[[], nn.Module] = Tagger, seed: int = 0) -> nn.Module:
     return kind().double()
 
 
-def compile_model(model: nn.Module, dynamic: bool | None = None, **options: Any) -> embrace_fx.CompiledModel:
+def compile_model(model: nn.Module, **options: Any) -> embrace_fx.CompiledModel:
     optimizer = SGD(model.parameters(), lr=0.1)
-    return embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", dynamic=dynamic, **options)
+    return embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", **options)
 
 
 def ids_of(*shape: int, seed: int = 0) -> Tensor:
@@ -138,11 +138,11 @@ def eager_step(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[float, int]
 
 
 def assert_trains_alike(
-    batches: Sequence[tuple[Any, ...]], kind: Callable[[], nn.Module] = Tagger, dynamic: bool | None = None
+    batches: Sequence[tuple[Any, ...]], kind: Callable[[], nn.Module] = Tagger
 ) -> embrace_fx.CompiledModel:
     """Trains a compiled model and an eager one on the same batches; every loss and the parameters are the same."""
     eager = make(kind)
-    compiled = compile_model(make(kind), dynamic)
+    compiled = compile_model(make(kind))
     for batch in batches:
         (loss, size), (expected_loss, expected_size) = train_step(compiled, *batch), eager_step(eager, *batch)
         assert loss == pytest.approx(expected_loss, rel=1e-9)
@@ -152,31 +152,28 @@ def assert_trains_alike(
 
 
 @pytest.mark.parametrize(
-    ("dynamic", "shapes", "expected"),
+    ("shapes", "expected"),
     [
-        (None, [(3, 4), (3, 4), (3, 4)], 1),
-        (None, [(3, 4), (3, 5), (3, 9), (3, 2), (3, 4)], 2),
-        (None, [(3, 4), (5, 6), (2, 9), (7, 3)], 2),
-        (None, [(3, 4), (3, 5), (4, 5), (2, 7)], 2),
-        (None, [(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2),
-        (None, [(4, 9), (4, 9), (3, 9)], 2),
-        (None, [(4, 9), (4, 4), (4, 6), (3, 5)], 3),
-        pytest.param(None, [(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5, marks=pytest.mark.long),
-        (True, [(3, 4), (5, 6), (2, 9), (7, 3)], 1),
-        (True, [(3, 4), (1, 5), (1, 7)], 2),
-        (False, [(3, 4), (3, 5), (3, 4), (3, 6)], 3),
+        ([(3, 4), (3, 4), (3, 4)], 1),
+        ([(3, 4), (3, 5), (3, 9), (3, 2), (3, 4)], 2),
+        ([(3, 4), (5, 6), (2, 9), (7, 3)], 2),
+        ([(3, 4), (3, 5), (4, 5), (2, 7)], 2),
+        ([(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2),
+        ([(4, 9), (4, 9), (3, 9)], 2),
+        ([(4, 9), (4, 4), (4, 6), (3, 5)], 3),
+        pytest.param([(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_number_of_captures(dynamic: bool | None, shapes: list[tuple[int, int]], expected: int) -> None:
-    compiled = assert_trains_alike([(ids_of(*shape, seed=k),) for k, shape in enumerate(shapes)], dynamic=dynamic)
+def test_number_of_captures(shapes: list[tuple[int, int]], expected: int) -> None:
+    compiled = assert_trains_alike([(ids_of(*shape, seed=k),) for k, shape in enumerate(shapes)])
     assert captures(compiled) == expected
 
 
 def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
     """Dynamo remembers by code object which sizes have varied; a capture must not depend on what ran before it."""
     for length in (4, 5, 6):
-        compiled = compile_model(make(), dynamic=False)
+        compiled = compile_model(make())
         train_step(compiled, ids_of(3, length))
         train_step(compiled, ids_of(3, length + 1))
         assert captures(compiled) == 2
@@ -190,8 +187,8 @@ def test_a_size_the_model_asks_for_splits_the_captures() -> None:
 
 
 def test_ids_made_from_the_same_sizes_are_exchanged_together() -> None:
-    compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed, dynamic=True)
-    assert captures(compiled) == 1
+    compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed)
+    assert captures(compiled) == 2
     assert {each.parameter for each in compiled.plan if each.strategy == "alltoall"} == {
         "table.weight",
         "position.weight",
@@ -256,11 +253,11 @@ def test_evaluation_has_captures_of_its_own() -> None:
 
 def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "MAX_CAPTURES", 2)
-    compiled = compile_model(make(), dynamic=False, route="graph")
+    compiled = compile_model(make(LongAndShort), route="graph")
     train_step(compiled, ids_of(3, 4))
     train_step(compiled, ids_of(3, 5))
     with pytest.raises(CaptureError, match=r"found that 2 captures do not suffice\. Pad batches"):
-        compiled(ids_of(3, 6))
+        compiled(ids_of(3, 8))
     train_step(compiled, ids_of(3, 5))
 
 
@@ -301,12 +298,12 @@ def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
     """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
     before, capturing.MAX_CAPTURES = capturing.MAX_CAPTURES, 2
     try:
-        compiled = compile_model(make(seed=rank), dynamic=False, route="graph")
+        compiled = compile_model(make(LongAndShort, rank), route="graph")
         for length in (4, 5):
             train_step(compiled, ids_of(3, length))
         start_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            train_step(compiled, ids_of(3, 6 if rank in who else 5))
+            train_step(compiled, ids_of(3, 8 if rank in who else 5))
         assert time.monotonic() - start_s < 10
         train_step(compiled, ids_of(3, 5))
         raise caught.value
@@ -326,10 +323,9 @@ def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("kind", [Tagger, LongAndShort, Unreadable])
-def test_all_pairs_of_shapes_train_alike(kind: Callable[[], nn.Module], dynamic: bool | None) -> None:
+def test_all_pairs_of_shapes_train_alike(kind: Callable[[], nn.Module]) -> None:
     sizes = (0, 1, 2, 3, 8)
     batches = [(ids_of(*shape),) for shape in itertools.product(sizes, sizes)]
-    compiled = assert_trains_alike(batches + batches[::-1], kind, dynamic)
+    compiled = assert_trains_alike(batches + batches[::-1], kind)
     assert captures(compiled) < len(batches)

@@ -61,6 +61,10 @@ def _is_about_ddp(test: Callable[..., Any], seen: frozenset[str] = frozenset()) 
 def in_ddps_place(module: nn.Module, **options: Any) -> embrace_fx.CompiledModel:
     """`embrace_fx.compile` called as DDP is."""
     kept = {name: value for name, value in options.items() if name not in SPEED_ALONE}
+    if "device_mesh" in kept:
+        kept["process_group"] = kept.pop("device_mesh")
+    if kept.pop("forward_sync_buffers", True) is False:
+        kept["broadcast_buffers"] = "once"
     return embrace_fx.compile(module, **kept)
 
 

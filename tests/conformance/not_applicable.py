@@ -25,6 +25,9 @@ ASSERTED_OF_DDP = {
     "test_ddp_sync_module_states": (
         "replaces the wrapped module, for a private function that reads `broadcast_bucket_size` of DDP"
     ),
+    "test_ddp_device_mesh_initialization": (
+        "asserts that `process_group` and `device_mesh` exclude each other, which are one option of compile()"
+    ),
     "test_get_data_parallel_params": "calls a private method of DDP's class",
 }
 """Body -> what it asserts of DDP itself."""

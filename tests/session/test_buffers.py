@@ -81,18 +81,21 @@ def _losses(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
     return found
 
 
-def _compared(rank: int, world_size: int, **options: Any) -> None:
+def _compared(rank: int, world_size: int, of_ddp: dict[str, Any], options: dict[str, Any]) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of the older name
-    expected = _losses(rank, lambda m: DistributedDataParallel(m, **options))
+    expected = _losses(rank, lambda m: DistributedDataParallel(m, **of_ddp))
     found = _losses(rank, lambda m: embrace_fx.compile(m, **options))
     for k, (one, other) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(one, other, msg=partial("value {} of call {}: {}".format, k % 3, k // 3))
 
 
 def test_forwards_read_the_buffers_of_rank_0() -> None:
-    run_ranks(2, _compared)
+    run_ranks(2, _compared, {}, {})
 
 
 def test_each_rank_keeps_its_own_buffers_where_that_is_asked() -> None:
-    for option in ("broadcast_buffers", "forward_sync_buffers"):
-        run_ranks(2, partial(_compared, **{option: False}))
+    run_ranks(2, _compared, {"broadcast_buffers": False}, {"broadcast_buffers": False})
+
+
+def test_each_rank_goes_on_from_rank_0s_buffers_where_that_is_asked() -> None:
+    run_ranks(2, _compared, {"forward_sync_buffers": False}, {"broadcast_buffers": "once"})

@@ -64,19 +64,17 @@ def test_an_evaluation_knows_what_has_varied_in_training() -> None:
 # -- sizes that vary ---------------------------------------------------------------------------------------------------
 
 
-def varying(*shapes: tuple[int, ...], dynamic: bool | None = None) -> frozenset[tuple[int, int]]:
+def varying(*shapes: tuple[int, ...]) -> frozenset[tuple[int, int]]:
     """Of calls with one tensor each."""
-    return _varying(Kind(shapes=[{0: shape} for shape in shapes]), dynamic)
+    return _varying(Kind(shapes=[{0: shape} for shape in shapes]))
 
 
 def test_the_first_call_has_only_numbers() -> None:
     assert varying((4, 7)) == frozenset()
-    assert varying((4, 7), dynamic=True) == {(0, 0), (0, 1)}
 
 
 def test_a_size_that_has_varied_is_open_and_so_are_first_sizes() -> None:
     assert varying((4, 7), (4, 9)) == {(0, 0), (0, 1)}
-    assert varying((4, 7), (4, 9), dynamic=False) == frozenset()
 
 
 def test_a_first_size_as_large_as_one_that_has_varied_stays_a_number() -> None:
@@ -90,4 +88,4 @@ def test_a_size_that_varied_long_ago_is_still_open() -> None:
 def test_tensors_are_told_apart_by_their_place() -> None:
     calls = [{0: (4,), 1: (4, 7)}, {0: (4,), 1: (4, 9)}]
 
-    assert _varying(Kind(shapes=calls), None) == {(0, 0), (1, 0), (1, 1)}
+    assert _varying(Kind(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}

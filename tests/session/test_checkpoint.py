@@ -42,7 +42,7 @@ def test_other_ranks_load_what_was_saved(tmp_path: Path) -> None:
 def asked_for_whole(rank: int, world_size: int, folder: str) -> None:
     model = OneTable()
     optimizer = torch.optim.AdamW(model.parameters())
-    asked: Any = {"table_memory": 0.4, "tables_in": tempfile.gettempdir(), "strategy": {"table.*": "alltoall"}}
+    asked: Any = {"table_memory": 0.4, "spill_to": tempfile.gettempdir(), "strategy": {"table.*": "alltoall"}}
     compiled = embrace_fx.compile(model, optimizer=optimizer, **asked)
     compiled.save_checkpoint(folder)
 

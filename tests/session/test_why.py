@@ -131,7 +131,7 @@ def test_the_parts_stand_in_order_of_share_and_what_is_small_stands_together() -
     assert told is not None
     assert [name for name, *_ in told.parts] == [NAMES["dense"], NAMES["loader"], NAMES["forward"]]
     assert told.headline == f"A step takes 100.0 ms. Most of it, 60% or 60.0 ms, is {NAMES['dense']}."
-    assert "buckets='bf16'" in told.change
+    assert "rows='bf16'" in told.change
     assert why(dict.fromkeys(SHARES, 0.0)) is None
     small = why({"forward": 97.0, **dict.fromkeys(("ids", "dense", "delayed"), 1.0)})
     assert small is not None

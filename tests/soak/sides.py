@@ -77,7 +77,6 @@ class CompiledSide(PlainSide):
             optimizer=self.optimizer,
             strategy=strategy,
             schedule=life.schedule,
-            check_replicas=10,
         )
 
     def lookahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -93,8 +93,8 @@ MANY_WORDS = 5000
 TRAININGS = {
     "bert": Training(BERT, "question", ADAGRAD, FOUR),
     "gpt2": Training(make_gpt2, "language", ADAM, FOUR),
-    "t5": Training(partial(make_t5, 1), "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
-    "marian": Training(partial(make_marian, 1), "translation", SGD_01, THREE, dynamic=True),
+    "t5": Training(partial(make_t5, 1), "translation", SGD_01, THREE, {"use_cache": False}),
+    "marian": Training(partial(make_marian, 1), "translation", SGD_01, THREE),
 }
 LONG = {
     "t5": Training(make_t5, "translation", partial(SGD, lr=0.1, momentum=0.9), THREE),

@@ -49,7 +49,6 @@ class Training:
     optimizer: Callable[..., Optimizer]
     lengths: tuple[tuple[int, ...], ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    dynamic: bool | None = None
 
     @property
     def steps(self) -> int:
@@ -111,7 +110,7 @@ def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
     """Trains a compiled model as a user would, from initial values that only rank 0 has right."""
     model = training.make_model(seed=rank)
     optimizer = training.optimizer(model.parameters())
-    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", dynamic=training.dynamic)
+    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall")
     losses = []
     for step in range(training.steps):
         result = compiled(**training.batch(step, rank))

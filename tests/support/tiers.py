@@ -175,7 +175,7 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
     """Losses of steps, and of an evaluation that reads every row."""
     torch.manual_seed(0)
     model, device = OneTable("meta" if run.meta else None, run.rows), torch.device("cpu")
-    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": run.directory or None}
+    asked: Any = {"row_updates": "replay"} if run.memory is None else {"spill_to": run.directory or None}
     if run.on_device:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -283,7 +283,7 @@ def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
     torch.manual_seed(loop.seed)
     model = Alike(loop.rows) if loop.alike else TwoTables(loop.rows)
     optimizer = OPTIMIZERS[loop.optimizer](model.parameters())
-    asked: Any = {"table_memory": loop.memory, "tables_in": tempfile.gettempdir()} if loop.memory else {}
+    asked: Any = {"table_memory": loop.memory, "spill_to": tempfile.gettempdir()} if loop.memory else {}
     asked |= {"optimizer": optimizer, "strategy": "alltoall", "row_updates": "replay", "schedule": loop.schedule}
     compiled = embrace_fx.compile(model, **asked)
     generator, seen = torch.Generator().manual_seed(1000 * loop.seed + rank), list[float]()

@@ -140,7 +140,7 @@ ZOO: dict[str, Training] = {
     "longt5 global": Training(
         partial(make_longt5, "transient-global"), "translation", SGD_01, THREE, {"use_cache": False}
     ),
-    "mbart": Training(make_mbart, "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
+    "mbart": Training(make_mbart, "translation", SGD_01, THREE, {"use_cache": False}),
 }
 
 

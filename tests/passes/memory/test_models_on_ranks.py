@@ -41,7 +41,7 @@ def _trains(
     workload = WORKLOADS[name]
     plain = workload.make()
     tables = {f"{module}.weight": "alltoall" for module, each in plain.named_modules() if _is_table(each)}
-    compiled = embrace_fx.compile(plain, strategy=tables, memory_budget=budget, offload_to=directory)
+    compiled = embrace_fx.compile(plain, strategy=tables, memory_budget=budget, spill_to=directory)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.05)
     torch.manual_seed(rank)
     batches = [workload.batch(step, rank, SEED) for step in range(STEPS)]

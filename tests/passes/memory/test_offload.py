@@ -73,7 +73,7 @@ def test_the_same_bits_within_the_budget(
     everything = step_memory(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
 
     for budget in budgets:
-        compiled = embrace_fx.compile(make(blocks), memory_budget=budget, offload_to=tmp_path)
+        compiled = embrace_fx.compile(make(blocks), memory_budget=budget, spill_to=tmp_path)
 
         for _ in range(2):
             assert_equal_gradients(gradients(compiled.module, compiled, IDS), expected)
@@ -100,7 +100,7 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
 
 @pytest.mark.long
 def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
-    compiled = embrace_fx.compile(make(Block), memory_budget=0.5, offload_to=tmp_path)
+    compiled = embrace_fx.compile(make(Block), memory_budget=0.5, spill_to=tmp_path)
     gradients(compiled.module, compiled, IDS)
     with compiled.record():
         for _ in range(3):
@@ -118,7 +118,7 @@ def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
 
 def train(rank: int, world_size: int, budget: float | None, directory: str | None) -> dict[str, Tensor]:
     compiled = embrace_fx.compile(
-        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=budget, offload_to=directory
+        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=budget, spill_to=directory
     )
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     torch.manual_seed(rank)
@@ -149,7 +149,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         os.mkdir(own)
     told = []
     compiled = embrace_fx.compile(
-        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=0.4, offload_to=own
+        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=0.4, spill_to=own
     )
     before = {name: p.detach().clone() for name, p in compiled.named_parameters()}
     ids = IDS[rank::world_size]
@@ -192,7 +192,7 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
 @pytest.mark.long
 def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Path) -> None:
     """Copies of 80 bytes in a measured millisecond, of which four are estimated for what one of them computes."""
-    made = embrace_fx.compile(make(Recurrent), memory_budget=0.4, offload_to=tmp_path)
+    made = embrace_fx.compile(make(Recurrent), memory_budget=0.4, spill_to=tmp_path)
     with (
         mock.patch.object(FileCopies, "measure", return_value=(80.0, 0.5)),
         mock.patch("embrace_fx.session.offloading.pace", return_value=4.0),
@@ -204,8 +204,8 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ValueError, match="expected memory_budget with offload_to"):
-        embrace_fx.compile(make(Block), offload_to="/tmp")
+    with pytest.raises(ValueError, match="expected table_memory or memory_budget with spill_to"):
+        embrace_fx.compile(make(Block), spill_to="/tmp")
 
 
 # ---- what the verifier refuses ----

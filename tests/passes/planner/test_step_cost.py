@@ -126,7 +126,8 @@ def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
 @pytest.mark.parametrize(("waits_ms", "chosen"), [(7.2, "none"), (6.0, "2d")])
 def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chosen(waits_ms: float, chosen: str) -> None:
     """ "2d" costs 2 ms more work than "none", and hides 2.8 or 4 ms of 10."""
-    found = {name: Added(10.0, 2.0, 0.0) for name in SCHEDULES} | {"none": Added(10.0, 1.0, 0.0)}
+    found: dict[str, Added] = {name: Added(10.0, 2.0, 0.0) for name in SCHEDULES}
+    found |= {"none": Added(10.0, 1.0, 0.0)}
 
     assert cheapest(found | {"2d": Added(waits_ms, 3.0, 0.0)}) == chosen
 

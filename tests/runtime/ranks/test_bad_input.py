@@ -240,7 +240,7 @@ def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[
         assert_grammar(message, "SetUpError", "in compile()", *parts)
 
 
-@pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "dynamic"])
+@pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "route", "rows"])
 def test_an_unknown_option_value(option: str) -> None:
     options: dict[str, Any] = {option: "sloppy"}
 

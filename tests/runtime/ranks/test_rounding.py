@@ -50,7 +50,7 @@ def test_a_batch_without_rows_sends_none() -> None:
 
 
 def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
-    rounding, pieces = Rounding(buckets="int8"), in_blocks(300)
+    rounding, pieces = Rounding("int8"), in_blocks(300)
     flat, sent = torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.zeros(300)
     first = _arrived(rounding, flat, pieces)
     for _ in range(63):
@@ -63,7 +63,7 @@ def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
-    rounding, bad = Rounding("int8", "int8"), torch.tensor([[torch.inf, 1.0]])
+    rounding, bad = Rounding("int8"), torch.tensor([[torch.inf, 1.0]])
     rounding.round_rows(bad, torch.tensor([1]), "int8", 1, "words")
     _arrived(rounding, bad.view(-1), [(1, 2)])
 
@@ -79,9 +79,8 @@ def test_the_report_tells_what_was_measured() -> None:
 
     (told,) = [line for line in rounding.told().splitlines() if line.startswith("gradients")]
     assert 0.05 < float(told.split("off by ")[1].split("%")[0]) < 0.4  # per cent
-    assert "buckets" not in rounding.told()
 
 
 def _arrived(rounding: Rounding, flat: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     sent = rounding.rounded_bucket(flat, pieces, "bucket 0 [0]")
-    return decode_into(torch.empty_like(flat), sent, pieces, rounding.buckets)
+    return decode_into(torch.empty_like(flat), sent, pieces, rounding.form)

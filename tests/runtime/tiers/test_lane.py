@@ -24,7 +24,7 @@ def recorded(rank: int, world_size: int) -> None:
     model = OneTable()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     compiled = embrace_fx.compile(
-        model, optimizer=optimizer, strategy="alltoall", table_memory=0.4, tables_in=tempfile.gettempdir()
+        model, optimizer=optimizer, strategy="alltoall", table_memory=0.4, spill_to=tempfile.gettempdir()
     )
 
     def train(steps: int) -> None:
@@ -65,7 +65,7 @@ def moved(rank: int, world_size: int) -> tuple[float, float]:
     table = nn.EmbeddingBag(ROWS, 4, mode="sum")
     optimizer = torch.optim.AdamW(table.parameters(), lr=0.01)
     compiled = embrace_fx.compile(
-        table, optimizer=optimizer, strategy="alltoall", table_memory=0.25, tables_in=tempfile.gettempdir()
+        table, optimizer=optimizer, strategy="alltoall", table_memory=0.25, spill_to=tempfile.gettempdir()
     )
     random, counts = torch.Generator().manual_seed(rank), []
     ids = ((ROWS ** torch.rand(64, 8, generator=random) - 1).long() for _ in range(160))

@@ -51,7 +51,7 @@ def test_table_named_where_none_is_is_an_error() -> None:
 def joins(rank: int, world_size: int) -> str:
     model = TwoTables(ROWS)
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = embrace_fx.compile(model, optimizer=optimizer, table_memory=0.5, tables_in=tempfile.gettempdir())
+    compiled = embrace_fx.compile(model, optimizer=optimizer, table_memory=0.5, spill_to=tempfile.gettempdir())
     with pytest.raises(ValueError, match="model without table_memory, in join") as refused, compiled.join():
         raise AssertionError("a rank has come in")
     return str(refused.value)
