@@ -40,9 +40,12 @@ HOOKED = "the communication hook reduces whole gradients"
 
 
 def make_plan(
-    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], *, probes: bool = True
+    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], known: Cluster | None = None
 ) -> tuple[Plan, Findings | None]:
     """Makes the plan for a training batch: every rank measures, rank 0 decides, all get the same plan.
+
+    Args:
+        known: the links, where they have been probed.
 
     Returns: the plan, and on rank 0 its findings.
 
@@ -51,26 +54,29 @@ def make_plan(
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
     findings = find(setting, graph, leaves, frozenset())
-    return plan_on_links(setting, findings, None, probes=probes), findings
+    return plan_on_links(setting, findings, None, known=known), findings
 
 
-def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None, *, probes: bool = True) -> Plan:
+def plan_on_links(
+    setting: Setting, findings: Findings | None, current: Plan | None, *, known: Cluster | None = None
+) -> Plan:
     """Returns rank 0's plan for the given links, or for links probed where a step sends enough. Collective.
 
     Args:
         findings: on rank 0; None on others.
         current: the plan in use, if any.
-        probes: whether to probe links where no plan has known them yet.
+        known: the links, where they have been probed.
 
     Raises:
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
     if setting.options.cluster is not None:
         return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
-    if current is not None and current.links_are == "probed":
-        return _agree_on_plan(setting, findings, (current.links, "probed"), current)
+    known = known or (current.links if current is not None and current.links_are == "probed" else None)
+    if known is not None:
+        return _agree_on_plan(setting, findings, (known, "probed"), current)
     plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
-    probed = _probed(setting, plan) if probes else None
+    probed = _probed(setting, plan)
     return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
 
 

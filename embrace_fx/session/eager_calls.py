@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
-from embrace_fx.runtime.step.gradient_hooks import is_hooked
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.accumulation import Accumulation
 from embrace_fx.session.calls import Kinds, Variant
-from embrace_fx.session.first_steps import MEASURED_STEPS, run_as_written, weigh
 from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
 from embrace_fx.session.gradient_step import GradientStep
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call
+from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -32,12 +30,10 @@ ASKED = "route='eager' was asked for"
 
 
 class EagerCalls:
-    """Runs one model's calls eagerly, where no graph holds its forward, or while a capture would not pay.
+    """Runs one model's calls eagerly, where no graph holds its forward, or a graph would give it nothing.
 
     Attributes:
         reason: why calls run eagerly, in one line; "": calls are captured.
-        on_trial: it is not decided yet whether a capture pays.
-        leaving: the next capture replaces the eager route.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
@@ -45,7 +41,6 @@ class EagerCalls:
         self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
         self._replicated = False  # before the first plan, ranks have got rank 0's parameters to evaluate with
         self.reason = ASKED if setting.options.route == "eager" else ""
-        self.on_trial = self.leaving = False
         self._setting = setting
         setting.stepping.of_any_layout = bool(self.reason)
         self._planned = planned
@@ -56,38 +51,14 @@ class EagerCalls:
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
         self._sorted: tuple[tuple[str, ...], tuple[str, ...], list[str]] | None = None  # names, of which, in what order
 
-    def begin(self) -> None:
-        """Starts on the eager route with a model that takes long to capture."""
-        if not self.reason and (reason := run_as_written(self._setting)):
-            self.take_over(reason, on_trial=True)
-
-    def take_over(self, reason: str, *, on_trial: bool = False) -> None:
-        """Switches to the eager route, for good or until a capture pays (`on_trial`)."""
-        self.reason, self.on_trial, self.leaving = reason, on_trial, False
-        self._planned.probes = not on_trial
+    def take_over(self, reason: str) -> None:
+        """Switches to the eager route, for good."""
+        self.reason = reason
         self._setting.stepping.of_any_layout = True
         self._kinds.clear()
         self._rows, self._came, self._order = {}, (), ()
         if self._setting.communicator.rank == 0:
             tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
-
-    def turn(self, found: OtherRoute) -> None:
-        """Switches to the other route."""
-        if not found.captures:
-            captured = self._planned.plan is not None and not self.leaving
-            self.take_over(found.reason)
-            if captured:
-                self._plan_for_gradients()
-            return
-        state, model = self._setting.state, self._setting.model
-        self.reason, self.on_trial, self.leaving = "", False, True
-        self._planned.probes = True
-        self._setting.stepping.of_any_layout = False
-        state.hooked = frozenset(name for name, parameter in model.named_parameters() if is_hooked(parameter))
-        self._kinds.clear()
-        self.forget()
-        if self._setting.communicator.rank == 0:
-            tell("%s is captured now: %s", type(model).__name__, found.reason)
 
     def fit(self) -> None:
         """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
@@ -105,7 +76,6 @@ class EagerCalls:
 
         Raises:
             PeerFailure: a rank has failed; on every rank.
-            OtherRoute: a capture pays; on every rank, and nothing has run.
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
         announcements.settle()  # of a step without backward
@@ -114,8 +84,6 @@ class EagerCalls:
         if planned.plan is None:
             planned.make(variant, rows)
         if train and announcements.asked_to_plan:
-            if self.on_trial and planned.calls.count > MEASURED_STEPS:
-                self._weigh(variant, rows)
             self._order = self._came
             trained = self._trained()
             variant = self._variant(trained, train=train)
@@ -125,7 +93,6 @@ class EagerCalls:
         results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
         if train:
             planned.observe()
-            planned.calls.asks_to_plan |= self.on_trial and planned.calls.count > MEASURED_STEPS
         return results
 
     def evaluate_unplanned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,14 +156,6 @@ class EagerCalls:
         for name in self._tables:
             gradient = gradients.get(name)
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
-
-    def _weigh(self, variant: Variant, rows: Sequence[Tensor]) -> None:
-        """Ends the trial once it is known whether a capture pays."""
-        found = weigh(self._setting, self._planned, variant, rows)
-        if found:
-            raise OtherRoute(found, captures=True)
-        self.on_trial = found is None
-        self._planned.probes = not self.on_trial
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Lists the parameters whose gradients are exchanged: first those without one so far, then the last made.

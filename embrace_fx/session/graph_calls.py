@@ -16,30 +16,24 @@ from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.session.calls import Arguments, Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
-from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, give_up, runs_eagerly_for
+from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, give_up, runs_eagerly_for
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
 
 
 @dataclass(frozen=True, eq=False)
 class GraphCalls:
-    """Runs one model's calls on captured graphs.
-
-    Attributes:
-        _eager: the other route, which may hand calls back to this one.
-    """
+    """Runs one model's calls on captured graphs."""
 
     _setting: Setting
     _planned: PlanInUse
     _kinds: Kinds
     _captures: Captures
-    _eager: EagerCalls
     _lookahead: Lookahead
     _watch: ModelWatch
 
@@ -48,7 +42,7 @@ class GraphCalls:
 
         Raises:
             PlanDoesNotFit: the plan must be changed first; on every rank.
-            OtherRoute: no graph holds the forward; on every rank.
+            RunsEagerly: no graph holds the forward; on every rank.
         """
         planned, leaves, train = self._planned, call.leaves, call.train
         kind = self._kinds[kind_key(self._watch.modes(), leaves, call.spec, train)]
@@ -134,7 +128,7 @@ class GraphCalls:
             return None
 
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
-        setting, planned, eager = self._setting, self._planned, self._eager
+        setting, planned = self._setting, self._planned
         failure, captured, rank = None, None, setting.communicator.rank
         try:
             with stage("capturing", rank):
@@ -146,22 +140,17 @@ class GraphCalls:
         asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
         route = "graph" if asks else options.route
         activity = setting.activity(train=call.train)
-        if planned.plan is None or eager.leaving:
+        if planned.plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                own = activity, failure, route
-                reason = agree_on_first_call(setting.communicator, *own, has_run=eager.leaving)
+                reason = agree_on_first_call(setting.communicator, activity, failure, route)
             if reason:
-                raise OtherRoute(reason)
+                raise RunsEagerly(reason)
         elif reason := runs_eagerly_for(failure, route):
             planned.fits(Misfit(eager=reason), activity)
         elif failure is not None:
             give_up(setting.announcements, failure)
         assert captured is not None
         kind.variants.append(variant := Variant(captured, analysed, call.train))
-        if planned.plan is None:
-            return variant
-        if eager.leaving:
-            eager.leaving = False
-            planned.plan_for(variant, captured.inputs(call.leaves), afresh=True)
-        planned.build(variant)
+        if planned.plan is not None:
+            planned.build(variant)
         return variant

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture.structured_trace import log_text
+from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
@@ -50,7 +51,7 @@ class PlanInUse:
         plan: the plan in use; None before the first training call.
         builder: the builder of the programs under the plan, which owns the flow between steps; None like the plan.
         calls: the state that calls share.
-        probes: whether links are probed for a plan.
+        links: the links that have been probed; None before.
         records: whether the steps of each program are recorded as soon as it is built.
     """
 
@@ -65,7 +66,8 @@ class PlanInUse:
         self.builder: ProgramBuilder | None = None
         self._findings: Findings | None = None  # on rank 0, those that the plan was made from
         self._drift: Drift | None = None  # on rank 0, the watch over the rows that batches read, if strategies need it
-        self.calls, self.probes, self.records = Calls(), True, False
+        self.calls, self.records = Calls(), False
+        self.links: Cluster | None = None
         self._setting = setting
         self._kinds = kinds
         self._buffers = BufferSharing(setting, self.calls)
@@ -146,7 +148,7 @@ class PlanInUse:
         given, rank = setting.options.given_plan, setting.communicator.rank
         if given is None:
             with stage("planning", rank):
-                plan, findings = make_plan(setting, analysed, leaves, probes=self.probes)
+                plan, findings = make_plan(setting, analysed, leaves, self.links)
         else:
             plan = repeated(setting, analysed, given)
         plan = fit_plan(setting, plan, findings.sparsity if findings else {}, partial(at_rest, setting))
@@ -192,7 +194,7 @@ class PlanInUse:
         drift = self._drift
         if findings is not None and drift is not None and drift.wants_plan:  # otherwise it has no means yet
             findings = findings.with_rows(drift.rows)
-        new = plan_on_links(setting, findings, old, probes=self.probes)
+        new = plan_on_links(setting, findings, old, known=self.links)
         self.calls.asks_to_plan = False
         if not changes(old, new) and (new.buckets, new.schedule_name) == (old.buckets, old.schedule_name):
             self._drift = _drift(old, findings)
@@ -225,16 +227,12 @@ class PlanInUse:
         self.change(fitted(self._in_use(), needed))
         return ""
 
-    def plan_for(self, variant: Variant, leaves: Sequence[Any], *, afresh: bool = False) -> None:
-        """Makes a plan for another graph of the model, and puts it in use. Collective.
-
-        Args:
-            afresh: the forward has run as it is written until now; do not favour the strategies of the plan in use.
-        """
+    def plan_for(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Makes a plan for another graph of the model, and puts it in use. Collective."""
         setting = self._setting
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
-        new = plan_on_links(setting, findings, None if afresh else self._in_use())
+        new = plan_on_links(setting, findings, self._in_use(), known=self.links)
         self._place_anew(variant.analysed, new, findings)
 
     def change(self, new: Plan) -> None:

@@ -37,10 +37,11 @@ from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.replica_check import compare_replicas
+from embrace_fx.session.route import runs_as_written
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
-from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up
+from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
@@ -80,9 +81,7 @@ class Session:
         self.planned = PlanInUse(self._setting, self._kinds, self.lookahead.warn_of_other_batch, self._note_places)
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
-        self._graphs = GraphCalls(
-            self._setting, self.planned, self._kinds, self._captures, self._eager, self.lookahead, self._watch
-        )
+        self._graphs = GraphCalls(self._setting, self.planned, self._kinds, self._captures, self.lookahead, self._watch)
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
 
@@ -144,7 +143,6 @@ class Session:
         self.state.refresh(self.model)
         self._watch.note()
         self._begun = True
-        self._eager.begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,8 +164,8 @@ class Session:
             while True:
                 try:
                     return self._call(args, kwargs, leaves, spec)
-                except OtherRoute as found:
-                    self._eager.turn(found)
+                except RunsEagerly as found:
+                    self._eager.take_over(str(found))
                 except PlanDoesNotFit:
                     calls.count = count
                     self._eager.fit()
@@ -184,6 +182,10 @@ class Session:
                     "the checkpoint is read, in the first call with gradients enabled. Make that one first."
                 )
             return self._eager.evaluate_unplanned(args, kwargs)
+        if self.planned.plan is None and not self._eager.reason:
+            with stage("looking at the model", self.communicator.rank):
+                if reason := runs_as_written(self._setting, self.planned, leaves):
+                    self._eager.take_over(reason)
         if self._eager.reason:
             return self._eager.call(args, kwargs, train)
         if not train and self._eager.evaluates():

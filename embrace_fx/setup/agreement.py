@@ -26,16 +26,8 @@ class SetUpError(ValueError, RuntimeError):
     """`compile` cannot train with these arguments: a ValueError and, as of DDP's constructor, a RuntimeError."""
 
 
-class OtherRoute(Exception):
-    """All ranks change the route: to eager, as no graph holds some rank's forward, or back to graphs.
-
-    Args:
-        reason: why, in one line.
-    """
-
-    def __init__(self, reason: str, *, captures: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.captures = reason, captures
+class RunsEagerly(Exception):
+    """All ranks take the eager route, because no graph holds some rank's forward; the text says why, in one line."""
 
 
 def agree_on_set_up(
@@ -239,8 +231,6 @@ def agree_on_first_call(
     activity: int,
     failure: Exception | None,
     route: str | None = "graph",
-    *,
-    has_run: bool = False,
 ) -> str:
     """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
 
@@ -248,7 +238,6 @@ def agree_on_first_call(
         activity: this rank's activity.
         failure: why it could not capture its batch, or None.
         route: the route that was asked for.
-        has_run: the forward has run eagerly, and can do so whatever the failure.
 
     Returns:
         Why all ranks run the forward eagerly; "" where all have captured it.
@@ -257,8 +246,6 @@ def agree_on_first_call(
         CaptureError: a rank could not capture; on every rank, except one whose forward raises by itself: that error.
     """
     reason = runs_eagerly_for(failure, route)
-    if has_run and failure is not None:
-        reason = reason or failure_text(failure)
     own = (activity, None if failure is None else failure_text(failure), reason)
     everyone = communicator.gather(own, tuple[int, str | None, str])
     check_activities([activity for activity, *_ in everyone])

@@ -1,0 +1,124 @@
+"""Decides at the first training call, before anything is captured, whether a graph gives a model anything.
+
+Contract
+    A graph gives shards, a memory budget, compiled regions, and what options ask for. Shards are priced for the tables
+    that lookups may read, with the rows that the batch can hold. Whole tables are waited for behind the backward, of
+    shards a schedule hides half: this must save a tenth of the step, whose compute is estimated from the parameters and
+    the batch. Otherwise the model runs as it is written for good, with its gradients in buckets: a capture takes
+    seconds.
+    Ranks decide alike: by model and options, and by one plan for the batches of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.cost.links import CORE
+from embrace_fx.planning.findings import find, plan_on_links
+from embrace_fx.session.gradient_graph import as_lookups, gradient_graph
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.agreement import agree_on_first_call
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.exactness import semantics
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import AUTO
+
+FEW_TABLES = 8
+"""Most tables that are priced one by one: more of them share start-ups, which only a graph shows."""
+WORTH = 0.1
+"""Share of a step that shards must save."""
+LEAST_SHARE = 1 / 16
+"""Share of a table's rows that the largest number of a tensor must reach to be taken for the table's ids."""
+FLOPS = 6
+"""Floating-point operations of a parameter for each position of a batch: two in the forward, four in the backward."""
+
+PARAMETER_MS = 0.05
+"""Milliseconds that autograd and an optimizer take for a parameter, whatever its size."""
+AWAITED = 0.5
+"""Share of a sharded table's exchange that a step waits for (`passes/planner/step_cost.py`)."""
+
+_LAYERS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def runs_as_written(setting: Setting, planned: PlanInUse, leaves: Sequence[Any]) -> str:
+    """Returns why a model is not captured, in one line; "": it is. Collective.
+
+    Args:
+        leaves: the arguments of the first training call, flattened.
+    """
+    if setting.communicator.world_size == 1 or _asks_for_a_graph(setting):
+        return ""
+    agree_on_first_call(setting.communicator, setting.activity(train=True), None)
+    ids = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _may_be_ids(leaf)]
+    tables = _tables(setting.model)
+    if len(tables) > FEW_TABLES or (tables and not all(setting.communicator.gather(bool(ids), bool))):
+        return ""
+    advice = "route='graph' captures"
+    if not tables:
+        return f"it has no table that only lookups read; {advice}"
+    trained = {name: p for name, p in setting.model.named_parameters() if p.requires_grad}
+    graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
+    rows = [_rows(ids, parameter) for parameter in tables.values()]
+    findings = find(setting, graph, rows, frozenset(), schedule="none")
+    plan = plan_on_links(setting, findings, None, known=planned.links)
+    planned.links = plan.links if plan.links_are == "probed" else None
+    dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
+    positions = max(setting.communicator.gather(max(each.numel() for each in ids), int))
+    saved_ms = _saved_ms(plan)
+    compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
+    if plan.sharded and saved_ms > WORTH * compute_ms:
+        return ""
+    names = ", ".join(tables)
+    return f"shards of {names} would save {saved_ms:.1f} ms of a step of about {compute_ms:.0f} ms; {advice}"
+
+
+def _asks_for_a_graph(setting: Setting) -> bool:
+    """Whether an option asks for what only a graph gives, or lookups as written would differ from DDP's."""
+    options, state = setting.options, setting.state
+    asked = options.route, options.memory_budget, options.table_memory, options.given_plan
+    usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"
+    usual &= options.backend == "eager" and options.rows == "exact" and setting.communicator.comm_hook is None
+    if any(each is not None for each in asked) or not usual or state.hooked or state.ignored:
+        return True
+    layers = [module for module in setting.model.modules() if isinstance(module, _LAYERS)]
+    holders, updates = setting.stepping.holders, semantics(options.row_updates)
+    apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
+    return apart or any(holders.moving(m.weight, updates) == "lazy" for m in layers)
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Finds the parameters that lookups may read: those of lookup layers, unless shared, and of the user's modules."""
+    named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
+    shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    layers = [
+        (f"{prefix}{name}".removeprefix("."), parameter)
+        for prefix, module in named
+        if isinstance(module, _LAYERS) or not type(module).__module__.startswith("torch.nn.")
+        for name, parameter in module._parameters.items()
+    ]
+    return {n: p for n, p in layers if p is not None and p.requires_grad and p.dim() == 2 and shared[id(p)] == 1}
+
+
+def _may_be_ids(leaf: Tensor) -> bool:
+    return leaf.numel() > 0 and leaf.dtype in (torch.int64, torch.int32)
+
+
+def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
+    """Returns the rows of a table that a batch can read: those of the tensors whose numbers fit its rows."""
+    found = []
+    for each in ids:
+        least, most = (int(bound) for bound in each.aminmax())
+        if least >= 0 and LEAST_SHARE * table.shape[0] <= most < table.shape[0]:
+            found.append(each.reshape(-1).cpu().to(torch.int64))
+    return torch.cat(found).unique() if found else torch.arange(table.shape[0], device="cpu")
+
+
+def _saved_ms(plan: Plan) -> float:
+    """Predicts the milliseconds that a step waits less for shards than for the cheapest exchange of whole tables."""
+    whole = {name: [c.predicted_ms for c in plan[name].candidates if c.strategy != "alltoall"] for name in plan.sharded}
+    return sum(min(whole[name]) - AWAITED * plan[name].predicted_ms for name in plan.sharded)

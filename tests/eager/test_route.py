@@ -1,0 +1,124 @@
+"""Which models are captured, decided once at the first training call; beside DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+STEPS = 20
+LINEARS = 20
+
+
+class Chain(nn.Module):
+    """Layers behind a table."""
+
+    def __init__(self, rows: int = 500, width: int = 8, linears: int = LINEARS) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, width)
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(linears))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        for linear in self.linears:
+            hidden = hidden + linear(hidden).tanh()
+        loss: Tensor = hidden.square().mean()
+        return loss
+
+
+def _train(model: Any, rank: int, steps: int = STEPS, words: int = 20) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(rank), []
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randint(words, (4, 6), generator=generator))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _beside_ddp(
+    rank: int, world_size: int, cluster: embrace_fx.Cluster, made: dict[str, int], options: dict[str, Any]
+) -> tuple[str, tuple[str, ...]]:
+    """Returns why calls run as they are written, "" where they are captured, and the tables in shards."""
+    torch.manual_seed(0)
+    plain = Chain(**made)
+    other = DistributedDataParallel(copy.deepcopy(plain))
+    model = embrace_fx.compile(plain, cluster=cluster, **options)
+    words = plain.words.num_embeddings
+    ours, theirs = _train(model, rank, words=words), _train(other, rank, words=words)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    whole = model.full_state_dict()
+    for name, parameter in other.module.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+    found = model.graphs.reason, model.plan.sharded
+    assert ("route: eager" in model.report()) is bool(found[0])
+    model.close()
+    return found
+
+
+def test_runs_as_written_where_shards_would_save_nothing() -> None:
+    for reason, sharded in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, {}):
+        assert reason.startswith("shards of words.weight would save 0.0 ms")
+        assert sharded == ()
+
+
+def test_is_captured_where_its_table_is_worth_sharding() -> None:
+    for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e3, 20.0), {"rows": 20_000}, {}):
+        assert found == ("", ("words.weight",))
+
+
+def test_is_captured_where_that_is_asked_for() -> None:
+    for options in ({"route": "graph"}, {"schedule": "vertical"}):
+        for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, options):
+            assert reason == ""
+
+
+class Tied(Chain):
+    """The output layer reads the table too, and positions are read by no number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(20_000)
+        self.places = nn.Embedding(6, 8)
+        self.out = nn.Linear(8, 20_000, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        return torch.nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), ids.flatten())
+
+
+def _tied(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Tied(), cluster=embrace_fx.Cluster(1e3, 20.0))
+    _train(model, rank, 2, words=20_000)
+    found: str = model.graphs.reason
+    model.close()
+    return found
+
+
+def test_a_tied_table_and_positions_are_no_reason_to_capture() -> None:
+    for reason in run_ranks(2, _tied):
+        assert reason.startswith("shards of places.weight would save 0.0 ms")
+
+
+def _one_evaluates(rank: int, world_size: int) -> str:
+    model = embrace_fx.compile(Chain(), cluster=embrace_fx.Cluster(1e6, 0.05))
+    try:
+        with torch.set_grad_enabled(rank == 0):
+            model(torch.zeros(4, 6, dtype=torch.int64))
+    except embrace_fx.PeerFailure as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_evaluates_first_is_told() -> None:
+    for said in run_ranks(2, _one_evaluates):
+        assert "rank 1: expected all ranks to do the same, found this one evaluating" in said
