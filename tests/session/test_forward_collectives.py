@@ -317,7 +317,8 @@ def refuse_and_go_on(rank: int, world_size: int) -> tuple[list[str], bool, bool]
         with pytest.raises(embrace_fx.CaptureError) as caught:
             embrace_fx.compile(Words(combine), strategy="alltoall", route="graph")(batch(0, rank))
         told.append(str(caught.value).partition(" Use ")[0].partition(", found ")[2].partition("() (")[0] + "()")
-    compiled, wrapped = embrace_fx.compile(Neighbours()), DistributedDataParallel(Neighbours())
+    compiled = embrace_fx.compile(Neighbours(), route="graph")
+    wrapped = DistributedDataParallel(Neighbours())
     same = all(map(torch.allclose, train(compiled, rank, longer=0), train(wrapped, rank, longer=0)))
     return told, same, "not known before the forward" in compiled.plan["words.weight"].reason
 
