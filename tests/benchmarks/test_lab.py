@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from benchmarks.device.emulated import Emulated
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.cell import Close, Closed, Failed, Measured, Open, Ready, Record, Turn
-from benchmarks.lab.hosts import ROOT, Crew, CrewFailed, crew, python_of
+from benchmarks.lab.hosts import ROOT, CrewFailed, crew, python_of
 from benchmarks.lab.kept import Kept
 from benchmarks.lab.results import results
 from benchmarks.lab.settings import SETTINGS, Block, Setting
@@ -60,28 +59,21 @@ def test_a_batch_is_a_pure_function_of_its_place(model: str) -> None:
     assert not torch.equal(first, other)
 
 
-BRIEF = ("ddp", "ddp_sparse", "embrace_2d", "alone_sparse")
+WORKLOADS = [(model, emulated) for model in MODELS for emulated in (False, True)]
 
 
 @pytest.mark.parametrize("optimizer", LEARNING_RATES)
 @pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(
-            make(model), marks=() if (model, kind) == ("lm", "plain") else pytest.mark.long, id=f"{model}, {kind}"
-        )
-        for kind, make in (
-            ("plain", lambda model: MODELS[model]["tiny"]),
-            ("emulated", lambda model: Emulated(model, "tiny", MODELS[model]["tiny"], 0.05)),
-        )
-        for model in MODELS
-    ],
+    ("model", "emulated"),
+    [pytest.param(*each, marks=() if each == ("lm", False) else pytest.mark.long) for each in WORKLOADS],
 )
-def test_every_system_trains_as_one_process_but_those_that_are_alone(workload: Workload, optimizer: str) -> None:
+def test_systems_train_as_one_process_unless_they_are_alone(model: str, emulated: bool, optimizer: str) -> None:
     """SGD shows a gradient that is added and not averaged, Adagrad an update that is made twice for a row."""
+    plain = MODELS[model]["tiny"]
+    workload: Workload = Emulated(model, "tiny", plain, 0.05) if emulated else plain
     expected = reference_losses(workload, optimizer, RANKS)
     names = [name for name, system in SYSTEMS.items() if system.environment == "project" and name != "ddp_compiled"]
-    for name in BRIEF if workload == MODELS["lm"]["tiny"] or isinstance(workload, Emulated) else names:
+    for name in ("ddp", "ddp_sparse", "embrace_2d", "alone_sparse") if emulated or model == "lm" else names:
         found = means(run_ranks(RANKS, train, name, workload, optimizer))
         assert (found == pytest.approx(expected, rel=1e-4)) == bool(SYSTEMS[name].alone), name
 
@@ -96,8 +88,8 @@ def test_systems_in_processes_of_their_own_train_as_one_process(environment: str
         pytest.skip(str(error))
     setting = replace(TINY, learning_rate=LEARNING_RATES["adagrad"], timeout_s=240)
     with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, environment, tmp_path) as started:
-        systems = [name for name, system in SYSTEMS.items() if system.environment == environment]
-        for port, name in enumerate(["ddp_compiled"] if environment == "project" else systems, start=20_000):
+        systems = [name for name in SYSTEMS if SYSTEMS[name].environment == environment != "project"]
+        for port, name in enumerate(systems or ["ddp_compiled"], start=20_000):
             for model in MODELS:
                 cell = replace(setting.cell(BERT, name, port), model=model, warm_up_steps=STEPS)
                 ready = started.ask(Open(cell), timeout_s=240)
@@ -107,41 +99,41 @@ def test_systems_in_processes_of_their_own_train_as_one_process(environment: str
                 assert started.ask(Close(name), timeout_s=20) == (Closed(),) * RANKS
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", tmp_path_factory.mktemp("logs")) as started:
-        yield started
+def test_systems_take_turns_and_one_that_fails_or_dies_ends_for_all_ranks(tmp_path: Path) -> None:
+    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", tmp_path) as ranks:
+        for port, system in enumerate(("ddp_sparse", "alone_sparse"), start=20_104):
+            assert isinstance(ranks.ask(Open(TINY.cell(BERT, system, port)), PATIENCE_S)[0], Ready)
+        for system, sends in (("ddp_sparse", True), ("alone_sparse", False), ("ddp_sparse", True)):
+            for rank in ranks.ask(Turn(system, 3), PATIENCE_S):
+                assert isinstance(rank, Measured)
+                assert rank.step_ms == pytest.approx(sum(rank.each_step_ms) / 3)
+                assert rank.peak_bytes > rank.start_bytes > 0
+                assert (rank.sent_bytes > 10_000) == sends  # what is alone sends acknowledgements of the barrier before
+        assert ranks.ask(Record("ddp_sparse", 1), PATIENCE_S) == (Recorded(),) * RANKS
+        assert ranks.ask(Close("alone_sparse"), PATIENCE_S) == (Closed(),) * RANKS
 
-
-def test_systems_take_turns_and_one_that_fails_or_dies_ends_for_all_ranks(ranks: Crew) -> None:
-    for port, system in enumerate(("ddp_sparse", "alone_sparse"), start=20_104):
-        assert isinstance(ranks.ask(Open(TINY.cell(BERT, system, port)), PATIENCE_S)[0], Ready)
-    for system, sends in (("ddp_sparse", True), ("alone_sparse", False), ("ddp_sparse", True)):
-        for rank in ranks.ask(Turn(system, 3), PATIENCE_S):
-            assert isinstance(rank, Measured)
-            assert rank.step_ms == pytest.approx(sum(rank.each_step_ms) / 3)
-            assert rank.peak_bytes > rank.start_bytes > 0
-            assert (rank.sent_bytes > 10_000) == sends  # what is alone sends acknowledgements of the barrier before
-    assert ranks.ask(Record("ddp_sparse", 1), PATIENCE_S) == (Recorded(),) * RANKS
-    assert ranks.ask(Close("alone_sparse"), PATIENCE_S) == (Closed(),) * RANKS
-
-    sessions = [pid for rank in children(os.getpid()) for pid in children(rank)]
-    deadline = time.monotonic() + PATIENCE_S
-    while {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in sessions} != {"T"}:
-        assert time.monotonic() < deadline, "between their turns systems are stopped"
-    threading.Timer(0.5, os.kill, (sessions[0], signal.SIGKILL)).start()
-    (dead,) = ranks.ask(Turn("ddp_sparse", 1_000_000), PATIENCE_S)
-    assert isinstance(dead, Failed)
-    assert "the rank's process died with exit status -9" in dead.reason
-    (failed,) = ranks.ask(Open(replace(TINY.cell(BERT, "ddp_sparse", 20_103), optimizer="no such")), PATIENCE_S)
-    assert isinstance(failed, Failed)
-    assert "KeyError: 'no such'" in failed.reason
+        sessions = [pid for rank in children(os.getpid()) for pid in children(rank)]
+        deadline = time.monotonic() + PATIENCE_S
+        while {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in sessions} != {"T"}:
+            assert time.monotonic() < deadline, "between their turns systems are stopped"
+        threading.Timer(0.5, os.kill, (sessions[0], signal.SIGKILL)).start()
+        (dead,) = ranks.ask(Turn("ddp_sparse", 1_000_000), PATIENCE_S)
+        assert isinstance(dead, Failed)
+        assert "the rank's process died with exit status -9" in dead.reason
+        (failed,) = ranks.ask(Open(replace(TINY.cell(BERT, "ddp_sparse", 20_103), optimizer="no such")), PATIENCE_S)
+        assert isinstance(failed, Failed)
+        assert "KeyError: 'no such'" in failed.reason
 
 
 def children(pid: int) -> list[int]:
     """Of a process, those that run ranks of the lab."""
     found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return [child for child in found if b"benchmarks.lab.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return list(filter(is_rank, found))
+
+
+def is_rank(pid: int) -> bool:
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.exists() and b"benchmarks.lab.rank" in file.read_bytes()  # of one that has ended it is empty
 
 
 @pytest.mark.long
@@ -176,11 +168,12 @@ def test_an_interrupted_run_writes_what_it_has_and_ends(tmp_path: Path, ending: 
     program += "lab.KEPT = Path(sys.argv.pop(1)) / 'kept'; lab.main()"  # what others have kept is not measured again
     options = f"{tmp_path} quick --models bert --systems alone_sparse,ddp_sparse --ranks 2 --size tiny --rounds 500"
     command = [sys.executable, "-c", program, *options.split(), "--turn-ms", "5", "--output", str(tmp_path)]
-    run: dict[str, Any] = {"env": {**os.environ, "LAB_OF": str(tmp_path), "COLUMNS": "200"}, "process_group": 0}
+    run: dict[str, Any] = {"env": {**os.environ, "COLUMNS": "200"}, "process_group": 0}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **run) as process:
         opened = (line for line in process.stdout if "ms per step" in line)
         assert [next(opened), next(opened)]
         time.sleep(2.0)  # some rounds
+        ranks = [pid for rank in children(process.pid) for pid in (rank, *children(rank))]
         os.killpg(process.pid, ending)
         rest, _ = process.communicate(timeout=PATIENCE_S)
 
@@ -189,14 +182,6 @@ def test_an_interrupted_run_writes_what_it_has_and_ends(tmp_path: Path, ending: 
     (page,) = tmp_path.glob("*.md")
     assert "**Partial:**" in page.read_text()
     deadline = time.monotonic() + PATIENCE_S
-    while any(is_of(entry, f"LAB_OF={tmp_path}") for entry in Path("/proc").glob("[0-9]*")):
+    while any(map(is_rank, ranks)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def is_of(process: Path, mark: str) -> bool:
-    """Whether a process runs whose environment has the variable."""
-    try:
-        return mark in (process / "environ").read_text(errors="replace")
-    except OSError:  # it is gone, or another user's
-        return False

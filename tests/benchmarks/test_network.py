@@ -72,7 +72,6 @@ def test_links_carry_their_rate_until_it_is_lifted_and_their_bytes_are_counted()
 def test_ranks_of_one_host_have_a_link_of_their_own() -> None:
     with network(Links(4, 40, 1, 2, 400)) as hosts:
         first, second, other, _ = hosts._hosts
-        assert len(hosts.sent_bytes()) == 2
         assert transfer_mbit(other, first) < 1.2 * 2 * 40  # two ranks' share
         assert transfer_mbit(second, first) > 2 * 2 * 40
 

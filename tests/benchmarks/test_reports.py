@@ -160,10 +160,9 @@ def test_emulated_devices_are_told_in_perceived_time_and_compared_at_every_k(tmp
 
 def test_the_page_of_emulated_cuda_says_whose_time_a_step_is() -> None:
     def of(steps_ms: dict[float, float]) -> dict[str, Any]:
-        turns = [
-            CudaTurn(slow, ms, 20.0, 2.0, (0.0, 2.0, 0.0), ms / 2, ms / 4, 1e6, 100.0) for slow, ms in steps_ms.items()
-        ]
-        return {"ranks": [{"turns": [asdict(each) for each in turns], "first_step_s": 1.0}] * 2, "findings": ""}
+        rest = (20.0, 2.0, (0.0, 2.0, 0.0))
+        turns = [asdict(CudaTurn(k, ms, *rest, ms / 2, ms / 4, 1e6, 100.0)) for k, ms in steps_ms.items()]
+        return {"ranks": [{"turns": turns, "first_step_s": 1.0}] * 2, "findings": ""}
 
     systems = {"ddp": of({8.0: 320.0, 16.0: 640.0}), "ddp_sparse": {"failed": "RuntimeError: no"}}
     systems["embrace_2d"] = of({8.0: 100.0, 16.0: 160.0})
