@@ -79,7 +79,7 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
             if isinstance(table, TieredTable):
                 raise RuntimeError(REFUSAL.format(name=name, asked="a deed that puts together"))
             del setting.state.tables[name]
-            unshard_parameter(table, setting.stepping.holders.optimizers, setting.communicator.group)
+            unshard_parameter(table, setting.stepping.holders.optimizers)
 
 
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
@@ -98,7 +98,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
-            optimizer.state[parameter] = own_state(parameter, layout, state, communicator.group)
+            optimizer.state[parameter] = own_state(parameter, layout, state)
     setting.state.tables[name] = table
 
 

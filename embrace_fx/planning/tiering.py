@@ -21,7 +21,7 @@ from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import mesh_of, part_of
-from embrace_fx.runtime.tables.part import Part, become_part, local_part
+from embrace_fx.runtime.tables.part import Part, become_part, local_part, own_part_of
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tiers.budget import least_bytes, own_bytes, row_bytes, slot_bytes
@@ -321,7 +321,7 @@ def place_tiered(
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
     if begins_lazily(setting, name) is None:
         layout = shard_parameter(name, parameter, shape, communicator, None, mesh)
-        parts = {key: layout.part_of(value, communicator.group) for key, value in state.items() if key in columns}
+        parts = {key: own_part_of(value, layout) for key, value in state.items() if key in columns}
         values = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)

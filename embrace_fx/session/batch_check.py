@@ -10,7 +10,7 @@ import torch
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls
 from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable
+from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_state_of
-from embrace_fx.runtime.tables.part_state import shown_state
+from embrace_fx.runtime.tables.part_state import as_state
 from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.histories import NO_HISTORIES
 from embrace_fx.runtime.tiers.record_file import TierError
@@ -90,7 +90,7 @@ def load(setting: Setting, folder: Path) -> None:
                 there = {
                     k: v.to(parameter.device) if _is_of_elements(v) else v for k, v in saved["state"][number].items()
                 }
-                own = own_state_of(parameter, there, state, communicator)
+                own = own_state_of(parameter, there, state)
                 optimizer.state[parameter] = own
             elif not any(parameter is table.parameter for table in beyond.values()):
                 optimizer.state.pop(parameter, None)
@@ -159,7 +159,7 @@ def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
         if own and not isinstance(table, TieredTable):
-            found[number] = dict(own) if table is None else shown_state(table.layout, table.local.shape, own)
+            found[number] = {key: as_state(parameter, value) for key, value in own.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": found}
 

@@ -1,6 +1,6 @@
 """Hooks on a model that tell its session when its state is read or loaded, or the plain model is called.
 
-Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets shards of sharded
+Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets parts of sharded
 tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session, and
 pickling a model with sharded tables is refused.
 """
@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.part import REFUSAL
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import show_shards, take_own_parts
+from embrace_fx.runtime.tables.state_dicts import show_parts, take_own_parts
 from embrace_fx.setup.telling import tell
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ class Placed:
     """The layouts of a model's tables, which the model keeps after its session has closed.
 
     Attributes:
-        group: the ranks that hold the parts.
         layouts: table, by each of its names -> its layout.
         copies: hooks of copies of the model made while its tables were whole.
         kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
@@ -39,8 +37,7 @@ class Placed:
 
     kept: Session | None = None
 
-    def __init__(self, group: dist.ProcessGroup | None = None, layouts: Mapping[str, Layout] | None = None) -> None:
-        self.group = group
+    def __init__(self, layouts: Mapping[str, Layout] | None = None) -> None:
         self.layouts = dict(layouts or {})
         self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
@@ -56,7 +53,7 @@ class Placed:
 
     def note(self, session: Session) -> None:
         """Records where a session has placed its tables."""
-        self.group, self.layouts = session.group, session.state.layouts
+        self.layouts = session.state.layouts
         if self.layouts and self.copies and session.communicator.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.layouts))
         self.copies.clear()
@@ -85,11 +82,6 @@ class _Hook:
         return self._find_session()
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the parts of tables."""
-        return self._placed.group if self.session is None else self.session.group
-
-    @property
     def layouts(self) -> Mapping[str, Layout]:
         """Sharded table -> the layout of its parts."""
         return self._placed.layouts if self.session is None else self.session.state.layouts
@@ -116,7 +108,7 @@ class _Hook:
         return type(self), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        copied = type(self)(placed=Placed(self.group, self.layouts))
+        copied = type(self)(placed=Placed(self.layouts))
         if not self.layouts:
             self._placed.copies.add(copied)
         return copied
@@ -130,15 +122,12 @@ class ParametersMayChange(_Hook):
             self.session.parameters_may_change()
 
 
-class ShowShards(_Hook):
-    """Shows where the parts of tables lie, after a state dict is taken."""
+class ShowParts(_Hook):
+    """Shows parts of tables as `torch.distributed.checkpoint` wants them, after it has taken a state dict."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        def watch() -> contextlib.AbstractContextManager[None]:
-            return self.watching()  # a function: a state dict's copy keeps it, but would copy a method's owner
-
-        with watch():
-            show_shards(state_dict, self.layouts, self.group, watch, prefix=prefix)
+        with self.watching():
+            show_parts(state_dict, self.layouts, prefix=prefix)
 
 
 class TakeOwnPart(_Hook):
@@ -148,7 +137,7 @@ class TakeOwnPart(_Hook):
         if self.session is not None:
             self.session.parameters_may_change()
         with self.watching():
-            take_own_parts(state_dict, self.layouts, self.group, module.get_parameter, prefix=prefix)
+            take_own_parts(state_dict, self.layouts, module.get_parameter, prefix=prefix)
 
 
 class ParametersWereLoaded(_Hook):
@@ -173,12 +162,12 @@ class OwnPartsAreNoTables(_Hook):
 
 
 def add_state_hooks(session: Session) -> Placed:
-    """Registers the hooks by which state dicts show shards, and calls of the plain model are refused."""
+    """Registers the hooks by which state dicts show parts, and calls of the plain model are refused."""
     placed, model = Placed(), session.model
     placed.kept = session
     placed.hook(
         model.register_state_dict_pre_hook(ParametersMayChange(session, placed)),
-        model.register_state_dict_post_hook(ShowShards(session, placed)),
+        model.register_state_dict_post_hook(ShowParts(session, placed)),
         model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed)),
         model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed)),
     )

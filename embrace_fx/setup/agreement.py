@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.runtime.ranks.announcement import Announcement, Announcements, check_activities
+from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.ranks.step_checks import check_activities
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.runtime.tables.part import Part

@@ -28,7 +28,8 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.row_table import RowTable

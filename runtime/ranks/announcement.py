@@ -4,12 +4,13 @@ Contract
     Every step begins with an announcement of marks, activity and sizes by every rank. A rank that has failed says so
     there, and all ranks raise the same error; no collective is left waiting.
     A rank's announcement is one value; only `Announcement.encode` and `decode` know its form on the wire.
-    The head of a backward, and a failed forward, are announced by the same exchange, so that ranks in any of these
-    match, and none waits for data that another one will never send.
+    The head of a backward, a failed forward and a question to a sharded table are announced by the same exchange, so
+    that ranks in any of these match, and none waits for data that another one will never send.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,21 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import bad_ids
+from embrace_fx.runtime.ranks.bad_batches import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
+from embrace_fx.runtime.ranks.questions import Question
+from embrace_fx.runtime.ranks.step_checks import check_activities, check_deeds, check_programs, check_steps
 
-STEP, BACKWARD, GAVE_UP, JOIN = range(4)
+STEP, BACKWARD, GAVE_UP, JOIN, QUESTION = range(5)
 """The kinds of an announcement: at the head of a step; at the head of a backward; in an announced forward that the rank
-cannot finish; at the head of a call under `join`, where a rank may have run out of batches."""
+cannot finish; at the head of a call under `join`, where a rank may have run out of batches; of a question to a sharded
+table (`embrace_fx.runtime.ranks.questions`)."""
 
 TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
 """The activities, which must be the same on all ranks: three kinds of calls; `JOINED`: a rank without batches (`join`)
 makes no call."""
-
-_ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 
 CHANGED_BUFFERS = -1
 """Announced in place of a number of buffers: this rank has changed one other than by a forward."""
@@ -69,14 +71,16 @@ class Announcement:
     """One rank's announcement, as its caller builds it and as the others read it.
 
     Attributes:
-        kind: `STEP`, `BACKWARD`, `GAVE_UP` or `JOIN`.
+        kind: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
         failure: why the rank has failed; "" for another rank that has not told yet. None: it has not failed.
         asks_to_plan: it asks for another plan.
         does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
         steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
-        program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`).
+        program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`), for a question
+            its hash.
         buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
+        deeds: number of ops on parts of tables so far; below 0: not told.
         rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
         sizes: further numbers of the step.
     """
@@ -89,6 +93,7 @@ class Announcement:
     steps: int = 0
     program: int = 0
     buffers: int = 0
+    deeds: int = -1
     rows_seen: Mapping[str, int] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
 
@@ -96,7 +101,7 @@ class Announcement:
         """Encodes it as numbers, equally many on each rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
-        head = marks | self.steps << _BITS, self.activity, self.program, self.buffers
+        head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.deeds
         seen = [self.rows_seen.get(name, -1) for name in form.watched]
         return [*head, *seen, *self.sizes, *[0] * (form.sizes - len(self.sizes))]
 
@@ -107,7 +112,7 @@ class Announcement:
         Args:
             sizes: the number of sizes that were sent.
         """
-        first, activity, program, buffers, *others = numbers
+        first, activity, program, buffers, deeds, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
         watched = len(form.watched)
         return cls(
@@ -119,6 +124,7 @@ class Announcement:
             steps,
             program,
             buffers,
+            deeds,
             dict(zip(form.watched, others, strict=False)),
             tuple(others[watched : watched + sizes]),
         )
@@ -164,9 +170,11 @@ class Announcements:
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
+        self._met = 0  # steps' announcements and questions
         self._ahead: _Ahead | None = None
         self._waiting_since_s: float | None = None
         self._lone_calls: LoneCalls | None = None
+        communicator.let_ask(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
         """Announces the next step with these sizes; returns every rank's sizes, and raises as `announce` does.
@@ -199,7 +207,8 @@ class Announcements:
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
         own = self.of_step
-        return replace(own, sizes=tuple(sizes), failure=own.failure or failure or self.trouble())
+        found, deeds = own.failure or failure or self.trouble(), self.communicator.deeds
+        return replace(own, sizes=tuple(sizes), failure=found, deeds=deeds)
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
         """Announces a step; returns every rank's sizes.
@@ -222,16 +231,13 @@ class Announcements:
         communicator = self.communicator
         communicator.check_open()
         self.made += 1
+        self._met += 1
         communicator.progress.begin_step()
         self._look_out()
         return self.launch(own)
 
     def _end(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
-        self._waiting_since_s = time.monotonic()
-        try:
-            everyone = self._meet(own, launched)
-        finally:
-            self._waiting_since_s = None
+        everyone = self._meet(own, launched)
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         if any(each.failure is not None for each in everyone):
@@ -241,6 +247,7 @@ class Announcements:
             raise PlanDoesNotFit
         check_programs([each.program for each in everyone])
         check_steps([each.steps for each in everyone])
+        check_deeds([each.deeds for each in everyone], self.communicator)
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
@@ -255,8 +262,10 @@ class Announcements:
     def _meet(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
         """Returns every rank's announcement, repeating the exchange until all ranks are at the same place."""
         everyone = self._read(own, launched)
-        while any(each.kind in (BACKWARD, GAVE_UP) for each in everyone):  # these ranks come here next
-            self._warn(self.reports(everyone, None))
+        while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
+            if QUESTION in kinds:
+                raise PeerFailure(self.reports(everyone, own.failure))
+            self._warn(self.reports(everyone, None))  # these ranks come here next
             everyone = self._read(own, self.launch(own))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
@@ -272,22 +281,28 @@ class Announcements:
 
     def _look(self, store: Any, name: str) -> None:
         assert self._lone_calls is not None
-        if failure := self._lone_calls.look(store, name, self.made, self._waiting_since_s):
+        if failure := self._lone_calls.look(store, name, self._met, self._waiting_since_s):
             self._answer(failure)
 
     def _answer(self, failure: str) -> None:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
-        self.made += 1
+        self._met += 1
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
-        self._meet(own, self.launch(own))
-        self.communicator.reports(failure)
+        with contextlib.suppress(PeerFailure):  # a rank that asks a question has been told by then
+            self._meet(own, self.launch(own))
+            self.made += 1
+            self.communicator.reports(failure)
 
     def _read(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
         """Waits for an exchange that `launch` has started."""
         everyone, work = launched
-        with self.communicator.watching(ANNOUNCEMENT):
-            work.wait()
+        self._waiting_since_s = time.monotonic()
+        try:
+            with self.communicator.watching(ANNOUNCEMENT):
+                work.wait()
+        finally:
+            self._waiting_since_s = None
         form, sizes = self.form, len(own.sizes)
         return [Announcement.decode(row, form, sizes) for row in everyone.tolist()]
 
@@ -307,10 +322,32 @@ class Announcements:
         own = Announcement(GAVE_UP)
         self.reports(self._read(own, self.launch(own)), failure)
 
+    def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
+        """Asks all ranks a question to a sharded table; returns numbers that travel with it, reduced.
+
+        Args:
+            what, value, reduce_op: as of `embrace_fx.runtime.ranks.questions.Question`.
+
+        Raises:
+            PeerFailure: not all ranks ask it; on every rank.
+        """
+        question = Question(what, value, reduce_op)
+        own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
+        self.settle()
+        self.communicator.check_open()
+        self._met += 1
+        everyone = self._read(own, self.launch(own))
+        if any(each.kind != QUESTION or each.program != own.program for each in everyone):
+            gave_up = any(each.kind == GAVE_UP for each in everyone)
+            raise PeerFailure(self.reports(everyone, None if gave_up else question.alone()))
+        return question.answer([each.sizes for each in everyone])
+
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""
-        found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
-        if any(each.kind == GAVE_UP for each in everyone):
+        kinds, found = {each.kind for each in everyone}, dict[int, str]()
+        if QUESTION not in kinds:
+            found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
+        if kinds & {GAVE_UP, QUESTION}:
             found |= self.communicator.reports(failure)
         return found
 
@@ -331,53 +368,3 @@ class Announcements:
         everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
-
-
-def check_activities(activities: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks call the model for different things; `activities`: of every rank."""
-    if len(set(activities)) > 1:
-        raise PeerFailure(
-            {r: f"expected all ranks to do the same, found this one {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
-        )
-
-
-def check_programs(programs: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks are about to launch other collectives than rank 0."""
-    others = [rank for rank, program in enumerate(programs) if program != programs[0]]
-    if others:
-        raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
-
-
-OTHER_PROGRAM = (
-    "expected every rank's graph to launch the same collectives, in a call of the model, found others than on rank 0: "
-    "their batches led the forward along another path, or the ranks have registered other hooks. Make the forward "
-    "communicate alike on every rank, in the same dtype, and register the same hook"
-)
-
-
-def check_steps(steps: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps."""
-    if len(set(steps)) > 1:
-        raise PeerFailure(
-            {
-                rank: f"expected as many optimizer steps on every rank, found {count} taken on this one: their "
-                "parameters differ. Load a checkpoint on every rank"
-                for rank, count in enumerate(steps)
-            }
-        )
-
-
-def unreadable(error: Exception) -> str:
-    """Makes the report of a rank that cannot compute its batch's ids."""
-    return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
-
-
-def bad_id_report(ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int]) -> str | None:
-    """Reports the first id outside of its table; None: all are inside."""
-    for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
-        if found is not None:
-            return (
-                f"expected ids from 0 to {rows - 1}, in a lookup of {table} ({rows} rows), found {found}; "
-                "look at the batch, or give the table more rows"
-            )
-    return None

@@ -6,6 +6,7 @@ Contract
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ def widened(
 InTurn = Callable[[], AbstractContextManager[None]]
 """Makes a context for a collective outside of a launcher, on the current stream."""
 
+Ask = Callable[[str, Tensor | None, Any], Tensor | None]
+"""(what is asked of a table, numbers, how they are reduced) -> the numbers reduced; None: by another collective."""
+
 Counts = Sequence[Sequence[int]]
 """For each rank, how many rows it reads from each row of a table's grid; shards by columns have one grid row."""
 
@@ -86,6 +90,7 @@ class Communicator(Groups):
         comm_hook: the user's hook, which reduces buckets in place of an AllReduce, or None.
         in_turn: orders the calling thread's collectives on a device with those of a launcher: unordered ones could
             begin in different orders on two ranks, and deadlock. None: there is no launcher, or it is the host's.
+        deeds: number of ops on this rank's parts of tables so far.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -95,6 +100,17 @@ class Communicator(Groups):
     def __init__(self, group: dist.ProcessGroup | None, rounding: Rounding | None = None) -> None:
         super().__init__(group)
         self.rounding = rounding or Rounding()
+        self.deeds = 0
+        self._ask: Ask = lambda *_: None
+
+    def let_ask(self, ask: Ask) -> None:
+        """Has questions to sharded tables asked of all ranks first.
+
+        Args:
+            ask: a method, whose object may go.
+        """
+        found = weakref.WeakMethod(ask)
+        self._ask = lambda *asked: None if (method := found()) is None else method(*asked)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Sends one rank's values to all ranks, in place."""
@@ -120,6 +136,23 @@ class Communicator(Groups):
             with self.watching(), self._turn(value, group) or nullcontext():
                 dist.all_reduce(value, reduce_op, group=group)
         return value
+
+    def reduce_asked(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        """Computes `reduce_scalar` of what is asked of a sharded table, in place.
+
+        Args:
+            what: "norm of the sharded words.weight".
+
+        Raises:
+            PeerFailure: not all ranks ask it; on every rank.
+        """
+        found = self._ask(what, value, reduce_op)
+        return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
+
+    def gather_asked(self, own: Tensor, what: str) -> Tensor:
+        """Gathers equally many elements (n,) of every rank, (N n,), where a table is asked for; as `reduce_asked`."""
+        self._ask(what, None, None)
+        return self.wait(self.gather_alike(own, "dense")).view(-1)
 
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 

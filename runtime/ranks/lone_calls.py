@@ -5,8 +5,7 @@
 
 Neither would ever go on. A rank that has waited for a while writes so into the store. A rank whose main thread stands
 in a collective that needs the first one then announces a failure from another thread. The caller raises, comes to the
-barrier, and both go on, with nothing applied. That collective may be the user's, or part of what all ranks must ask for
-together: whole tables, norms of their gradients.
+barrier, and both go on, with nothing applied. That collective may be the user's, or part of another model's call.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ PATIENCE_S = 3.0
 _C10D = "torch/distributed/distributed_c10d.py"
 _TOGETHER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Beginnings of the names of collectives that no rank leaves before all have come."""
-_LAYOUTS, _WHOLE = "runtime/tables/layouts.py", "whole_table"
-"""Where a sharded table is gathered, by torch's functional collectives."""
+_ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
+"""Where another model's ranks wait for each other."""
 
 _ELSEWHERE = (
-    "expected every rank to call the model, found this one in {} at {}, waiting for a rank that calls the model alone. "
-    "Call both on all ranks: the model, under join() where loaders are of unequal length, and what stands at that line "
-    "(full_state_dict(), clipping and norms of gradients need all ranks, too); or evaluate on one rank with a plain "
-    "model that has loaded full_state_dict()"
+    "expected every rank to call the model, or ask of a sharded table, where one does, found this one in {} at {}, "
+    "waiting for a rank that does so alone. Do both on all ranks: the call, under join() where loaders are of unequal "
+    "length, or the question, and what stands at that line; or let one rank evaluate, or ask, a plain model that has "
+    "loaded full_state_dict()"
 )
 
 
@@ -83,7 +82,7 @@ class LoneCalls:
         if stood != self._stood:  # at one look only: it may be just leaving
             return None
         called = frame.f_code.co_name
-        what = "the gathering of a whole table" if called == _WHOLE else f"torch.distributed.{called}()"
+        what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
         return _ELSEWHERE.format(what, place_of_main_thread())
 
 
@@ -92,7 +91,13 @@ def _stands_in(rank: int) -> FrameType | None:
     top = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame, _ in traceback.walk_stack(top):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if (file.endswith(_C10D) and name.startswith(_TOGETHER)) or (file.endswith(_LAYOUTS) and name == _WHOLE):
-            group = frame.f_locals.get("group")
-            return frame if rank in dist.get_process_group_ranks(group or dist.group.WORLD) else None
+        if file.endswith(_C10D) and name.startswith(_TOGETHER):
+            return frame if _has(frame.f_locals.get("group"), rank) else None
+        if file.endswith(_ANNOUNCEMENTS) and name == _READ:
+            return frame if _has(frame.f_locals["self"].communicator.group, rank) else None
     return None
+
+
+def _has(group: dist.ProcessGroup | None, rank: int) -> bool:
+    """Whether a rank of the job is one of a group's; None: the default group."""
+    return rank in dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -20,7 +20,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.ticket import Dropped
-from embrace_fx.runtime.ranks.announcement import unreadable
+from embrace_fx.runtime.ranks.bad_batches import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags

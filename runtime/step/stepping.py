@@ -4,7 +4,7 @@ Contract
     Optimizers stay what they are; torch calls hooks around their steps. Before one, gradients that torch's step can
     take are left to it, and those that are applied by rows, or later, are hidden, so that the step skips them.
     After it they are applied, or left to the next forward with the options of this moment, and `.grad` is what it was.
-    State dicts of an optimizer show DTensors for sharded tables; whole tensors and DTensors can be loaded.
+    State dicts of an optimizer show parts of sharded tables; whole tensors and parts can be loaded.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Stepping:
             return
         for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
-                optimizer.state[parameter] = own_state_of(parameter, state, self._state, self._communicator)
+                optimizer.state[parameter] = own_state_of(parameter, state, self._state)
         optimizer.register_step_pre_hook(_hook(self, Stepping._before_step))
         optimizer.register_step_post_hook(_hook(self, Stepping._after_step))
         optimizer.register_state_dict_pre_hook(_hook(self, Stepping._settle))

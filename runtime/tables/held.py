@@ -89,6 +89,10 @@ class Held:
         """Copies the memory."""
         return Held(self.dense().clone())
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Held:
+        """Copies the memory to the host: what `torch.distributed.checkpoint` keeps while it saves."""
+        return Held(self.dense().to("cpu", copy=True))
+
     @property
     def unreduced(self) -> bool:
         """Whether it is of a gradient that DDP would still have each rank's own of."""
@@ -389,5 +393,6 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
 def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
-    joined = held.layout.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
+    joined = torch.stack([value.to(widest) for value in values])
+    held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
     return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]

@@ -1,9 +1,7 @@
 """Where a sharded table's parts lie: by columns, or on a grid of rows and columns; and moves between the two.
 
-A shard is a DTensor. By columns it is `[Shard(1)]` over all ranks, in torch.chunk layout, which
-`torch.distributed.checkpoint` re-shards: what state dicts hold. On a `Grid` it is `[_StridedShard(0), Shard(1)]` over a
-mesh of rows and columns: chunks of as many rows as the grid has, one row of each chunk to each of them, which are the
-rows with id % rows == r. Both tell torch the truth: `full_tensor` gives the table.
+By columns a rank has those that torch.chunk gives it: what `torch.distributed.checkpoint` re-shards. On a `Grid` it has
+some columns of the rows with id % rows == r.
 
 Shape legend: V x D the table, V' x d a rank's part of it.
 """
@@ -16,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # the one placement that rows in turn have
 
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -47,13 +43,6 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
     return found
 
 
-def grid_of(tensor: Tensor) -> Grid | None:
-    """Returns the grid on which a shard lies; None: by columns, or no shard."""
-    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], _StridedShard):
-        return None
-    return Grid(*tensor.device_mesh.shape)
-
-
 def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
     """Returns the rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
@@ -65,16 +54,6 @@ def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
     return part_of(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
-
-
-def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:
-    """Returns a rank's part (V', d) as that of a whole table (V, D)."""
-    if mesh is None:
-        return local
-    placements: list[Placement] = [Shard(1)]
-    if mesh.ndim > 1:
-        placements.insert(0, _StridedShard(0, split_factor=max(1, -(-shape[0] // mesh.shape[0]))))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
@@ -94,26 +73,6 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
         if piece.numel():
             send_one(piece, r, group)
     return table[parts[0]].clone(memory_format=torch.contiguous_format)
-
-
-def by_columns(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns a shard on a grid as one by columns, with one AlltoAll; any other value as it is. Collective."""
-    grid = grid_of(shard)
-    if grid is None:
-        return shard
-    assert isinstance(shard, DTensor)
-    moved = regrid(shard.to_local(), shard.shape, grid, Grid(1, dist.get_world_size(group)), group)
-    return as_shard(moved, shard.shape, DeviceMesh.from_group(group, shard.device.type))
-
-
-def whole_table(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All of a table, on every rank; any other value as it is. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    assert group is not None
-    found = by_columns(tensor, group)  # from a grid `full_tensor` goes row by row
-    assert isinstance(found, DTensor)
-    return found.full_tensor().contiguous()
 
 
 @torch.no_grad()

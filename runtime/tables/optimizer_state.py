@@ -1,33 +1,29 @@
-"""State dicts of the optimizers that step a model's sharded tables: DTensors are shown, whole tensors are cut.
+"""State dicts of the optimizers that step a model's sharded tables: parts are shown, whole tensors are cut.
 
 Contract
-    What is shown re-shards: DTensors by columns. State that is loaded may come whole or in DTensors; a rank keeps its
-    part of a sharded table's, and of others all of it.
+    State that is loaded may come whole or in parts; a rank keeps its part of a sharded table's, and of others all of
+    it.
 """
 
 from __future__ import annotations
 
-import weakref
-from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import whole_table
+from embrace_fx.runtime.tables.checkpoint_parts import as_asked
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part_state import own_state, plain_state
-from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
+from embrace_fx.runtime.tables.part import Part, whole
+from embrace_fx.runtime.tables.part_state import as_state, own_state
 
 
 def show_state(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns the tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
-    group, shown = communicator.group, dict(state_dict["state"])
-    watch = _watching(communicator)
+    """Returns the tables' state in parts. Collective where `torch.distributed.checkpoint` asks for a grid's."""
+    shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
         table = tables.get(parameter)
@@ -35,45 +31,34 @@ def show_state(
             raise RuntimeError(table.no_dense)
         if key not in shown or table is None or table.layout.mesh is None:
             continue
-        state, shape = plain_state(shown[key]), table.local.shape
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == shape:
-                with watch():
-                    shard = shard_by_columns(value, table.layout, group)
-                state[name] = as_table_shard(shard, f"{name} of parameter {key}", watch)
-        shown[key] = state
+        with communicator.watching():
+            state = {name: as_state(parameter, value) for name, value in shown[key].items()}
+            shown[key] = {name: as_asked(v) if isinstance(v, Part) else v for name, v in state.items()}
     return {**state_dict, "state": shown}
 
 
 def own_parts(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Cuts this rank's parts out of a state dict, whole or in DTensors. Collective as `show_state` is."""
+    """Cuts this rank's parts out of a state dict, whole or in parts. Collective where these are of other columns."""
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered(optimizer, state_dict):
-            own = own_state_of(parameter, loaded.get(key, {}), model, communicator)
+            own = own_state_of(parameter, loaded.get(key, {}), model)
             if key in loaded:
                 loaded[key] = own
     return {**state_dict, "state": loaded}
 
 
-def own_state_of(
-    parameter: nn.Parameter, state: dict[str, Any], model: ModelState, communicator: Communicator
-) -> dict[str, Any]:
-    """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
+def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
+    """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it. Collective as
+    `own_parts` is."""
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.no_dense:
         raise RuntimeError(table.no_dense)
     if table is not None:
-        return own_state(parameter, table.layout, state, communicator.group)
-    return {key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()}
-
-
-def _watching(communicator: Communicator) -> Watch:
-    """Makes a state dict's access to a communicator, which it does not keep alive."""
-    itself = weakref.ref(communicator)
-    return lambda: found.watching() if (found := itself()) is not None else nullcontext()
+        return own_state(parameter, table.layout, state)
+    return {key: whole(value) for key, value in state.items()}
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:

@@ -12,17 +12,20 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
+from embrace_fx.vocabulary.plan import Grid
 
 REFUSAL = (
     "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
@@ -92,14 +95,7 @@ class Part(Tensor):
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor, on every rank. Collective, as of DTensor."""
-        own = self.held.dense()
-        if self.spread.is_alone:
-            return own.detach().clone()
-        whole = torch.zeros([axis.size for axis in self.spread.axes], dtype=own.dtype, device=own.device)
-        self.spread.cut_into(whole, own)
-        # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
-        wide = whole.view(-1).view(torch.uint8)
-        return self.spread.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
+        return self.spread.whole(self.held.dense())
 
     def to_local(self) -> Tensor:
         """This rank's part, as a plain tensor in the same memory, as of DTensor."""
@@ -144,6 +140,35 @@ class Part(Tensor):
     def is_shared(self) -> bool:
         return bool(self.held.memory().is_shared())
 
+    # What `torch.distributed.checkpoint` asks.
+
+    def __create_write_items__(self, name: str, value: object) -> Any:
+        shard = self._by_columns()
+        return shard.__create_write_items__(name, shard)  # type: ignore[attr-defined]
+
+    def __create_chunk_list__(self) -> Any:
+        return self._by_columns().__create_chunk_list__()  # type: ignore[attr-defined]
+
+    def __get_tensor_shard__(self, index: object) -> Tensor:
+        return self.to_local()
+
+    def _by_columns(self) -> Tensor:
+        from embrace_fx.runtime.tables.checkpoint_parts import as_dtensor  # noqa: PLC0415  (makes parts)
+
+        if self.spread.is_alone or self.spread.grid is not None or not self.spread.is_table:
+            raise RuntimeError(
+                f"expected parts of tables by columns, in torch.distributed.checkpoint, found another of {self.what}. "
+                "Save and load what get_state_dict of torch.distributed.checkpoint.state_dict gives, or call "
+                "model.save_checkpoint()."
+            )
+        return as_dtensor(self)
+
+    def data_ptr(self) -> int:
+        return 0 if _is_staged() else self._whole("data_ptr()").data_ptr()
+
+    def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
+
     def _whole(self, asked: str) -> Tensor:
         """Its memory, where that is all of it."""
         if not self.spread.is_alone:
@@ -171,7 +196,19 @@ class Part(Tensor):
         raise TypeError(REFUSAL.format(f"a part of {self.what}"))
 
 
-forward(Part, READ_MEMORY, lambda part, name: part._whole(f"{'numpy' if name == '__array__' else name}()"))
+forward(
+    Part,
+    [name for name in READ_MEMORY if name != "data_ptr"],
+    lambda part, name: part._whole(f"{'numpy' if name == '__array__' else name}()"),
+)
+
+
+def _is_staged() -> bool:
+    """Whether the caller's caller copies a state dict for an asynchronous save: it has a part copied as it stands."""
+    return sys._getframe(2).f_globals.get("__name__") in _STAGING
+
+
+_STAGING = ("torch.distributed.checkpoint._state_dict_stager", "torch.distributed._state_dict_utils")
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""
@@ -215,3 +252,26 @@ _OF_A_PART = ("held", "spread", "kind", "_is_param")
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as a plain one; of one that is no part, all of it."""
     return tensor.held.memory() if isinstance(tensor, Part) else tensor.detach()
+
+
+def own_part_of(value: Tensor, layout: Layout) -> Tensor:
+    """Cuts this rank's part (V', d) out of a table's values, whole or in parts; returns other values as they are.
+
+    Collective where parts of values are of other rows or columns.
+    """
+    if value.shape != layout.shape:
+        return value
+    if isinstance(value, Part) and value.spread.fits(layout):
+        return value.held.dense()
+    if isinstance(value, Part) and value.spread.is_table and value.spread.group is layout.group is not None:
+        old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
+        return regrid(value.held.dense(), layout.shape, old, new, layout.group)
+    is_shard = isinstance(value, DTensor) and value.placements == (Shard(1),)
+    if is_shard and layout.mesh == value.device_mesh:  # by columns, of the same ranks
+        return value.to_local()
+    return layout.cut(whole(value)).contiguous()
+
+
+def whole(value: Any) -> Any:
+    """Puts a tensor in parts together; returns others as they are. Collective."""
+    return value.full_tensor() if isinstance(value, Part | DTensor) else value

@@ -9,6 +9,8 @@ Shape legend: V x D a table; V' x d a rank's part of it.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import as_shard, grid_of, own_part, regrid, whole_table
+from embrace_fx.runtime.ranks.gathering import all_gather_single
+from embrace_fx.runtime.tables.layouts import own_part
 from embrace_fx.vocabulary.plan import Grid
 
 aten = torch.ops.aten
@@ -48,6 +50,11 @@ class Axis:
     def whole(cls, size: int) -> Axis:
         """Makes a dimension of which every rank holds all."""
         return cls(size, range(size))
+
+    @property
+    def is_tables(self) -> bool:
+        """Whether it is all of a table's."""
+        return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
     def index(self) -> slice:
@@ -82,6 +89,7 @@ class Layout:
         name: of the table.
         mesh: of the ranks that have its parts; None: this rank has all of it.
         communicator: finds that of those ranks, as long as it is there.
+        group: of those ranks, which a mesh of rows and columns has not.
         shape, stride: of the whole tensor; a table's shape is (V, D).
         axes: its dimensions; those it had before a view merged them where `is_flat`.
         chosen: indices that a view has chosen, along dimensions of which ranks hold different ones: one rank has them.
@@ -94,6 +102,10 @@ class Layout:
     stride: tuple[int, ...]
     axes: tuple[Axis, ...]
     chosen: tuple[object, ...] = ()
+    group: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
 
     @classmethod
     def of_table(
@@ -109,7 +121,9 @@ class Layout:
             grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
             parts = zip(("rows", "columns"), shape, own_part(shape, mesh), (grid.rows, grid.columns), strict=True)
             axes = tuple([Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts])
-        return cls(name, mesh, communicator, shape, (), ()).with_axes(axes)
+        known = communicator()
+        group = known.group if known is not None else None
+        return cls(name, mesh, communicator, shape, (), (), group=group).with_axes(axes)
 
     def with_axes(self, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
         """Lays a contiguous tensor of other axes out over the same ranks."""
@@ -127,36 +141,76 @@ class Layout:
         """The grid on which the table lies; None: by columns."""
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
-    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Makes a rank's numbers those of all ranks, in place. Collective."""
+    @property
+    def is_table(self) -> bool:
+        """Whether it is of all of a table."""
+        return self.fits(Layout.of_table(self.name, self.shape, self.mesh, self.communicator))
+
+    def by_columns(self) -> Layout:
+        """Lays the same table out by columns over the same ranks."""
+        if self.grid is None:
+            return self
+        assert self.group is not None
+        assert self.mesh is not None
+        mesh = DeviceMesh.from_group(self.group, self.mesh.device_type)
+        return Layout.of_table(self.name, self.shape, mesh, self.communicator)
+
+    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, asked: str) -> Tensor:
+        """Makes a rank's numbers those of all ranks, in place. Collective.
+
+        Args:
+            asked: what is asked of the table, in a word; "": ranks do not meet before, on the path of a device's step.
+        """
         if self.mesh is None:
             return value
         communicator = self.communicator()
         if communicator is not None and communicator.is_open:
-            return communicator.reduce_scalar(value, reduce_op)
+            if not asked:
+                return communicator.reduce_scalar(value, reduce_op)
+            return communicator.reduce_asked(value, reduce_op, f"{asked} of the sharded {self.name}")
         for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
             dist.all_reduce(value, reduce_op, group=group)
         return value
 
-    def shard(self, local: Tensor) -> Tensor:
-        """Returns a rank's part (V', d) of a table as that of the whole: a DTensor."""
-        return as_shard(local, self.shape, self.mesh)
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the error of a broken collective names the ranks that are gone, or stuck."""
+        communicator = self.communicator()
+        return contextlib.nullcontext() if communicator is None else communicator.watching()
 
-    def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Cuts this rank's part (V', d) out of a table's values, whole or a DTensor; returns other values as they are.
+    def note_deed(self) -> None:
+        """Notes that this rank has done something with its part, which all ranks have to do."""
+        communicator = self.communicator() if self.mesh is not None else None
+        if communicator is not None and threading.current_thread() is threading.main_thread():
+            communicator.deeds += 1
 
-        Collective from columns to a grid.
-        """
-        if value.shape != self.shape:
-            return value
+    def whole(self, own: Tensor) -> Tensor:
+        """Puts the parts of all ranks together, on every rank. Collective."""
         if self.mesh is None:
-            return whole_table(value, value.device_mesh.get_group()) if isinstance(value, DTensor) else value
-        if not isinstance(value, DTensor):
-            return self.cut(value).contiguous()
-        if self.grid is None or grid_of(value) is not None:
-            return value.to_local()
-        assert group is not None
-        return regrid(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), self.grid, group)
+            return own.detach().clone()
+        cut = [dim for dim, axis in enumerate(self.axes) if axis.of]
+        if self.shape.numel() and not self.chosen and len(cut) == self.mesh.ndim == 1 and self.axes[cut[0]].is_tables:
+            return self._gathered(own, cut[0]).view(self.shape)
+        whole = torch.zeros([axis.size for axis in self.axes], dtype=own.dtype, device=own.device)
+        self.cut_into(whole, own)
+        # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
+        wide = whole.view(-1).view(torch.uint8)
+        return self.reduce(wide, dist.ReduceOp.SUM, _ALL).view(own.dtype).view(self.shape)
+
+    def _gathered(self, own: Tensor, dim: int) -> Tensor:
+        """Gathers parts along the dimension of a table's columns, of which the last ranks may have fewer."""
+        assert self.mesh is not None
+        sizes = [axis.size for axis in self.axes]
+        own = own.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
+        size, ranks = sizes.pop(dim), self.mesh.size()
+        sent = own.new_zeros((-(-size // ranks), *sizes))
+        sent[: len(own)] = own
+        flat, communicator = sent.view(-1).view(torch.uint8), self.communicator()
+        if communicator is not None and communicator.is_open:
+            everyone = communicator.gather_asked(flat, f"{_ALL} of the sharded {self.name}")
+        else:  # the model has been closed, or has gone
+            everyone = flat.new_empty((ranks * flat.numel(),))
+            all_gather_single(everyone, flat, group=self.mesh.get_group())
+        return everyone.view(own.dtype).view(-1, *sizes)[:size].movedim(0, dim).contiguous()
 
     @property
     def is_flat(self) -> bool:
@@ -332,6 +386,7 @@ _LISTS: Mapping[Any, Callable[..., list[Viewed]]] = MappingProxyType(
     {aten.unbind.int: _unbind, aten.split.Tensor: _split, aten.split_with_sizes.default: _split}
 )
 _OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default})
+_ALL = "all"
 VIEWS = frozenset((*_VIEWS, *_LISTS))
 """The ops whose results are views that ranks have parts of."""
 

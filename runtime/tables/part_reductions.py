@@ -59,7 +59,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
     if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
-        found = _whole(part, local, dims, of_part, reduce_op, none)
+        found = _whole(part, local, dims, of_part, reduce_op, none, _word(func))
         return found if asked.keep and not layout.is_flat else found.view(_looks(part, layout, asked, dims))
     own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
     if not result.is_apart:
@@ -77,7 +77,13 @@ def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
 
 
 def _whole(
-    part: Part, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, none: Any
+    part: Part,
+    local: Tensor,
+    dims: tuple[int, ...],
+    of_part: Callable[..., Tensor],
+    reduce_op: Any,
+    none: Any,
+    asked: str,
 ) -> Tensor:
     """Reduces the parts of all ranks, and keeps dimensions."""
     layout = part.spread
@@ -93,9 +99,15 @@ def _whole(
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none(dtype))
         both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
-        whole, flags = part.spread.reduce(both, reduce_op).unbind()
+        whole, flags = part.spread.reduce(both, reduce_op, asked).unbind()
         return whole.masked_fill(flags != _flags(torch.zeros_like(no_number), dtype, reduce_op), float("nan"))
-    return part.spread.reduce(whole, reduce_op).to(narrow)
+    return part.spread.reduce(whole, reduce_op, asked).to(narrow)
+
+
+def _word(func: Any) -> str:
+    """What an op asks, in a word."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::").removeprefix("linalg_vector_")
 
 
 def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
@@ -125,7 +137,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
     if _is_of_gradient(part, asked):
-        return part.spread.reduce(aten.sum.default(part.held.values(), **dtype), _SUM)
+        return part.spread.reduce(aten.sum.default(part.held.values(), **dtype), _SUM, _word(func))
     return _over(part, asked, func, lambda values, dims: values.sum(dims, keepdim=True, **dtype), _SUM, _zero)
 
 
@@ -210,7 +222,7 @@ def _dot(func: Any, args: Any, kwargs: Any) -> Any:
     one, other = args
     if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
         return NotImplemented
-    return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM)
+    return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM, _word(func))
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,7 +235,8 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     theirs = other.held.dense() if isinstance(other, Part) else one.spread.cut(other)
     own = torch.equal(one.held.dense(), theirs.reshape(one.held.dense().shape))
-    return bool(one.spread.reduce(torch.tensor(int(own), dtype=torch.int32, device=one.device), _MIN).item())
+    own_number = torch.tensor(int(own), dtype=torch.int32, device=one.device)
+    return bool(one.spread.reduce(own_number, _MIN, _word(func)).item())
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -236,7 +249,7 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
     for part, changed in zip(parts, values, strict=True):
         part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
         part.held.note_write()
-    parts[0].spread.reduce(found_inf, _MAX)
+    parts[0].spread.reduce(found_inf, _MAX, "" if found_inf.is_cuda else "unscaling")
 
 
 REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(

@@ -41,18 +41,21 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         RuntimeError: a part does not tell, on every rank.
     """
-    found = _answer(func, args, dict(kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
+    parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
+        raise parts[0].refused(f"{func._schema.name} with a DTensor")
+    found = _answer(func, args, dict(kwargs), parts)
     if func._schema.is_mutable and isinstance(args[0], Part):
         args[0].held.note_write()
+    if func not in _OF_NO_ELEMENTS:
+        parts[0].spread.note_deed()
     return found
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves = pytree.tree_leaves((args, kwargs))
-    first = next(leaf for leaf in leaves if isinstance(leaf, Part))
-    if any(isinstance(leaf, DTensor) for leaf in leaves):
-        raise first.refused(f"{func._schema.name} with a DTensor")
-    summed = not first.spread.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
+    first = parts[0]
+    summed = not first.spread.is_alone and any(part.held.unreduced for part in parts)
     # A `_foreach_` op goes by its single ones.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
@@ -347,6 +350,15 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         **ROWS,
     }
 )
+_OF_NO_ELEMENTS = frozenset(
+    {
+        *(*VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
+        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        aten.new_empty_strided.default,
+    }
+)
+"""What reads and writes no element, so that a rank may do it alone."""
+
 _OF_SUMS = frozenset(
     {
         *(*VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),

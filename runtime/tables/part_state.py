@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.part import Part, local_part
+from embrace_fx.runtime.tables.part import Part, own_part_of, whole
 from embrace_fx.runtime.tables.part_layout import Layout
 
 
@@ -52,21 +50,12 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
     return Part(Held(value), parameter.spread, "the optimizer's state of ")
 
 
-def own_state(
-    parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Cuts this rank's part out of an optimizer's state of a table. Collective as `Layout.part_of` is."""
-    whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
-    return {**state, **{key: as_state(parameter, layout.part_of(v, group)) for key, v in whole.items()}}
+def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Cuts this rank's part out of an optimizer's state of a table. Collective as `own_part_of` is."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {**state, **{key: as_state(parameter, own_part_of(v, layout)) for key, v in tensors.items()}}
 
 
-def shown_state(layout: Layout, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state of a table, of whose part a rank holds `shape`, in DTensors."""
-    plain = plain_state(state)
-    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
-    return {key: layout.shard(value) if is_part[key] else value for key, value in plain.items()}
-
-
-def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State whose parts are plain tensors."""
-    return {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}
+def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts an optimizer's state of a table together. Collective."""
+    return {key: whole(as_state(parameter, value)) for key, value in state.items()}

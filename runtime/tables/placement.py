@@ -7,18 +7,16 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table
 from embrace_fx.runtime.tables.part import Part, become_part, become_whole
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import shown_state
+from embrace_fx.runtime.tables.part_state import whole_state_of
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
@@ -86,18 +84,15 @@ def shard_parameter(
     return layout
 
 
-def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None) -> None:
+def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer]) -> None:
     """The reverse: the whole table, its gradient and its optimizers' state, on every rank. Collective."""
-    parameter, gradient = table.parameter, table.dense_gradient(group)
+    parameter, gradient = table.parameter, table.dense_gradient()
     parameter.grad = None
     for optimizer in optimizers:
         if parameter in optimizer.state:
-            shown = shown_state(table.layout, table.local.shape, optimizer.state[parameter])
-            optimizer.state[parameter] = {
-                key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
-            }
+            optimizer.state[parameter] = whole_state_of(parameter, optimizer.state[parameter])
     if isinstance(parameter, Part):
-        become_whole(parameter, whole_table(table.layout.shard(table.local), group), table.name)
+        become_whole(parameter, table.layout.whole(table.local), table.name)
     parameter.grad = gradient
 
 

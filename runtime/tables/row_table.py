@@ -13,13 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import HeldGradient, Rows
-from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
@@ -176,10 +174,10 @@ class RowTable:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
         self.open_gradient().add_rows(ids, rows)
 
-    def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
+    def dense_gradient(self) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
         held = self.held
-        return None if held is None else whole_table(self.layout.shard(held.dense()), group)
+        return None if held is None else self.layout.whole(held.dense())
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""

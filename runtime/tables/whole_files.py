@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
-from embrace_fx.runtime.tables.state_dicts import TableShard, check_in_memory
+from embrace_fx.runtime.tables.part import Part, own_part_of
+from embrace_fx.runtime.tables.state_dicts import check_in_memory
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -32,11 +31,14 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @torch.no_grad()
 def write_whole(state: dict[str, Any], path: Path) -> None:
-    """Collective among the ranks of the state's shards, which lie by columns, as state dicts show them."""
+    """Collective among the ranks of the state's parts of tables."""
     values = list(_tensors(state))
     for each in values:
         check_in_memory(each)
-    group = next((each.device_mesh.get_group() for each in values if isinstance(each, DTensor)), None)
+    first = next((each.spread for each in values if isinstance(each, Part) and not each.spread.is_alone), None)
+    group = None if first is None else first.group
+    if first is not None:
+        first.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, "all")  # all ranks are here
     rank = dist.get_rank() if dist.is_initialized() else 0
     writes = group is None or dist.get_rank(group) == 0
     being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
@@ -48,9 +50,9 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             places = list(_tensors(torch.load(being_written, mmap=True, weights_only=True)))
     for value, place in zip(values, places, strict=True):
-        if isinstance(value, DTensor):
-            with value._embrace_watch() if isinstance(value, TableShard) else nullcontext():
-                _write_table(value, place)
+        if isinstance(value, Part) and group is not None:
+            with value.spread.watching():
+                _write_table(value, place, group)
         elif place is not None:
             place.copy_(value)
     if writes:
@@ -85,18 +87,17 @@ def _laid_out(state: Any) -> Any:
     return state
 
 
-def _write_table(shard: DTensor, place: Tensor | None) -> None:
+def _write_table(part: Part, place: Tensor | None, group: dist.ProcessGroup) -> None:
     """Writes the columns of all ranks into a table (V, D); None: this rank sends its own."""
-    group = shard.device_mesh.get_group()
-    size, local = dist.get_world_size(group), shard.to_local()
+    size, local = dist.get_world_size(group), own_part_of(part, part.spread.by_columns())
     by_host = travels_by_host(local, group)
-    rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, shard.shape[1]))
+    rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))
     for block in local.split(rows_a_block) if place is None else ():
         if block.numel():
             send_one((block.cpu() if by_host else block).contiguous(), 0, group)
     if place is None:
         return
-    columns = [own_columns(shard.shape[1], size, rank) for rank in range(size)]
+    columns = [own_columns(part.shape[1], size, rank) for rank in range(size)]
     place[:, slice(*columns[0])] = local
     for rank in range(1, size):
         width = columns[rank][1] - columns[rank][0]

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.state_dicts import TableShard
+from embrace_fx.runtime.tables.part import Part
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, Matching, draw_batch
@@ -142,7 +142,10 @@ def write_shards(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-NAMED_BY = {"module": "words.weight, items.weight", "optimizer's state dict": "sum of parameter 0"}
+NAMED_BY = {
+    "module": "words.weight, items.weight",
+    "optimizer's state dict": "the optimizer's state of the sharded words.weight",
+}
 
 
 def test_a_shard_is_not_written_to_one_ranks_file() -> None:
@@ -157,7 +160,7 @@ def go_back(rank: int, world_size: int) -> None:
     run = Run()
     run.train(rank, range(2))
     best, best_state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
-    assert isinstance(best["words.weight"], TableShard)
+    assert isinstance(best["words.weight"], Part)
     expected = parameters(run)
     run.train(rank, range(2, 4))
     assert not torch.equal(parameters(run)["words.weight"], expected["words.weight"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam
 
 import embrace_fx
+from embrace_fx.runtime.tables.part import Part
 from tests.support.ranks import close_pool, run_ranks
 from tests.support.words import words_batch, words_model
 
@@ -92,7 +92,7 @@ def close_and_go_on(rank: int, world_size: int) -> tuple[str, dict[str, Tensor],
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensor.full_tensor() if isinstance(tensor, Part) else tensor.clone()
 
 
 def test_a_closed_model_keeps_its_state_and_says_that_it_is_closed() -> None:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import Shard
 from torch.optim import Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.planning.placing import place_anew
-from embrace_fx.runtime.tables.state_dicts import TableShard
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
@@ -62,7 +61,6 @@ def _save(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, An
     save({"model": weights, "optimizer": state}, checkpoint_id=path)
     table = weights["0.weight"]
     return {
-        "placements": table.placements,
         "local": tuple(table.to_local().shape),
         "equal": torch.equal(table.full_tensor(), whole_parameters(model)["0.weight"]),
         "state": [type(value) for value in state["state"]["0.weight"].values()],
@@ -96,10 +94,9 @@ def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads:
     ranks = saved.rows * saved.columns if isinstance(saved, Grid) else 4
     for rank, facts in enumerate(run_ranks(ranks, _save, saved, tmp_path)):
         first, last = own_columns(COLUMNS, ranks, rank)
-        assert facts["placements"] == (Shard(1),)
         assert facts["local"] == (ROWS, last - first)
         assert facts["equal"]
-        assert facts["state"].count(TableShard) == 2
+        assert facts["state"].count(Part) == 2
 
     expected = _expected_state()
     for world_size, strategy in loads:
@@ -151,7 +148,7 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     gradient = table.grad.clone()
     place_anew(session._setting, graph, replicated, old)
     found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
-    again = session.state.tables["0.weight"].dense_gradient(session.communicator.group)
+    again = session.state.tables["0.weight"].dense_gradient()
     assert again is not None
     found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
     return found

@@ -1,0 +1,25 @@
+"""Reports of batches that a rank cannot go on with, for all ranks to raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from embrace_fx.runtime.kernels import bad_ids
+
+
+def unreadable(error: Exception) -> str:
+    """Makes the report of a rank that cannot compute its batch's ids."""
+    return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
+
+
+def bad_id_report(ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int]) -> str | None:
+    """Reports the first id outside of its table; None: all are inside."""
+    for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
+        if found is not None:
+            return (
+                f"expected ids from 0 to {rows - 1}, in a lookup of {table} ({rows} rows), found {found}; "
+                "look at the batch, or give the table more rows"
+            )
+    return None

@@ -1,0 +1,75 @@
+"""Asks of all ranks what is asked of a sharded table: a rank that asks alone is told at once, and so are the others.
+
+    rank 0   asks for a norm: a question          rank 0, rank 1   raise the same error
+    rank 1   calls the model: an announcement
+
+Contract
+    A question travels as an announcement does, so that it meets whatever another rank is about to do instead. A few
+    numbers travel with it; what is longer, or on a device, by a collective of its own behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.failure import place_of_main_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to a sharded table.
+
+    Attributes:
+        what: "norm of the sharded words.weight"; the same on all ranks.
+        value: this rank's numbers; None: what is asked for is no reduction.
+        reduce_op: how the numbers of all ranks are reduced.
+    """
+
+    what: str
+    value: Tensor | None
+    reduce_op: Any
+
+    @property
+    def hash(self) -> int:
+        """A number that other questions do not have."""
+        return crc32(f"{self.what} {self.reduce_op}".encode())
+
+    def alone(self) -> str:
+        """Tells the others that this rank asks alone."""
+        return _ALONE.format(self.what, place_of_main_thread())
+
+    def numbers(self, most: int) -> tuple[int, ...]:
+        """Returns this rank's numbers as whole ones of 64 bits; none: they are more than so many, or on a device."""
+        value = self.value
+        if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
+            return ()
+        return tuple(value.detach().reshape(-1).to(_wide(value)).view(torch.int64).tolist())
+
+    def answer(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
+        """Reduces the numbers of all ranks; None: they have not come with the question."""
+        value = self.value
+        if value is None or not numbers[0]:
+            return None
+        everyone = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(_wide(value)).to(value.dtype)
+        if self.reduce_op == dist.ReduceOp.SUM:
+            found = everyone.sum(0, dtype=value.dtype)
+        else:
+            found = everyone.amax(0) if self.reduce_op == dist.ReduceOp.MAX else everyone.amin(0)
+        return found.view(value.shape)
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.is_floating_point() else torch.int64
+
+
+_ALONE = (
+    "expected every rank to ask what one asks of a sharded table, found this one asking {} alone, at {}. Ask on every "
+    "rank, and log it on one; or call model.full_state_dict() on every rank and ask of that"
+)

@@ -1,0 +1,59 @@
+"""Checks that what ranks announce of a step is the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure
+
+_ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
+
+
+def check_activities(activities: Sequence[int]) -> None:
+    """Raises `PeerFailure` where ranks call the model for different things; `activities`: of every rank."""
+    if len(set(activities)) > 1:
+        raise PeerFailure(
+            {r: f"expected all ranks to do the same, found this one {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
+        )
+
+
+def check_programs(programs: Sequence[int]) -> None:
+    """Raises `PeerFailure` where ranks are about to launch other collectives than rank 0."""
+    others = [rank for rank, program in enumerate(programs) if program != programs[0]]
+    if others:
+        raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
+
+
+OTHER_PROGRAM = (
+    "expected every rank's graph to launch the same collectives, in a call of the model, found others than on rank 0: "
+    "their batches led the forward along another path, or the ranks have registered other hooks. Make the forward "
+    "communicate alike on every rank, in the same dtype, and register the same hook"
+)
+
+
+def check_deeds(deeds: Sequence[int], communicator: Communicator) -> None:
+    """Raises `PeerFailure` where a rank has done with its parts of tables what another one has not."""
+    least, own = min(deeds), deeds[communicator.rank]
+    if len(set(deeds)) > 1 and least >= 0:
+        communicator.deeds -= own  # all ranks count anew
+        raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})
+
+
+_DONE_ALONE = (
+    "expected every rank to do the same with sharded tables, their gradients and their state, found {} operation(s) of "
+    "this one alone since the last call: it changes, or copies, its own columns, and never the whole. Do it on every "
+    "rank, or call model.full_state_dict() on every rank and use that"
+)
+
+
+def check_steps(steps: Sequence[int]) -> None:
+    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps."""
+    if len(set(steps)) > 1:
+        raise PeerFailure(
+            {
+                rank: f"expected as many optimizer steps on every rank, found {count} taken on this one: their "
+                "parameters differ. Load a checkpoint on every rank"
+                for rank, count in enumerate(steps)
+            }
+        )
