@@ -68,6 +68,13 @@ class Held:
         if self._local is not None:
             torch.autograd.graph.increment_version(self._local)
 
+    def check_write(self) -> None:
+        """Raises `RuntimeError` where a write would be lost."""
+
+    def viewed(self, own: Tensor) -> Held:
+        """Holds a view of its memory."""
+        return Held(own, self.viewer())
+
     of_gradient = False
     """Whether it is a gradient's, whose rows may be told apart."""
 
@@ -107,6 +114,19 @@ class Held:
     def pinned(self) -> Tensor:
         """Returns its memory to a caller who keeps it for good."""
         return self.memory()
+
+
+class HeldCopy(Held):
+    """Memory of a copy by columns, in a state dict, of a table on a grid."""
+
+    def check_write(self) -> None:
+        raise RuntimeError(
+            "expected a table by columns, in a write into a state dict, found one on a grid, of which state_dict() "
+            "gives a copy. Write into the parameter; or into a clone of the value, and call load_state_dict()."
+        )
+
+    def viewed(self, own: Tensor) -> Held:
+        return HeldCopy(own)
 
 
 Rows = tuple[Tensor, Tensor]

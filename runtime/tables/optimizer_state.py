@@ -13,16 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.checkpoint_parts import as_asked
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.part import Part, whole
 from embrace_fx.runtime.tables.part_state import as_state, own_state
+from embrace_fx.runtime.tables.state_dicts import as_shown
 
 
 def show_state(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns the tables' state in parts. Collective where `torch.distributed.checkpoint` asks for a grid's."""
+    """Returns the tables' state in parts by columns. Collective where a table lies on a grid."""
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
@@ -33,7 +33,7 @@ def show_state(
             continue
         with communicator.watching():
             state = {name: as_state(parameter, value) for name, value in shown[key].items()}
-            shown[key] = {name: as_asked(v) if isinstance(v, Part) else v for name, v in state.items()}
+            shown[key] = {name: as_shown(v) if isinstance(v, Part) else v for name, v in state.items()}
     return {**state_dict, "state": shown}
 
 

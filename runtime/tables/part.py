@@ -116,6 +116,7 @@ class Part(Tensor):
             if value.shape != self.shape:
                 raise self.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
             value = self.like(Held(self.spread.cut(value.detach()).clone()))
+        self.spread.note_deed()
         self.held.dense()  # an update to come is of what it has been, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held = Held(value.held.memory().detach())
@@ -143,25 +144,23 @@ class Part(Tensor):
     # What `torch.distributed.checkpoint` asks.
 
     def __create_write_items__(self, name: str, value: object) -> Any:
-        shard = self._by_columns()
-        return shard.__create_write_items__(name, shard)  # type: ignore[attr-defined]
+        shard = self.shard()
+        return shard.__create_write_items__(name, shard)  # type: ignore[no-untyped-call]
 
     def __create_chunk_list__(self) -> Any:
-        return self._by_columns().__create_chunk_list__()  # type: ignore[attr-defined]
+        return self.shard().__create_chunk_list__()  # type: ignore[no-untyped-call]
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
         return self.to_local()
 
-    def _by_columns(self) -> Tensor:
-        from embrace_fx.runtime.tables.checkpoint_parts import as_dtensor  # noqa: PLC0415  (makes parts)
-
-        if self.spread.is_alone or self.spread.grid is not None or not self.spread.is_table:
-            raise RuntimeError(
-                f"expected parts of tables by columns, in torch.distributed.checkpoint, found another of {self.what}. "
-                "Save and load what get_state_dict of torch.distributed.checkpoint.state_dict gives, or call "
-                "model.save_checkpoint()."
-            )
-        return as_dtensor(self)
+    def shard(self) -> DTensor:
+        """This rank's part of a table by columns as a DTensor, in the same memory."""
+        layout, shape = self.spread, self.shape
+        if layout.mesh is None or layout.grid is not None or not layout.is_table:
+            raise self.refused("torch.distributed.checkpoint of what is no table by columns")
+        return DTensor.from_local(
+            self.to_local(), layout.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
+        )
 
     def data_ptr(self) -> int:
         return 0 if _is_staged() else self._whole("data_ptr()").data_ptr()
@@ -182,6 +181,7 @@ class Part(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         if id(self) not in memo:
+            self.spread.note_deed()
             copied = self.like(self.held.copied())
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         found: Part = memo[id(self)]
@@ -264,6 +264,7 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
     if isinstance(value, Part) and value.spread.fits(layout):
         return value.held.dense()
     if isinstance(value, Part) and value.spread.is_table and value.spread.group is layout.group is not None:
+        layout.meet()
         old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
         return regrid(value.held.dense(), layout.shape, old, new, layout.group)
     is_shard = isinstance(value, DTensor) and value.placements == (Shard(1),)

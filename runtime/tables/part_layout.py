@@ -183,6 +183,10 @@ class Layout:
         if communicator is not None and threading.current_thread() is threading.main_thread():
             communicator.deeds += 1
 
+    def meet(self) -> None:
+        """Waits until all ranks ask for all of it. Collective."""
+        self.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, _ALL)
+
     def whole(self, own: Tensor) -> Tensor:
         """Puts the parts of all ranks together, on every rank. Collective."""
         if self.mesh is None:

@@ -115,6 +115,11 @@ def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
     return set_.to(dtype) if reduce_op == _MAX else -set_.to(dtype)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of numbers on their way, which are rounded to half precision once."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def _zero(dtype: torch.dtype) -> float:
     return 0
 
@@ -134,11 +139,13 @@ def _is_of_gradient(part: Part, asked: _Asked) -> bool:
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
+    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
+    dtype = _wide(looks.dtype)
     if _is_of_gradient(part, asked):
-        return part.spread.reduce(aten.sum.default(part.held.values(), **dtype), _SUM, _word(func))
-    return _over(part, asked, func, lambda values, dims: values.sum(dims, keepdim=True, **dtype), _SUM, _zero)
+        found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _word(func))
+    else:
+        found = _over(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM, _zero)
+    return found.to(looks.dtype)
 
 
 def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
@@ -148,26 +155,27 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    count = 1
+    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
+    count, dtype = 1, _wide(looks.dtype)
     for dim in asked.dims:
         count *= part.shape[dim] if part.dim() else 1
-    dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
     if len(args) == 1 and not asked.keep:
-        return aten.sum.default(part, **dtype) / max(1, count)
-    return aten.sum.dim_IntList(part, list(asked.dims), asked.keep, **dtype) / max(1, count)
+        total = aten.sum.default(part, dtype=dtype)
+    else:
+        total = aten.sum.dim_IntList(part, list(asked.dims), asked.keep, dtype=dtype)
+    return (total / max(1, count)).to(looks.dtype)
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    correction, count = asked.named.get("correction"), 1
+    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
+    correction, count, values = asked.named.get("correction"), 1, part.to(_wide(part.dtype))
     for dim in asked.dims:
         count *= part.shape[dim] if part.dim() else 1
-    apart = part - part.mean(list(asked.dims), keepdim=True)
+    apart = values - values.mean(list(asked.dims), keepdim=True)
     squares = (apart * apart).sum(list(asked.dims), keepdim=asked.keep)
     found = squares / max(0.0, count - (1.0 if correction is None else float(correction)))
-    return found.sqrt() if "std" in func._schema.name else found
+    return (found.sqrt() if "std" in func._schema.name else found).to(looks.dtype)
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
@@ -193,7 +201,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if part.held.of_gradient and asked.is_of_all(part):
         total: Tensor = part.held.norm(order)
         return total.to(looks.dtype).view(looks.shape)
-    wide = torch.promote_types(looks.dtype, torch.float32)  # half precision would overflow at the square of 256
+    wide = _wide(looks.dtype)  # half precision would overflow at the square of 256
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)

@@ -3,6 +3,7 @@
     op                                              does
     ----------------------------------------------  ---------------------------------------------------------------
     element-wise, in place or not, fills, copies    the same to this rank's part; of whole operands it takes its own
+    writes into whole tensors                       from whole ones, which the ranks gather
     views: rows, slices, transposed, flattened      a part of the view, in the same memory
     rows read or written by their ids               the same to this rank's columns of them
     random fills                                    draws the whole, as every rank does, and takes its own
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.part import Part, Rule
+from embrace_fx.runtime.tables.part import Part, Rule, whole
 from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
@@ -45,9 +46,12 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
     if any(isinstance(leaf, DTensor) for leaf in leaves):
         raise parts[0].refused(f"{func._schema.name} with a DTensor")
+    written = args[0].held if func._schema.is_mutable and isinstance(args[0], Part) else None
+    if written is not None:
+        written.check_write()
     found = _answer(func, args, dict(kwargs), parts)
-    if func._schema.is_mutable and isinstance(args[0], Part):
-        args[0].held.note_write()
+    if written is not None:
+        written.note_write()
     if func not in _OF_NO_ELEMENTS:
         parts[0].spread.note_deed()
     return found
@@ -72,6 +76,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
             return found
     if first.spread.is_alone:
         return _alone(func, args, kwargs)
+    if func.namespace == "aten" and func._schema.is_mutable:
+        found = _written(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
     if func._can_decompose():  # called below autograd, by one of these rules too
         return func.decompose(*args, **kwargs)
     raise first.refused(func._schema.name)
@@ -88,15 +96,15 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
-    local, viewer = part.held.memory(), part.held.viewer()
+    local, viewed = part.held.memory(), part.held.viewed
     try:
         found = view(func, args[1:], kwargs, part.spread, local)
     except NotAView:
         return NotImplemented
     if isinstance(found, list):
-        return [part.like(Held(own, viewer), layout) for layout, own in found]
+        return [part.like(viewed(own), layout) for layout, own in found]
     layout, own = found
-    return part.like(Held(own, viewer), layout)
+    return part.like(viewed(own), layout)
 
 
 # -- element by element ------------------------------------------------------------------------------------------------
@@ -134,6 +142,27 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
         stride = pytree.tree_leaves(looks)[0].stride()
         layout = replace(layout, stride=stride)
     return pytree.tree_map_only(Tensor, lambda found: parts[0].like(Held(found), layout), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into whole tensors from whole ones, which the ranks gather; or into a part by `out=`."""
+    named = zip(func._schema.arguments, args, strict=False)
+    into = [value for argument, value in named if argument.is_write] + [kwargs[key] for key in _outs(func, kwargs)]
+    written = [leaf for leaf in pytree.tree_leaves(into) if isinstance(leaf, Tensor)]
+    if not any(isinstance(leaf, Part) for leaf in written):
+        parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)]
+        if unreduced := next((part for part in parts if part.held.unreduced), None):
+            raise unreduced.not_reduced(func._schema.name)
+        return func(*pytree.tree_map_only(Part, whole, args), **pytree.tree_map_only(Part, whole, kwargs))
+    out = kwargs.pop("out", None)
+    if not isinstance(out, Part) or torch.Tag.pointwise not in func.tags:
+        return NotImplemented
+    found = func.overloadpacket(*args, **kwargs)
+    return out.copy_(found) if found.shape == out.shape else NotImplemented
+
+
+def _outs(func: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    return [argument.name for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
 
 
 def _meta(leaf: Tensor) -> Tensor:

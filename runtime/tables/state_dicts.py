@@ -1,35 +1,65 @@
-"""State dicts with sharded tables, which hold them in parts: loaded, or put together.
+"""State dicts with sharded tables, which hold them in parts, by columns: shown, loaded, or put together.
 
-One rank's file of a part would hold that rank's columns alone, so that pickling it is refused; `whole_state` gives what
-one rank can write.
+`torch.distributed.checkpoint` saves and loads parts; where it gathers or cuts tables itself, it gets DTensors. One
+rank's file of a part would hold that rank's columns alone, so that pickling it is refused; `whole_state` gives what one
+rank can write.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from embrace_fx.runtime.tables.checkpoint_parts import as_asked
-from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.part import Part, own_part_of, whole
 from embrace_fx.runtime.tables.part_layout import Layout
 
 
-def show_parts(state_dict: dict[str, Any], names: Mapping[str, Layout], *, prefix: str = "") -> None:
-    """Shows this rank's parts of tables as `torch.distributed.checkpoint` wants them, where that asks.
+def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
+    """Shows this rank's parts of tables by columns. Collective where one lies on a grid.
 
     Args:
-        names: of the tables, each of their names.
+        names: of the tables, by each of their names.
         prefix: of the model's names in the state dict.
     """
+    shown: dict[int, Tensor] = {}  # a tied parameter once
     for name in names:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Part):
-            state_dict[prefix + name] = as_asked(value)
+        if isinstance(value, Part) and not value.held.is_elsewhere:
+            if id(value.held) not in shown:
+                shown[id(value.held)] = as_shown(value)
+            state_dict[prefix + name] = shown[id(value.held)]
+
+
+def as_shown(part: Part) -> Tensor:
+    """Returns a part of a table as state dicts show it: by columns, of a table on a grid a copy. Collective there.
+
+    Where `torch.distributed.checkpoint` gathers it, or cuts it out of a whole one, it is a DTensor.
+    """
+    if part.spread.is_alone:
+        return part
+    if part.spread.grid is not None:
+        layout = part.spread.by_columns()
+        part = part.like(HeldCopy(own_part_of(part, layout)), layout)
+    return part.shard() if _is_gathered() else part
+
+
+def _is_gathered() -> bool:
+    """Whether `torch.distributed.checkpoint` asks for a state dict in order to gather it, or to cut whole tensors."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
+            return bool(info.full_state_dict or info.broadcast_from_rank0)
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 def take_own_parts(

@@ -38,7 +38,7 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     first = next((each.spread for each in values if isinstance(each, Part) and not each.spread.is_alone), None)
     group = None if first is None else first.group
     if first is not None:
-        first.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, "all")  # all ranks are here
+        first.meet()
     rank = dist.get_rank() if dist.is_initialized() else 0
     writes = group is None or dist.get_rank(group) == 0
     being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
