@@ -31,10 +31,10 @@ _ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
 """Where another model's ranks wait for each other."""
 
 _ELSEWHERE = (
-    "expected every rank to call the model, or ask of a sharded table, where one does, found this one in {} at {}, "
-    "waiting for a rank that does so alone. Do both on all ranks: the call, under join() where loaders are of unequal "
-    "length, or the question, and what stands at that line; or let one rank evaluate, or ask, a plain model that has "
-    "loaded full_state_dict()"
+    "expected every rank to call the model, found this one in {} at {}, waiting for a rank that calls the model, or "
+    "asks of a sharded table, alone. Do both on all ranks: the call, under join() where loaders are of unequal length, "
+    "or the question (full_state_dict(), clipping and norms, too), and what stands at that line; or evaluate on one "
+    "rank with a plain model that has loaded full_state_dict()"
 )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Layout, arguments_of, without_axes
+from embrace_fx.runtime.tables.part_layout import Layout, without_axes
+from embrace_fx.runtime.tables.part_views import arguments_of
 
 aten = torch.ops.aten
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN

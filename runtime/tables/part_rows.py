@@ -1,4 +1,8 @@
-"""Rows of a part read and written by their ids: each rank takes its own columns of them, and those rows that it has."""
+"""Rows of a part: read and written by their ids, of which each rank takes its own columns; and gradients in rows.
+
+Contract
+    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them).
+"""
 
 from __future__ import annotations
 
@@ -152,6 +156,59 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
     return part.like(Held(part.held.dense().index_select(dim, ids)), part.spread.with_axes(axes))
 
 
+# -- gradients in rows -------------------------------------------------------------------------------------------------
+
+
+def _rows_of(part: Any) -> Any:
+    """Returns the memory of a gradient in rows; None: the part is no such gradient."""
+    held = part.held if isinstance(part, Part) else None
+    return None if held is None or held.is_dense else held
+
+
+def _zero(func: Any, args: Any, kwargs: Any) -> Any:
+    if not args[0].held.of_gradient:
+        return NotImplemented
+    args[0].held.set_zero()
+    return args[0]
+
+
+def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
+    """`mul_` and `div_` by a number."""
+    held, factor = _rows_of(args[0]), args[1]
+    if held is None or kwargs or isinstance(factor, Part) or (isinstance(factor, Tensor) and factor.dim() > 0):
+        return NotImplemented
+    out_of_place = aten.mul if "mul" in func._schema.name else aten.div
+    held.map(lambda values: out_of_place(values, factor).to(values.dtype))
+    return args[0]
+
+
+def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Clamping that leaves zero zero."""
+    part, *bounds = args
+    held, name = _rows_of(part), func._schema.name
+    lowest, highest = {
+        "aten::clamp_": (*bounds, None, None)[:2],
+        "aten::clamp_min_": (bounds[0] if bounds else None, None),
+        "aten::clamp_max_": (None, bounds[0] if bounds else None),
+    }[name]
+    lowest, highest = kwargs.get("min", lowest), kwargs.get("max", highest)
+    if held is None or any(isinstance(bound, Tensor) for bound in (lowest, highest)):
+        return NotImplemented
+    if (lowest is not None and lowest > 0) or (highest is not None and highest < 0):
+        return NotImplemented
+    held.map(lambda values: values.clamp(lowest, highest))
+    return part
+
+
+def _added(func: Any, args: Any, kwargs: Any) -> Any:
+    """`add_` of another gradient in rows."""
+    held, other = _rows_of(args[0]), _rows_of(args[1])
+    if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
+        return NotImplemented
+    held.add_rows(*other.rows())
+    return args[0]
+
+
 ROWS: Mapping[Any, Rule] = MappingProxyType(
     {
         aten.index_put_.default: _put,
@@ -167,6 +224,10 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         ),
         aten.index.Tensor: _read,
         aten.index_select.default: _select_index,
+        aten.zero_.default: _zero,
+        **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
+        **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
+        aten.add_.Tensor: _added,
     }
 )
-"""Rows by their ids."""
+"""Rows by their ids, and what leaves a gradient in rows."""

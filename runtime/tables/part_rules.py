@@ -12,7 +12,6 @@
 
 Contract
     Whether an op is refused, and whether ranks communicate, is the same on all of them.
-    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them).
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule, whole
-from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
+from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
+from embrace_fx.runtime.tables.part_views import VIEWS, view
 
 aten = torch.ops.aten
 
@@ -145,24 +145,18 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes into whole tensors from whole ones, which the ranks gather; or into a part by `out=`."""
-    named = zip(func._schema.arguments, args, strict=False)
-    into = [value for argument, value in named if argument.is_write] + [kwargs[key] for key in _outs(func, kwargs)]
-    written = [leaf for leaf in pytree.tree_leaves(into) if isinstance(leaf, Tensor)]
-    if not any(isinstance(leaf, Part) for leaf in written):
-        parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)]
-        if unreduced := next((part for part in parts if part.held.unreduced), None):
-            raise unreduced.not_reduced(func._schema.name)
-        return func(*pytree.tree_map_only(Part, whole, args), **pytree.tree_map_only(Part, whole, kwargs))
-    out = kwargs.pop("out", None)
-    if not isinstance(out, Part) or torch.Tag.pointwise not in func.tags:
-        return NotImplemented
-    found = func.overloadpacket(*args, **kwargs)
-    return out.copy_(found) if found.shape == out.shape else NotImplemented
-
-
-def _outs(func: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    return [argument.name for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
+    """Writes into whole tensors, from whole ones that the ranks gather; or by `out=` into a part."""
+    out = kwargs.get("out")
+    into = pytree.tree_leaves([v for a, v in zip(func._schema.arguments, args, strict=False) if a.is_write] + [out])
+    if any(isinstance(leaf, Part) for leaf in into):
+        if not isinstance(out, Part) or torch.Tag.pointwise not in func.tags:
+            return NotImplemented
+        found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+        return out.copy_(found) if found.shape == out.shape else NotImplemented
+    parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)]
+    if unreduced := next((part for part in parts if part.held.unreduced), None):
+        raise unreduced.not_reduced(func._schema.name)
+    return func(*pytree.tree_map_only(Part, whole, args), **pytree.tree_map_only(Part, whole, kwargs))
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -227,59 +221,6 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     if local.numel():
         local.copy_(drawn.reshape(local.shape))
     return part
-
-
-# -- gradients in rows -------------------------------------------------------------------------------------------------
-
-
-def _rows_of(part: Any) -> Any:
-    """Returns the memory of a gradient in rows; None: the part is no such gradient."""
-    held = part.held if isinstance(part, Part) else None
-    return None if held is None or held.is_dense else held
-
-
-def _zero(func: Any, args: Any, kwargs: Any) -> Any:
-    if not args[0].held.of_gradient:
-        return NotImplemented
-    args[0].held.set_zero()
-    return args[0]
-
-
-def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """`mul_` and `div_` by a number."""
-    held, factor = _rows_of(args[0]), args[1]
-    if held is None or kwargs or isinstance(factor, Part) or (isinstance(factor, Tensor) and factor.dim() > 0):
-        return NotImplemented
-    out_of_place = aten.mul if "mul" in func._schema.name else aten.div
-    held.map(lambda values: out_of_place(values, factor).to(values.dtype))
-    return args[0]
-
-
-def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Clamping that leaves zero zero."""
-    part, *bounds = args
-    held, name = _rows_of(part), func._schema.name
-    lowest, highest = {
-        "aten::clamp_": (*bounds, None, None)[:2],
-        "aten::clamp_min_": (bounds[0] if bounds else None, None),
-        "aten::clamp_max_": (None, bounds[0] if bounds else None),
-    }[name]
-    lowest, highest = kwargs.get("min", lowest), kwargs.get("max", highest)
-    if held is None or any(isinstance(bound, Tensor) for bound in (lowest, highest)):
-        return NotImplemented
-    if (lowest is not None and lowest > 0) or (highest is not None and highest < 0):
-        return NotImplemented
-    held.map(lambda values: values.clamp(lowest, highest))
-    return part
-
-
-def _added(func: Any, args: Any, kwargs: Any) -> Any:
-    """`add_` of another gradient in rows."""
-    held, other = _rows_of(args[0]), _rows_of(args[1])
-    if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
-        return NotImplemented
-    held.add_rows(*other.rows())
-    return args[0]
 
 
 # -- several tensors, and one rank ------------------------------------------------------------------------------------
@@ -371,10 +312,6 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
             ),
             _random,
         ),
-        aten.zero_.default: _zero,
-        **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
-        **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
-        aten.add_.Tensor: _added,
         **REDUCTIONS,
         **ROWS,
     }
