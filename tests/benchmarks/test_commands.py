@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,13 @@ def test_a_command_measures_and_writes(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_step_calls_is_counted_by_room_by_op_and_by_thread() -> None:
-    calls, rows = Calls(), torch.zeros(50, 8)
+    calls, gather = Calls(), partial(torch.zeros(50, 8).index_select, 0, torch.zeros(5, dtype=torch.int64))
     calls.install()
     calls.on = True
     room_of("x")
     calls.on = False
     calls.remove()
-    found = count_ops(lambda: rows.index_select(0, torch.zeros(5, dtype=torch.int64)), 1)
+    found = count_ops(gather, 1)
     before = {1: ("a", Thread(10.0, 4))}
     after = {1: ("a", Thread(30.0, 8)), 2: ("a", Thread(20.0, 4)), 3: ("idle", Thread(0.0, 0))}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held, HeldGradient
 from embrace_fx.runtime.tables.layouts import mesh_of
@@ -58,6 +59,50 @@ class Parts:
 
     def close(self) -> None:
         self.communicator.close()
+
+
+class Shown:
+    """Tables of these shapes as state dicts of a compiled model in training, and of its optimizer, hand them out."""
+
+    def __init__(self, shapes: Iterable[torch.Size]) -> None:
+        tables = {shape: nn.Embedding(*shape, dtype=torch.float64) for shape in sorted(set(shapes))}
+        self._names = {shape: f"{number}.weight" for number, shape in enumerate(tables)}
+        self._model = embrace_fx.compile(_Tables(tables.values()), strategy="alltoall")
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+        self._model(torch.zeros(1, dtype=torch.int64)).backward()
+        self._optimizer.step()
+
+    def parameter(self, whole: Tensor) -> Part:
+        """Of the model's state dict."""
+        name = self._names[whole.shape]
+        self._model.load_state_dict({name: whole}, strict=False)
+        found: Part = self._model.state_dict()[name]
+        return found
+
+    def state(self, whole: Tensor) -> Part:
+        """Of the optimizer's state dict."""
+        number = int(self._names[whole.shape].split(".")[0])
+        found: Part = self._optimizer.state_dict()["state"][number]["exp_avg"].copy_(whole)
+        return found
+
+    def kept(self, whole: Tensor) -> Part:
+        """Of the optimizer's state."""
+        self.state(whole)
+        number = int(self._names[whole.shape].split(".")[0])
+        found: Part = self._optimizer.state[self._model.module.get_parameter(f"{number}.weight")]["exp_avg"]
+        return found
+
+    def close(self) -> None:
+        self._model.close()
+
+
+class _Tables(nn.Sequential):
+    def __init__(self, tables: Iterable[nn.Embedding]) -> None:
+        super().__init__(*tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = torch.stack([table(ids).square().sum() for table in self]).sum()
+        return found
 
 
 def whole_of(value: Any) -> Any:

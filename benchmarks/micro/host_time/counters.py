@@ -133,7 +133,7 @@ class Ops:
     copied_bytes: float
 
 
-def count_ops(train: Callable[[], None], steps: int) -> Ops:
+def count_ops(train: Callable[[], object], steps: int) -> Ops:
     """Runs `train`, which takes so many steps, under torch's profiler, on every thread."""
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=everywhere) as found:

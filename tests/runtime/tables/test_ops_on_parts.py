@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.support.parts import Parts, asked, differs
+from tests.support.parts import Parts, Shown, asked, differs
 from tests.support.ranks import run_ranks
 
 Deed = Callable[[Any], Any]
 Listed = Iterator[tuple[str, Tensor, Deed]]
 """(name, whole tensor, deed)."""
-KINDS = ("parameter", "gradient", "state")
+SHOWN = "shown "
+KINDS = ("parameter", "gradient", "state", "shown parameter", "shown state", "shown kept")
+"""As made by hand; and as a state dict of the model, one of its optimizer, or its optimizer's state shows them."""
 _SAMPLES, _LOOKED_AT = 4, 40
 """Of each op: how many are taken, and among how many that torch makes."""
 
@@ -107,8 +109,11 @@ _NOT_ASKED = frozenset(
 
 def _compared(rank: int, world_size: int, kind: str, listed: str, share: int, of: int) -> dict[str, str]:
     """What is wrong with answers, by deed."""
-    parts, wrong, counts = Parts(), {}, {"answer": 0, "refused": 0}
-    for name, whole, deed in {"ops": _ops, "methods": _methods}[listed](share, of):
+    deeds = list({"ops": _ops, "methods": _methods}[listed](share, of))
+    wrong, counts = dict[str, str](), {"answer": 0, "refused": 0}
+    parts: Any = Shown(whole.shape for _, whole, _ in deeds) if kind.startswith(SHOWN) else Parts()
+    kind = kind.removeprefix(SHOWN)
+    for name, whole, deed in deeds:
         torch.manual_seed(1)
         expected_kind, expected = asked(whole.clone, deed)
         torch.manual_seed(1)
