@@ -22,11 +22,11 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, PlanDoesNotFit
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DeadRank, PeerFailure, PlanDoesNotFit, StuckRank
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 from embrace_fx.runtime.ranks.questions import Question
-from embrace_fx.runtime.ranks.step_checks import check_activities, check_deeds, check_programs, check_steps
+from embrace_fx.runtime.ranks.step_checks import check_activities, check_programs, check_steps
 
 STEP, BACKWARD, GAVE_UP, JOIN, QUESTION = range(5)
 """The kinds of an announcement: at the head of a step; at the head of a backward; in an announced forward that the rank
@@ -246,8 +246,7 @@ class Announcements:
         if any(each.does_not_fit for each in everyone):
             raise PlanDoesNotFit
         check_programs([each.program for each in everyone])
-        check_steps([each.steps for each in everyone])
-        check_deeds([each.deeds for each in everyone], self.communicator)
+        check_steps(everyone, self.communicator)
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
@@ -336,7 +335,10 @@ class Announcements:
         self.settle()
         self.communicator.check_open()
         self._met += 1
-        everyone = self._read(own, self.launch(own))
+        try:
+            everyone = self._read(own, self.launch(own))
+        except (DeadRank, StuckRank) as error:
+            raise type(error)(f"{question.alone()} ({error})") from error
         if any(each.kind != QUESTION or each.program != own.program for each in everyone):
             gave_up = any(each.kind == GAVE_UP for each in everyone)
             raise PeerFailure(self.reports(everyone, None if gave_up else question.alone()))
@@ -345,7 +347,9 @@ class Announcements:
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""
         kinds, found = {each.kind for each in everyone}, dict[int, str]()
-        if QUESTION not in kinds:
+        if QUESTION in kinds:
+            self.communicator.deeds = 0  # what led to the question; all ranks count anew
+        else:
             found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:
             found |= self.communicator.reports(failure)

@@ -21,12 +21,14 @@ import torch.distributed as dist
 
 from embrace_fx.runtime.ranks.failure import place_of_main_thread
 
-PATIENCE_S = 3.0
+PATIENCE_S = 1.0
 """Seconds that an announcement waits before the rank writes that it does."""
 
-_C10D = "torch/distributed/distributed_c10d.py"
-_TOGETHER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""Beginnings of the names of collectives that no rank leaves before all have come."""
+_TOGETHER = {
+    "torch/distributed/distributed_c10d.py": ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # of DDP's constructor
+}
+"""Files, and beginnings of the names of collectives there that no rank leaves before all have come."""
 _ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
 """Where another model's ranks wait for each other."""
 
@@ -91,8 +93,8 @@ def _stands_in(rank: int) -> FrameType | None:
     top = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame, _ in traceback.walk_stack(top):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith(_C10D) and name.startswith(_TOGETHER):
-            return frame if _has(frame.f_locals.get("group"), rank) else None
+        if any(file.endswith(there) and name.startswith(names) for there, names in _TOGETHER.items()):
+            return frame if _has(frame.f_locals.get("group", frame.f_locals.get("process_group")), rank) else None
         if file.endswith(_ANNOUNCEMENTS) and name == _READ:
             return frame if _has(frame.f_locals["self"].communicator.group, rank) else None
     return None

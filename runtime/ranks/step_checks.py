@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.ranks.announcement import Announcement
 
 _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 
@@ -32,14 +36,6 @@ OTHER_PROGRAM = (
 )
 
 
-def check_deeds(deeds: Sequence[int], communicator: Communicator) -> None:
-    """Raises `PeerFailure` where a rank has done with its parts of tables what another one has not."""
-    least, own = min(deeds), deeds[communicator.rank]
-    if len(set(deeds)) > 1 and least >= 0:
-        communicator.deeds -= own  # all ranks count anew
-        raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})
-
-
 _DONE_ALONE = (
     "expected every rank to do the same with sharded tables, their gradients and their state, found {} operation(s) of "
     "this one alone since the last call: it changes, or copies, its own columns, and never the whole. Do it on every "
@@ -47,8 +43,12 @@ _DONE_ALONE = (
 )
 
 
-def check_steps(steps: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps."""
+def check_steps(everyone: Sequence[Announcement], communicator: Communicator) -> None:
+    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps, or done different things with
+    their parts of tables."""
+    if len({(each.steps, each.deeds) for each in everyone}) == 1:
+        return
+    steps, deeds = [each.steps for each in everyone], [each.deeds for each in everyone]
     if len(set(steps)) > 1:
         raise PeerFailure(
             {
@@ -57,3 +57,6 @@ def check_steps(steps: Sequence[int]) -> None:
                 for rank, count in enumerate(steps)
             }
         )
+    if (least := min(deeds)) >= 0:
+        communicator.deeds -= deeds[communicator.rank]  # all ranks count anew
+        raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})

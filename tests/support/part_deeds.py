@@ -42,7 +42,7 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.out(torch.tanh(self.emb(ids_BL).mean(1))), tags_B)
 
 
-def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(ROWS, (4, 3), generator=draw), torch.randint(3, (4,), generator=draw)
 
@@ -259,7 +259,7 @@ def train(
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for step, (name, deed) in enumerate(deeds.items()):
-        model(*_batch(step, rank)).backward()
+        model(*batch_of(step, rank)).backward()
         answer = None
         if refused is None or name not in refused:
             try:
