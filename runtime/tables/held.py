@@ -19,6 +19,7 @@ from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.tables.gradient_norms import whole_norms
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class Held:
@@ -162,7 +163,8 @@ class Late(Generic[Landed]):
             RuntimeError: the model is gone, and with it what would have brought them.
         """
         if self.landed is None:
-            self.landed = self._land()
+            with outside_of_modes():
+                self.landed = self._land()
         return self.landed
 
 

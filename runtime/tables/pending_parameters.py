@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_state import PendingState
+from embrace_fx.vocabulary.modes import outside_of_modes
 
 _WITHOUT_VALUES = frozenset(
     {
@@ -160,12 +161,9 @@ class Updates:
                 parameter.__class__ = self._kind(type(parameter))
 
     def _apply(self) -> None:
-        """Applies what is pending, as at any other time: Dynamo asks parameters for values while it traces, too."""
-        tracing, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
-        try:
+        """Applies what is pending, as at any other time: traces and transforms read parameters too."""
+        with outside_of_modes():
             self._apply_now()
-        finally:
-            torch.compiler._is_compiling_flag = tracing
 
     @contextlib.contextmanager
     def _applying(self) -> Iterator[None]:
