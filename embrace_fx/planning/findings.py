@@ -19,7 +19,7 @@ from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.pending_parameters import share_memory
+from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, share_memory
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
@@ -100,7 +100,9 @@ def find(
         failure = failure_text(error)
     whole = dict.fromkeys(sorted({*unshardable(graph), *setting.state.hooked}), WHOLE)
     weights = {table.parameter: setting.state.parameter(table.parameter) for table in graph.tables}
-    whole |= {name: SHARED for name, each in weights.items() if not isinstance(each, Part) and share_memory([each])}
+    for name, weight in weights.items():
+        if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
+            whole[name] = SHARED
     own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +17,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
+from embrace_fx.capture.bypasses import close_bypasses
 from embrace_fx.planning.fitting import Misfit
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
+from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
 from embrace_fx.runtime.ranks.rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
@@ -31,6 +33,7 @@ from embrace_fx.session.calls import Arguments, Kinds
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
+from embrace_fx.session.forks import watch_forks
 from embrace_fx.session.graph_calls import GraphCalls
 from embrace_fx.session.idling import Idling
 from embrace_fx.session.lookahead import Lookahead
@@ -81,6 +84,8 @@ class Session:
         self.planned = PlanInUse(self._setting, self._kinds, self.lookahead.warn_of_other_batch, self._note_places)
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
+        close_bypasses()
+        watch_forks(self)
         self._graphs = GraphCalls(self._setting, self.planned, self._kinds, self._captures, self.lookahead, self._watch)
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
@@ -124,6 +129,18 @@ class Session:
     def is_training(self) -> bool:
         """Whether the model has been called and is not closed."""
         return self._begun and self.communicator.is_open
+
+    def before_fork(self) -> None:
+        """Applies updates, and waits for gradients; of those, this thread alone knows that nobody works with them."""
+        self.state.pending.apply()
+        if (flow := self.planned.flow) is not None and threading.current_thread() is threading.main_thread():
+            flow.materialise()
+
+    def in_fork(self) -> None:
+        """Has a forked child use no connection to other ranks."""
+        self.communicator.leave_fork()
+        if self.planned.flow is not None:
+            self.planned.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)

@@ -60,6 +60,14 @@ class PendingGradient(Tensor):
     def resolve(self) -> Tensor:
         return self.late.now()[self.place]
 
+    @property
+    def data(self) -> Tensor:
+        return self.resolve().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.resolve().data = value
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -78,7 +86,7 @@ class PendingGradient(Tensor):
         return self.resolve().__reduce_ex__(protocol)
 
 
-forward(PendingGradient, READ_MEMORY, lambda gradient, _: gradient.resolve())
+forward(PendingGradient, (*READ_MEMORY, "as_subclass"), lambda gradient, _: gradient.resolve())
 
 BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""

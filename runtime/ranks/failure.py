@@ -25,6 +25,19 @@ ANNOUNCEMENT = "announcement"
 BACKWARD = "backward"
 """The name of what every backward begins with."""
 
+CLOSED = (
+    "expected a compiled model that is open, found that it has been closed, by close() or by another compile() of its "
+    "model: its process groups have ended. Call what that one returned, or compile anew."
+)
+"""Why a model that has been closed does nothing."""
+
+FORKED = (
+    "expected a call of the model, or a question to a sharded table, in the process that trains, found one in a child "
+    "that was forked from it, which other ranks do not know. Ask before the fork, on every rank: full_tensor() of a "
+    "table, model.full_state_dict() of all; or fork `with model.whole():`."
+)
+"""Why a model does nothing in a forked child."""
+
 _LIBRARIES = tuple(
     str(path)
     for path in (

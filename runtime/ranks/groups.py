@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
-from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, Watching, failure_text
+from embrace_fx.runtime.ranks.failure import CLOSED, FORKED, LaunchLog, PeerFailure, RollCall, Watching, failure_text
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
 from embrace_fx.runtime.ranks.worker import Worker
@@ -76,7 +76,7 @@ class Groups:
         self._roll_call: RollCall | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
-        self._closed = False
+        self._closed = ""  # why it is
         self._connected = False
         if group is not None:
             self.join(group)
@@ -115,10 +115,16 @@ class Groups:
 
     def close(self) -> None:
         """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
-        self._closed, self._hosts = True, None
+        self._closed, self._hosts = CLOSED, None
         self._groups.clear()
         self._waiters.clear()
         self._end()
+
+    def leave_fork(self) -> None:
+        """Closes this for a forked child, whose copies of the connections are its parent's."""
+        self._closed, self._roll_call = FORKED, None
+        if isinstance(self._end, weakref.finalize):
+            self._end.detach()
 
     @property
     def is_open(self) -> bool:
@@ -127,10 +133,12 @@ class Groups:
     def check_open(self) -> None:
         """Raises `RuntimeError` once this is closed."""
         if self._closed:
-            raise RuntimeError(
-                "expected a compiled model that is open, found that it has been closed, by close() or by another "
-                "compile() of its model: its process groups have ended. Call what that one returned, or compile anew."
-            )
+            raise RuntimeError(self._closed)
+
+    def check_fork(self) -> None:
+        """Raises `RuntimeError` in a forked child."""
+        if self._closed == FORKED:
+            raise RuntimeError(FORKED)
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
         """Makes the launcher's own groups: a group has one thread launching on it. Collective.

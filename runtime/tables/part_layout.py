@@ -160,11 +160,12 @@ class Layout:
         """
         if self.mesh is None:
             return value
-        communicator = self.communicator()
-        if communicator is not None and communicator.is_open:
-            if not asked:
-                return communicator.reduce_scalar(value, reduce_op)
-            return communicator.reduce_asked(value, reduce_op, f"{asked} of the sharded {self.name}")
+        if (communicator := self.communicator()) is not None:
+            if communicator.is_open:
+                if not asked:
+                    return communicator.reduce_scalar(value, reduce_op)
+                return communicator.reduce_asked(value, reduce_op, f"{asked} of the sharded {self.name}")
+            communicator.check_fork()
         for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
             dist.all_reduce(value, reduce_op, group=group)
         return value

@@ -77,8 +77,7 @@ class PendingParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        for parameter in list(_pending_in((args, kwargs))):
-            _apply(parameter)
+        apply_pending(args, kwargs)
         return func(*args, **kwargs)
 
     # An optimizer that clears gradients asks each parameter for its own: as itself, at a third of a function's cost.
@@ -106,6 +105,9 @@ class PendingParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def as_subclass(self, cls: Any) -> Any:
+        return _apply(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _apply(self).__deepcopy__(memo)
@@ -146,7 +148,7 @@ class Updates:
     def open(self) -> None:
         """Has any use of a parameter apply what is pending, from now on; at once, if memory of one is shared."""
         parameters = list(self._parameters())
-        if parameters and share_memory(parameters, self._own()):
+        if parameters and (share_memory(parameters, self._own()) or _are_held_by_torch(parameters)):
             self._apply()
             return
         self._opener = threading.get_ident()
@@ -263,7 +265,7 @@ class PendingUpdates:
             if self._is_open():
                 states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
                 if _most_holders(states) > _fewest_holders():
-                    self._apply()  # who holds a tensor of it reads and writes it unseen
+                    self.apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
     def _is_open(self) -> bool:
@@ -272,7 +274,7 @@ class PendingUpdates:
 
     def _take_states(self) -> None:
         if self._is_open():
-            self._states = [PendingState(optimizer, self._apply) for optimizer in set(self._optimizers())]
+            self._states = [PendingState(optimizer, self.apply) for optimizer in set(self._optimizers())]
 
     def _leave_states(self) -> None:
         states, self._states = self._states, []
@@ -287,7 +289,8 @@ class PendingUpdates:
         finally:
             self._take_states()
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
+        """Applies all that is pending, for whoever looks."""
         with self.lock:
             for kind in self._kinds:
                 kind.apply()
@@ -313,6 +316,17 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
         address, holders = _holders(tensor)
         free[address] = free.get(address, alone - holders) + 1
     return min(free.values(), default=1) <= 0
+
+
+def is_held_by_torch(parameter: Tensor) -> bool:
+    """Whether torch's C++ holds a parameter, as a TorchScript module does, and reads it without a word to its class."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+    return parameter._use_count() > (1 if node is None else 2)  # type: ignore[attr-defined]
+
+
+def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
+    """As `is_held_by_torch` of any, whose nodes may be there; parts are asked by whoever holds them."""
+    return any(p._use_count() > 2 for p in parameters if not isinstance(p, Part))
 
 
 def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
@@ -352,13 +366,25 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 _MANY = 1 << 30
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a traced one would apply nothing
+_IN_A_GRAPH = (
+    "expected a parameter without a pending update, in torch.compile(fullgraph=True) or a control flow operator, found "
+    "one of the last optimizer.step(). Call model.synchronize() first."
+)
+
+
+@torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # a traced one would apply nothing
 def _apply(parameter: Any) -> Any:
     """Applies what is pending; returns the parameter, which is an ordinary one then."""
     kind = type(parameter)
     if issubclass(kind, PendingParameter):  # no other thread has been asked before
         kind.updates.apply()
     return parameter
+
+
+def apply_pending(*values: Any) -> None:
+    """Applies the updates of parameters among values, and among lists, tuples and dicts of those."""
+    for parameter in list(_pending_in(values)):
+        _apply(parameter)
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
