@@ -1,9 +1,13 @@
-"""Gives an object that stands for another one methods that call the other one's."""
+"""Gives an object that stands for another one methods that call the other one's, and its memory."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 READ_MEMORY = (
     "numpy",
@@ -33,3 +37,34 @@ def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]
         return getattr(find(itself, name), name)(*args, **kwargs)
 
     return method
+
+
+def share_memory(kind: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
+    """Has `tensor.data = stand_in` share the memory of what an instance of a class stands for.
+
+    The setter asks no class: it copies the stand-in's own fields, which have no memory, and the next read of the tensor
+    would end the process. It asks one op before whether it may; there the stand-in gets that memory.
+
+    Args:
+        find: (instance, references to it meanwhile, from Python and C++) -> a tensor with the memory.
+    """
+    _MEMORY_OF[kind] = find
+
+
+_MEMORY_OF: dict[type[Tensor], Callable[[Any, int], Tensor]] = {}
+
+
+def _may_share(tensor: Tensor, data: Tensor) -> bool:
+    """Answers `_has_compatible_shallow_copy_type`, where one of the two is of a class that dispatches."""
+    find = _MEMORY_OF.get(type(data)) if type(tensor) not in _MEMORY_OF else None
+    memory = None if find is None else find(data, sys.getrefcount(data) + data._use_count())  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():
+        if memory is not None:
+            with torch.inference_mode(data.is_inference()), torch._C._AutoDispatchBelowAutograd():
+                torch.ops.aten.set_.source_Tensor(data, memory)
+        may: bool = torch.ops.aten._has_compatible_shallow_copy_type.default(tensor, data)
+    return may
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels last as long as it does
+_LIBRARY.impl("_has_compatible_shallow_copy_type", _may_share, "PythonTLSSnapshot")

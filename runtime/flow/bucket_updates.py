@@ -25,7 +25,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held import GONE, Late
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
-from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
+from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward, share_memory
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
 
 
@@ -87,6 +87,7 @@ class PendingGradient(Tensor):
 
 
 forward(PendingGradient, (*READ_MEMORY, "as_subclass"), lambda gradient, _: gradient.resolve())
+share_memory(PendingGradient, lambda gradient, _: gradient.resolve())
 
 BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""

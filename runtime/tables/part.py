@@ -53,6 +53,7 @@ class Part(Tensor):
             cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device
         )
         made.held, made.spread, made.kind = held, spread, kind
+        torch._C._set_throw_on_mutable_data_ptr(made)  # not the end of the process, where torch asks no class
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

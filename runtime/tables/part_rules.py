@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule, whole
 from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
+from embrace_fx.runtime.tables.part_memory import set_memory
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
 from embrace_fx.runtime.tables.part_views import VIEWS, view
@@ -312,6 +313,7 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
             ),
             _random,
         ),
+        aten.set_.source_Tensor: set_memory,
         **REDUCTIONS,
         **ROWS,
     }
@@ -339,4 +341,4 @@ _OF_SUMS = frozenset(
 """What does the same to the sum of all ranks' gradients as to each of them."""
 
 
-_OF_TWO = frozenset({REDUCTIONS[aten.equal.default]})
+_OF_TWO = frozenset({REDUCTIONS[aten.equal.default], set_memory})
