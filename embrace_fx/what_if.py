@@ -32,6 +32,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.session.memory_report import beyond_memory
 from embrace_fx.session.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
@@ -159,7 +160,7 @@ def plan(  # noqa: PLR0913
     if table_memory is not None:
         options = replace(options, table_memory=table_memory, spill_to="nowhere")
     options.check("plan()")
-    if isinstance(model, CompiledModel):
+    if isinstance(model, CompiledModel) or any(isinstance(parameter, Part) for parameter in model.parameters()):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
     batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())

@@ -130,6 +130,8 @@ class GraphCalls:
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
         setting, planned = self._setting, self._planned
         failure, captured, rank = None, None, setting.communicator.rank
+        if planned.flow is not None:
+            planned.flow.flush()  # a capture reads `.grad`, and what waits there could not be applied amid it
         try:
             with stage("capturing", rank):
                 captured = self._captures.capture(kind, call.leaves, call.args, call.kwargs, call.train)

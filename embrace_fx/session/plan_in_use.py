@@ -36,6 +36,7 @@ from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.plan import Plan
 
 
@@ -104,7 +105,8 @@ class PlanInUse:
         if not variant.programs:
             state = self._setting.state
             found = misfit(self._in_use(), variant.analysed, state.hooked, state.ignored)
-            self.fits(found, activity_of(train=variant.train, reduces=not accumulates))
+            begins = variant.train and not self.builder.built  # all ranks build then: they must hear of one that cannot
+            self.fits(found, activity_of(train=variant.train, reduces=not accumulates), meets=begins)
         for each in (False, accumulates):  # one that reduces gradients comes first: it starts the flow
             if each not in variant.programs:
                 with stage("compiling", self._setting.communicator.rank), not_collecting():
@@ -118,18 +120,19 @@ class PlanInUse:
         if self.records and recorder is not None and recorder.recording is None:
             recorder.start()
 
-    def fits(self, found: Misfit, activity: int) -> None:
+    def fits(self, found: Misfit, activity: int, *, meets: bool = False) -> None:
         """Makes all ranks change the plan, if it does not meet the needs that this rank's batch has (`found`).
 
         Args:
             activity: the activity of the call.
+            meets: all ranks come here, whether or not it meets the needs of their batches.
 
         Raises:
             PlanDoesNotFit: it does not meet them; on every rank.
         """
         self._misfit = found
-        if found:
-            self._setting.announcements.announce(Announcement(activity=activity, does_not_fit=True))
+        if found or meets:
+            self._setting.announcements.announce(Announcement(activity=activity, does_not_fit=bool(found)))
 
     def any_variant(self) -> Variant:
         """Returns one of the model's captures."""
@@ -255,6 +258,7 @@ class PlanInUse:
         findings = None if self._findings is None else self._findings.with_whole(names, reason)
         self._place_anew(variant.analysed, plan_on_links(self._setting, findings, self._in_use()), findings)
 
+    @outside_of_modes()
     def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
         old, setting = self._in_use(), self._setting
@@ -310,8 +314,8 @@ class PlanInUse:
         self._apply()
 
     def _apply(self) -> None:
-        if self.flow is not None:
-            self.flow.parameters_may_change()
+        if (flow := self.flow) is not None:
+            flow.parameters_may_change()
         self._setting.state.settle_tables()
 
     def parameters_may_change(self) -> None:

@@ -53,6 +53,7 @@ class ProgramBuilder:
         flow: the communication between steps; None before the first training program, on one rank, and at the end.
         scheduling: the schedule of the steps; None before the first training program, and if nothing is scheduled.
         graphs: the graphs of the last training program, after each pass.
+        built: a training program is built.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ProgramBuilder:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
         self.graphs = Graphs()
+        self.built = False
         self._setting = setting
         self._plan = plan
         self._calls = calls
@@ -77,7 +79,7 @@ class ProgramBuilder:
         self._shown: Compiled | None = None  # the last training program's graphs
         self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
-        self._built = self._told_least = False  # a training program is built; a budget that is not kept was reported
+        self._told_least = False  # a budget that is not kept was reported
         self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
@@ -91,7 +93,7 @@ class ProgramBuilder:
             PeerFailure: a rank could not build its own; on every rank.
         """
         train, reduce = variant.train, variant.train and not accumulates
-        first = reduce and not self._built
+        first = reduce and not self.built
         joint, compiled, failure = None, None, None
         try:
             joint = self._compile(variant.analysed, train=train, reduce=reduce)
@@ -100,7 +102,7 @@ class ProgramBuilder:
             failure = error
         if first:
             self._communicator.check_none_failed(failure)
-            self._built = True
+            self.built = True
         elif failure is not None:
             give_up(self._announcements, failure)
         assert joint is not None

@@ -18,7 +18,7 @@ from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts,
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
-from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, LinksAre, Plan
+from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
@@ -100,7 +100,8 @@ def decide(
 def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
     """Decides the plan for a graph under a schedule."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
-    in_use = {d.parameter: d for d in current} if current is not None else {}
+    exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
+    in_use = {decision.parameter: decision for decision in exchanged}
     tables = {table.parameter: table for table in graph.tables}
     pricing = Pricing(findings, links, in_use)
     wanted = requested_strategies(findings.strategy, tuple(tables), tuple(f.name for f in facts if f.trainable))

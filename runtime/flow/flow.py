@@ -8,7 +8,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from embrace_fx.cost import links as cost
@@ -21,6 +22,7 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.vocabulary.graph import Values
+from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, OWN_CODE, START, OperationId
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 
@@ -270,21 +272,32 @@ class Flow:
         if self.streams is not None:  # of dense ones alone, emulated devices found two receives that write one memory
             self.parameters_may_change()
             return
-        with self.launcher.hurrying():
+        with self._out_of_turn():
             self.buckets.apply_pending()
 
     def settle(self) -> None:
         """Applies every update that a step has taken. What is still to be submitted holds none up."""
-        with self.launcher.hurrying():
+        with self._out_of_turn():
             for each in self._late:
                 each.apply_pending()
 
     def materialise(self) -> None:
         """Makes the gradients that no step has taken ordinary ones, for code that is about to read or change them."""
         if any(each.waiting for each in self._late):
-            with self.launcher.hurrying():
+            with self._out_of_turn():
                 for each in self._late:
                     each.materialise()
+
+    @contextlib.contextmanager
+    def _out_of_turn(self) -> Iterator[None]:
+        """Opens a context in which what is on its way arrives before its turn, whatever its caller is amid."""
+        with outside_of_modes(), self.launcher.hurrying():
+            yield
+
+    def flush(self) -> None:
+        """Applies every update, and makes all other gradients ordinary ones: none is on its way any more."""
+        self.settle()
+        self.materialise()
 
     def discard(self) -> None:
         """Forgets gradients that no step has taken."""
@@ -311,15 +324,14 @@ class Flow:
         self._ahead = None
 
     def leave(self) -> None:
-        """Applies updates, and forgets what was looked up ahead, before a call that runs without the flow."""
-        self.settle()
+        """Flushes, and forgets what was looked up ahead, before a call that runs without the flow."""
+        self.flush()
         self._ahead = None
         self._forget_rows()
 
     def close(self) -> None:
         """Ends it between two steps: updates are applied, gradients ordinary ones, whatever was sent has arrived."""
         self.leave()
-        self.materialise()
         with self.communicator.watching():
             self.launcher.close()
 

@@ -157,15 +157,18 @@ class RowGradient:
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Makes what waits for the rows of each table; it refers to the model weakly."""
-        found, by = ref(self._table), ref(self._launcher)
+        found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
 
         def land() -> list[Sequence[Rows]]:
             table, launcher = found(), by()
-            if table is None or launcher is None:
+            if table is not None and launcher is not None:
+                arrived = _in_a_hurry(parts, table, launcher, how)
+            elif all(ticket.queue.draining for ticket, _ in parts):  # of a plan before, which all have waited for
+                arrived = [summed(routing, ticket.wait(), *how) for ticket, routing in parts]
+            else:
                 raise RuntimeError(GONE)
-            split = [table.split(*rows) for rows in _in_a_hurry(parts, table, launcher, how)]
-            return [list(rows) for rows in zip(*split, strict=True)]
+            return [list(rows) for rows in zip(*(split(*rows) for rows in arrived), strict=True)]
 
         return land
 

@@ -30,7 +30,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
     """
     if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim's
         return True
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     handle: Any = node.register_hook(_nothing)  # hooks of a node share one dict, which only a handle shows
     hooks = handle.hooks_dict_ref()

@@ -15,6 +15,7 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import OptimizerStacks
+from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class Hints(Protocol):
@@ -100,8 +101,9 @@ class ModelState:
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
-        for table in self.tables.values():
-            table.settle()
+        with outside_of_modes():
+            for table in self.tables.values():
+                table.settle()
         self.reads.note()
 
     def refresh(self, model: nn.Module) -> None:

@@ -311,8 +311,9 @@ class RowTable:
         """The tables that step as one: itself."""
         return (self,)
 
-    def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
-        """Returns the rows of each of them."""
+    @staticmethod
+    def split(ids: Tensor, rows: Tensor) -> list[Rows]:
+        """Returns the rows of each of them. What it is called by does not keep the table."""
         return [(ids, rows)]
 
     @property

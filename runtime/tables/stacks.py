@@ -46,6 +46,8 @@ class StackedTable:
         rows = sum(member.shape[0] for member in members)
         self.shape = torch.Size((rows, members[0].shape[1]))
         self._bounds = (*stack.first_rows, rows)
+        self.split = partial(_split, self._bounds)
+        """Returns each table's own of rows (K, d) of the stack, whose ids (K,) are sorted; keeps no table."""
         self._weights = _Joined(self._bounds)
         self._states: dict[str, _Joined] = {}
         self._resting: RestingRows | None = None  # of all tables, where they rest together
@@ -63,12 +65,6 @@ class StackedTable:
 
     def note(self, ids: Tensor, among: Tensor) -> None:
         """As of a table: none of a stack needs its host."""
-
-    def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
-        """Each table's own of rows (K, d) of the stack, whose ids (K,) are sorted."""
-        cuts = torch.searchsorted(ids, torch.tensor(self._bounds, device=ids.device)).tolist()
-        ends = zip(pairwise(cuts), self._bounds, strict=False)
-        return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
 
     def join(self, parts: Sequence[Rows]) -> Rows:
         """Puts rows of the tables, in their order, together as rows of the stack."""
@@ -257,6 +253,12 @@ class OptimizerStacks:
         for stack in dict.fromkeys(self._stack_of.values()):
             if stack.has_resting_rows:
                 stack.catch_up(stack.shifted([read.get(table.name) for table in stack.members]))
+
+
+def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
+    cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()
+    ends = zip(pairwise(cuts), bounds, strict=False)
+    return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
