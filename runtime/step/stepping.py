@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -28,6 +27,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
 from embrace_fx.runtime.tables.held import Rows
@@ -151,35 +151,35 @@ class Stepping:
             last.restore(raised=True)  # the one whose step begins, of which nothing is hidden
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and not needs_whole(type(optimizer)):
-            # Evaluated here and not by the class's step: the gradients it makes must be there before.
-            loss = self._mean_loss(closure)()
-            found = (args[0], lambda: loss), {}
-        elif closure is not None:
-            found = (args[0], self._mean_loss(closure)), {}  # it may want the loss many times, as LBFGS does
+        closure = closure_of(args, kwargs) if kwargs or args[1:] else None
+        if closure is not None and not isinstance(closure, MeanLoss):
+            closure = self._with_gradients(closure, decides=bool(needs_whole(type(optimizer))))
+            found = with_closure(args, kwargs, closure)
         self._sort_gradients(optimizer)
         if self.of_any_layout:
             for parameter, gradient in in_other_layouts(optimizer):
                 self._steps[id(optimizer)].hide(parameter, gradient)
         return found
 
-    def _mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose loss is the mean over ranks: what LBFGS decides by it must be the same on all of them."""
-        communicator = self._communicator
+    def _with_gradients(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
+        """Returns a closure whose gradients are there when a step takes them.
 
-        def mean() -> Any:
+        Args:
+            decides: whether the class may decide by the loss, and want it many times, as LBFGS does.
+        """
+
+        def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
             if self._flow is not None:
                 self._flow.settle()
                 self._flow.materialise()
-            if loss is None or communicator.world_size == 1:
-                return loss
-            total = communicator.reduce_scalar(torch.as_tensor(loss).detach().clone(), dist.ReduceOp.SUM)
-            return total / communicator.world_size
+            return loss
 
-        return mean
+        if decides:
+            return MeanLoss(evaluate, self._communicator)
+        loss = evaluate()  # here and not by the class's step: gradients are taken before it begins
+        return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
@@ -277,7 +277,9 @@ class Stepping:
         ]
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (kwargs or args[1:]) and isinstance(closure := closure_of(args, kwargs), MeanLoss):
+            closure.restore()
         step = self._steps.pop(id(optimizer), None)
         if step is None:  # the step of the base class has ended it
             return

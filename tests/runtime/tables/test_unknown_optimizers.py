@@ -148,26 +148,6 @@ def test_what_is_element_wise_is_known_or_promised(make: Callable[[Any], Optimiz
     assert (not needs_whole(type(optimizer))) is expected
 
 
-def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
-    plain = words_model()
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    own: list[Tensor] = []
-
-    def losses() -> list[Tensor]:
-        own.append(model(*words_batch(0, rank)))
-        return own
-
-    return optimizer.step(_closure(optimizer, losses)).item(), own[0].item()
-
-
-def test_the_loss_of_a_closure_is_the_mean_over_ranks() -> None:
-    found = run_ranks(2, _mean_loss)
-
-    mean = sum(own for _, own in found) / 2
-    assert [loss for loss, _ in found] == pytest.approx([mean, mean], rel=1e-12)
-
-
 def _two_backwards_under_way(rank: int, world_size: int) -> str:
     plain = words_model()
     model = embrace_fx.compile(plain, strategy="alltoall")

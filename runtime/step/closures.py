@@ -1,0 +1,78 @@
+"""The loss of a closure: optimizers that decide by it see the mean over ranks, their callers what the closure returned.
+
+optimizer.step(closure)      inside LBFGS    float(closure()) is the mean, the same on all ranks
+                             afterwards      what the step returns is this rank's own loss, as under DDP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+
+
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Finds the closure among the arguments of an optimizer's step, of which the first is the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies the arguments of a step, with another closure."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), dict(kwargs)
+    return args, {**kwargs, "closure": closure}
+
+
+class _Number(float):
+    """This rank's own loss, which `float()` shows as the mean over ranks while a step runs."""
+
+    mean: float | None = None
+
+    def __float__(self) -> float:
+        return float.__float__(self) if self.mean is None else self.mean
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float.__float__(self),)
+
+
+class MeanLoss:
+    """A closure whose losses are means over ranks until `restore`. Losses that are no numbers stay as they are.
+
+    Args:
+        closure: evaluates the loss of this rank's batch, and its gradients. Collective.
+    """
+
+    def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
+        self._closure, self._communicator = closure, communicator
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # a mean, and the loss that takes its place
+        self._numbers: list[_Number] = []
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        ranks = self._communicator.world_size
+        if ranks == 1 or not isinstance(loss, Tensor | int | float):
+            return loss
+        total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
+        mean = self._communicator.reduce_scalar(total, dist.ReduceOp.SUM) / ranks
+        if isinstance(loss, Tensor):
+            self._tensors.append((mean, loss.detach()))
+            return mean
+        number = _Number(loss)
+        number.mean = mean.item()
+        self._numbers.append(number)
+        return number
+
+    def restore(self) -> None:
+        """Puts this rank's own losses in the place of the means, in the objects that the step has been given."""
+        for mean, loss in self._tensors:
+            mean.copy_(loss)
+        for number in self._numbers:
+            number.mean = None
+        self._tensors, self._numbers = [], []

@@ -1,0 +1,126 @@
+"""`optimizer.step(closure)` trains as under DDP, and returns what the closure returned on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+
+import embrace_fx
+from tests.support.habits import Words, ends, ids_of
+from tests.support.ranks import run_ranks
+
+STEPS = 3
+
+
+class Deciding(SGD):
+    """Moves twice where the loss is large, which ranks must agree on, and steps by its base class."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, more: float = 1.0) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        if float(loss) > 0.5:
+            super().step()
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda parameters: AdamW(parameters, 1e-2, eps=1e-3),
+    "LBFGS": lambda parameters: LBFGS(parameters, max_iter=2),
+    "Deciding": lambda parameters: Deciding(parameters, 0.1),
+}
+RETURNS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda loss: loss,
+    "float": lambda loss: loss.item(),
+    "pair": lambda loss: (loss.detach(), 2 * loss.item()),
+    "dict": lambda loss: {"loss": loss.detach()},
+    "None": lambda loss: None,
+}
+NO_NUMBERS = ("pair", "dict", "None")
+
+
+def _calls(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    if isinstance(optimizer, Deciding):
+        return optimizer.step(closure, more=2.0)  # other arguments arrive too
+    return optimizer.step(closure=closure)
+
+
+def _trained(wrap: Callable[[Any], Any], rank: int, optimizer: str, returns: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = wrap(Words().double())
+    steps, log = OPTIMIZERS[optimizer](model.parameters()), list[Any]()
+    for k in range(STEPS):
+
+        def closure(k: int = k) -> Any:
+            steps.zero_grad()
+            loss = (model(ids_of(rank, k)) - 1).square().mean()
+            loss.backward()
+            return RETURNS[returns](loss)
+
+        found = _calls(steps, closure)
+        log.append(float(found) if isinstance(found, float) else found)
+    return [*log, *ends(model)]
+
+
+def _combinations() -> Iterator[tuple[str, str]]:
+    for optimizer in OPTIMIZERS:
+        for returns in RETURNS:
+            if optimizer == "AdamW" or returns not in NO_NUMBERS:  # the others compare what is returned
+                yield optimizer, returns
+
+
+def _both(rank: int, world_size: int) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
+    SGD([torch.zeros(1)], 0.1)  # torch hooks the step of a class when it is first made
+    found = {}
+    for each in _combinations():
+        theirs = _trained(DistributedDataParallel, rank, *each)
+        found[each] = _trained(lambda m: embrace_fx.compile(m, strategy="alltoall"), rank, *each), theirs
+    return found
+
+
+def test_a_step_returns_what_the_closure_returned_on_this_rank() -> None:
+    everyone = run_ranks(2, _both)
+
+    for found in everyone:
+        for (optimizer, returns), (ours, theirs) in found.items():
+            name = f"{optimizer}, {returns}"
+            if optimizer == "AdamW":  # under DDP the others decide by each rank's own loss
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=name)
+            for own, other in zip(ours[:STEPS], theirs[:STEPS], strict=True):
+                assert isinstance(own, type(other)), name
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-9, atol=1e-12, msg=name)  # of equal parameters
+    for each, (ours, _) in everyone[0].items():
+        torch.testing.assert_close(ours[STEPS:], everyone[1][each][0][STEPS:], msg=f"{each}: ranks differ")
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS", "Deciding"])
+def test_what_decides_by_the_loss_decides_alike_on_all_ranks(optimizer: str) -> None:
+    """Ranks whose own losses decide differently would not meet in the calls that follow."""
+    assert len(run_ranks(2, _uneven, optimizer)) == 2
+
+
+def _uneven(rank: int, world_size: int, optimizer: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Words().double(), strategy="alltoall")
+    steps = OPTIMIZERS[optimizer](model.parameters()) if optimizer == "Deciding" else _searching(model)
+    for k in range(STEPS):
+
+        def closure(k: int = k) -> float:
+            steps.zero_grad()
+            loss = (model(ids_of(rank, k)) - 3 * rank).square().mean()
+            loss.backward()
+            return loss.item()
+
+        steps.step(closure)
+    return ends(model)
+
+
+def _searching(model: Any) -> Optimizer:
+    return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
