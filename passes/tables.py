@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from embrace_fx.vocabulary.graph import (
+    SPARSE_LOOKUP,
     BatchInput,
     Parameter,
     Table,
@@ -125,6 +126,7 @@ def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> 
         and not any(map(is_users_launch, cone)),
         scale_grad_by_freq=argument(lookup, "scale_grad_by_freq"),
         source=source_of(lookup),
+        sparse=SPARSE_LOOKUP in (lookup.meta.get("custom") or {}),
     )
 
 

@@ -40,6 +40,7 @@ from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs,
 from embrace_fx.capture.read_values import ReadValues, numbers_read
 from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
 from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 
 def _keep_whole(read: fx.GraphModule) -> None:
     """Makes Dynamo's graph, and its nested ones, call `whole` for RNNs, and lookups with dense gradients.
 
-    A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the gradient
-    travels; its layout in `.grad` follows from the optimizer.
+    A sparse gradient is a tensor of another layout, which no ATen graph holds. `meta["custom"]` tells passes which
+    lookups asked for one.
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
         kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)
@@ -124,7 +125,11 @@ def _keep_whole(read: fx.GraphModule) -> None:
         for node in found:
             if (cell := CELLS.get(node.target)) is not None:
                 node.target, node.args = whole, (cell, *node.args)
-            elif (place := _SPARSE[node.target]) < len(node.args):
+                continue
+            place = _SPARSE[node.target]
+            if node.args[place] if place < len(node.args) else node.kwargs.get("sparse", False):
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), SPARSE_LOOKUP: True}
+            if place < len(node.args):
                 node.update_arg(place, False)
             else:
                 node.update_kwarg("sparse", False)

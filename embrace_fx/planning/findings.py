@@ -153,7 +153,8 @@ def _findings(
     findings = findings_of(graph, facts, reads, ranks, options)
     if setting.communicator.comm_hook is None:
         return findings
-    return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce")
+    dense = replace(graph, tables=tuple(table.with_dense_gradient() for table in graph.tables))
+    return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce", graph=dense)
 
 
 def findings_of(

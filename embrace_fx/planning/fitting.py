@@ -27,11 +27,13 @@ class Misfit:
         late: parameters that get a gradient although the plan counts them as unused or frozen.
         whole: tables that the plan shards but that its forward reads in a way shards cannot be read.
         eager: why no graph holds its forward, in one line; "": a graph does.
+        sparse: of `late`, tables whose gradients are sparse.
     """
 
     late: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     eager: str = ""
+    sparse: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.late or self.whole or self.eager)
@@ -45,8 +47,10 @@ def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignor
         ignored: parameters that each rank has for itself.
     """
     trained = set(used_parameters(graph)).difference(ignored) if plan.world_size > 1 else ()
-    late = (d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
-    return Misfit(tuple(late), tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked]))))
+    late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
+    whole = tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked])))
+    sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
+    return Misfit(late, whole, sparse=tuple(sparse))
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
@@ -62,8 +66,10 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     late = sorted({name for each in misfits for name in each.late})
     whole = sorted({name for each in misfits for name in each.whole})
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
+    sparse = {name for each in misfits for name in each.sparse}
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
-    decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in plan)
+    told = (replace(d, sparse=d.sparse or d.parameter in sparse) for d in plan)
+    decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in told)
     stacks = (stack_of(plan, [name for name in stack.tables if name not in whole]) for stack in plan.stacks)
     return replace(
         plan,
@@ -76,12 +82,12 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
 def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
     return replace(
         decision,
-        strategy="allreduce",
+        strategy="allgather" if decision.sparse else "allreduce",
         reason=reason,
         sent_bytes_per_step=decision.ddp_bytes_per_step,
         scheme="",
         grid=None,
-        travels_as=travels_as,
+        travels_as="exact" if decision.sparse else travels_as,
     )
 
 

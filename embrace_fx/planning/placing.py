@@ -35,6 +35,7 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
         for name in plan.sharded:
             if name in sets:
                 tiered.append(place_tiered(setting, name, shapes[name], made.get(name), *sets[name]))
+                tiered[-1].has_sparse_gradient = plan[name].sparse
                 setting.state.tables[name] = tiered[-1]
             else:
                 _shard(setting, name, plan, shapes[name], made.get(name))
@@ -64,7 +65,7 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
                 gradient, parameter.grad = parameter.grad, None
                 _shard(setting, name, new, parameter.shape, None)
                 if gradient is not None:
-                    state.tables[name].add_dense_gradient(gradient)
+                    state.tables[name].add_whole_gradient(gradient)
     ordered = {name: state.tables[name] for name in new.sharded}
     state.tables.clear()
     state.tables.update(ordered)
@@ -99,6 +100,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
             optimizer.state[parameter] = own_state(parameter, layout, state)
+    table.has_sparse_gradient = plan[name].sparse
     setting.state.tables[name] = table
 
 
@@ -106,6 +108,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Registers the tables with steps and announcements."""
     row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
     stepping.replicas = []
+    stepping.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":

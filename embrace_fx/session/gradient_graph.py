@@ -27,7 +27,6 @@ from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.read_values import NO_VALUES
 from embrace_fx.vocabulary.graph import (
     FROM_GRADIENT,
-    FROM_ROWS,
     BatchInput,
     Gradient,
     InputRole,
@@ -72,7 +71,7 @@ def gradient_graph(
     roles: list[OutputRole] = [Result(len(values)), *(Gradient(Parameter(name)) for name in values)]
     graph.output((zero, *gradients.values())).meta["roles"] = tuple(roles)
     read_by = zip(tables, rows, strict=True)
-    found = tuple(_table(n, values[n], node, FROM_ROWS if n in in_rows else FROM_GRADIENT) for n, node in read_by)
+    found = tuple(_table(n, values[n], node, sparse=n in in_rows) for n, node in read_by)
     behind = {name: frozenset({k}) for k, name in enumerate(values)}
     return TrainingGraph(fx.GraphModule(nn.Module(), graph), found, results_behind=behind)
 
@@ -101,6 +100,6 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
     return node
 
 
-def _table(name: str, weight: Tensor, rows: fx.Node, kind: str) -> Table:
-    use = TableUse("", (), rows.name, -1, kind, False, True, False, "")
+def _table(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
+    use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

@@ -26,6 +26,7 @@ from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.sparse_gradients import SparseGradients
 from embrace_fx.passes.tables import find_tables
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
@@ -77,7 +78,8 @@ def training_passes(
         join: the pass that joins the exchanges that the batch does not need; None: the graph is a forward alone.
         memory: the pass that keeps the step within a budget; None: there is no budget.
     """
-    sharded = tuple(name for name in plan.sharded if name in present or join is not None)
+    joined = join.exchanged if join is not None else ()  # on a single process, none
+    sharded = tuple(name for name in plan.sharded if name in present or name in joined)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
         *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
@@ -88,6 +90,8 @@ def training_passes(
         # row gradients are rounded to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
+        # gradients of whole tables with sparse=True -> the rows that are read
+        *((SparseGradients(plan.sparse, plan.exchanged if reduce else ()),) if join is not None else ()),
         # dense gradients -> buckets, AllReduce or a sparse exchange
         ReduceGradients(
             plan.buckets if reduce else (),

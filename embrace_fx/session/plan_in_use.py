@@ -218,11 +218,10 @@ class PlanInUse:
         reason = "an earlier call's backward is still to come" if state.awaiting_backward else None
         if state.unreduced and any(name in state.tables for name in own.whole):
             reason = "gradients wait that were summed up under no_sync()"
-        told = tuple[tuple[str, ...], tuple[str, ...], str, str | None]
-        everyone = communicator.gather((own.late, own.whole, own.eager, reason), told)
-        needed = [Misfit(late, whole, eager) for late, whole, eager, _ in everyone]
+        everyone = communicator.gather((own, reason), tuple[Misfit, str | None])
+        needed = [each for each, _ in everyone]
         names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)})) or "parameters"
-        if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
+        if reasons := {rank: reason for rank, (_, reason) in enumerate(everyone) if reason is not None}:
             raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager

@@ -133,9 +133,12 @@ class PendingRows:
 OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
 
 
-FROM_GRADIENT, FROM_ROWS = "gradient", "gradient of rows"
-"""Kinds of a lookup that no graph shows. Its rows follow from the table's gradient: the rows of a whole gradient that
-are not zero, or those of a gradient of rows alone."""
+FROM_GRADIENT = "gradient"
+"""The kind of a lookup that no graph shows. Its rows follow from the table's gradient: the rows that are not zero, or
+those of a sparse one."""
+
+SPARSE_LOOKUP = "embrace_fx: sparse"
+"""Key in `meta["custom"]` of a node that a lookup with `sparse=True` has made."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,12 @@ class TableUse:
         backward: names of the nodes that make this lookup's share of the table's gradient.
         ids: name of the node that computes the ids.
         padding_idx: the row that gets no gradient, -1 for none.
-        kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", `FROM_GRADIENT` or `FROM_ROWS`.
+        kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", or `FROM_GRADIENT`.
         constant_ids: the ids do not depend on the batch (position and type tables).
         ids_from_batch: the ids depend only on the batch (and random draws), not on parameters or other ranks.
         scale_grad_by_freq: gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
+        sparse: it asks for a sparse gradient (`sparse=True`).
     """
 
     lookup: str
@@ -163,6 +167,7 @@ class TableUse:
     ids_from_batch: bool
     scale_grad_by_freq: bool
     source: str
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,15 @@ class Table:
         if not self.dense_users:
             return "sparse"
         return "mixed" if self.uses else "dense"
+
+    @property
+    def has_sparse_gradient(self) -> bool:
+        """Whether autograd makes its gradient sparse (COO): each lookup asks for it, and nothing else adds to it."""
+        return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
+
+    def with_dense_gradient(self) -> Table:
+        """Copies it, as looked up without asking for sparse gradients."""
+        return replace(self, uses=tuple(replace(use, sparse=False) for use in self.uses))
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,17 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
     return [empty_as(ids, (k,)), empty_as(flat, (k, columns))]
 
 
+@op("sparse_gradient", "(Tensor gradient, Tensor[] ids, int[] paddings) -> Tensor")
+def _(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
+    """Keeps of a whole table's gradient (V, D) the rows that lookups of `ids` have read, as a sparse tensor (COO).
+
+    Its rows are sorted and unique, and may be zero; a lookup does not count its padding row. Fake values stay dense.
+
+    Example: gradient [[0], [1], [0], [3]], ids [[3, 2, 3]], paddings [1] -> rows 2 and 3 with values [[0], [3]].
+    """
+    return torch.empty_like(gradient)
+
+
 @op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Packs gradients, each times `scale`, one behind the other into one flat tensor."""

@@ -161,6 +161,7 @@ class Decision:
         norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
         travels_as: the format in which its rows, or its gradient, travel.
         memory: a table beyond memory: its rows in memory, and the prediction for the others.
+        sparse: a table's gradient is sparse (COO), as its lookups ask for.
     """
 
     parameter: str
@@ -181,6 +182,7 @@ class Decision:
     norm_bytes: int = 0
     travels_as: Format = "exact"
     memory: RowMemory | None = None
+    sparse: bool = False
 
     @property
     def name(self) -> str:
@@ -260,6 +262,12 @@ class Plan:
     def exchanged(self) -> tuple[str, ...]:
         """Replicas whose gradients are exchanged sparsely."""
         return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
+
+    @property
+    def sparse(self) -> tuple[str, ...]:
+        """Whole tables whose gradients stay sparse (COO)."""
+        kept = (*BY_ROWS, "local", *(("allreduce",) if self.world_size == 1 else ()))
+        return tuple(d.parameter for d in self.decisions if d.sparse and d.strategy in kept)
 
     @property
     def sent_bytes_per_step(self) -> int:

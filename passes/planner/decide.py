@@ -175,6 +175,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         _rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
         chosen.travels_as if world_size > 1 else "exact",
+        sparse=table is not None and table.has_sparse_gradient,
     )
 
 
@@ -258,6 +259,9 @@ def _of_table(
     what = f"{read}, {grid}, {width}" if sharded.grid is not None else f"{read}, {width}"
     blocker = sharded.blocker
     asked = f"{wanted} was asked for"
+    if wanted in (*EXCHANGES, "allreduce") and priced[wanted].blocker is not None:
+        cheapest = _cheapest_exchange(priced)
+        return _Choice(cheapest, f"{asked}, {priced[wanted].blocker}; {read}", priced, "others are faster")
     if wanted in EXCHANGES:
         return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
     if wanted == "alltoall" and blocker is None:
@@ -274,7 +278,8 @@ def _of_table(
     if pricing.world_size == 1:
         cheaper = blocker is None and share < DENSELY
     else:
-        cheaper = blocker is None and _near(share < DENSELY) * sharded.added_ms < allreduce.added_ms
+        faster = _near(share < DENSELY) * sharded.added_ms < allreduce.added_ms
+        cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _sparsely(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
@@ -315,10 +320,16 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
     """Returns the cheapest sparse exchange, if AllReduce adds more to a step and a legal AlltoAll clearly more."""
     if pricing.world_size == 1:
         return None
-    cheapest = min((priced[name] for name in EXCHANGES if name in priced), key=lambda each: each.predicted_ms)
+    cheapest = _cheapest_exchange(priced)
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
     limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
     return cheapest.strategy if cheapest.added_ms < min(limits_ms, default=inf) else None
+
+
+def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced:
+    """Returns the cheapest sparse exchange that is legal."""
+    legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
+    return min(legal, key=lambda each: each.predicted_ms)
 
 
 def _slower(other: Priced, chosen: Priced) -> str:

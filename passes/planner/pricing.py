@@ -28,8 +28,8 @@ from embrace_fx.passes.planner.shard_cost import (
     widest_useful,
 )
 from embrace_fx.vocabulary.exactness import STILL, Moving
-from embrace_fx.vocabulary.graph import FROM_GRADIENT, FROM_ROWS, Table, TrainingGraph
-from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
+from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
+from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
 CLEARLY = 0.8
@@ -171,8 +171,12 @@ class Pricing:
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
         sparsity = self._sparsity_of(table, fact, rows)
         replicas = self._replicas(fact, sparsity, upkeep, replica_work(fact.nbytes), weighed)
-        if any(use.kind == FROM_ROWS for use in table.uses):
-            replicas["allreduce"] = replace(replicas["allreduce"], blocker="its gradient is of rows alone")
+        if table.has_sparse_gradient and self.world_size > 1:
+            replicas |= {
+                name: replace(each, blocker="its gradient is sparse")
+                for name, each in replicas.items()
+                if name not in BY_ROWS
+            }
         return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
@@ -303,7 +307,7 @@ def shard_blocker(table: Table) -> str | None:
     """Names the reason why a table cannot be sharded, whatever the cost; None: it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
-    if not kinds.isdisjoint((FROM_GRADIENT, FROM_ROWS)):
+    if FROM_GRADIENT in kinds:
         return "the forward runs as it is written"
     if table.use != "sparse":
         return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"

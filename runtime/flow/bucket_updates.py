@@ -24,7 +24,7 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held import GONE, Late
-from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
+from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups, takes_sparse
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward, share_memory
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
 
@@ -38,17 +38,19 @@ class PendingGradient(Tensor):
     Attributes:
         late: the gradients among which it is.
         place: which of them it is.
+        is_sparse: the gradient is (COO), and so it seems while it is in flight.
     """
 
     late: Late[Tensor]
     place: int
+    is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def __new__(cls, like: Tensor, late: Late[Tensor], place: int) -> PendingGradient:
+    def __new__(cls, like: Tensor, late: Late[Tensor], place: int, *, sparse: bool = False) -> PendingGradient:
         made: PendingGradient = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, dispatch_layout=sparse
         )
-        made.late, made.place = late, place
+        made.late, made.place, made.is_sparse = late, place, sparse
         return made
 
     @property
@@ -74,6 +76,8 @@ class PendingGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.layout.default:  # asked of sparse ones alone
+            return torch.sparse_coo
         args, kwargs = torch.utils._pytree.tree_map_only(
             PendingGradient, PendingGradient.resolve, (args, dict(kwargs or {}))
         )
@@ -156,6 +160,7 @@ class BucketUpdates:
         self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
         self._stood_in = False  # some `.grad` has been a stand-in
+        self._any_sparse = False  # some gradient was sparse
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -216,6 +221,7 @@ class BucketUpdates:
         self.await_update(k)  # of the step before, if no forward has read the parameters since
         mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
         tickets = [self._submitted.pop(launch) for launch in mine]
+        self._any_sparse |= flat.is_sparse
         self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, tickets)
 
     def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
@@ -243,7 +249,7 @@ class BucketUpdates:
             bucket, late = self._waiting[k], self._late(k)
             for n, parameter in enumerate(bucket.parameters):
                 if id(parameter) not in without:
-                    parameter.grad = PendingGradient(parameter, late, n)
+                    parameter.grad = PendingGradient(parameter, late, n, sparse=bucket.flat.is_sparse)
 
     def _late(self, k: int) -> Late[Tensor]:
         """Returns the gradients of a bucket, which refer to the model weakly."""
@@ -280,6 +286,7 @@ class BucketUpdates:
             return []
         place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
         hidden, may_step = [], True
+        takes_any = not self._any_sparse or takes_sparse(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = None if id(parameter) in tables else parameter.grad
@@ -289,7 +296,7 @@ class BucketUpdates:
                     parameter.grad = gradient.landed  # put back by an assignment such as `p.grad *= 2`
                 bucket, n = place_of.get(id(parameter), (None, 0))
                 is_late = bucket is not None and id(parameter) not in bucket.stepped and bucket.stands_in(n)
-                may_step = may_step and is_late
+                may_step = may_step and is_late and (takes_any or not gradient.is_sparse)
                 hidden.append((parameter, gradient))
         if not may_step:
             self.release(optimizer)

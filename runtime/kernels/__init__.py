@@ -165,6 +165,14 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
     return [unique, summed]
 
 
+def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
+    none = torch.empty(0, dtype=torch.int64, device=gradient.device)
+    read = (each[each != padding].to(torch.int64) for each, padding in zip(ids, paddings, strict=True))
+    rows = torch.cat([none, *read]).unique()
+    values = gradient.index_select(0, rows)
+    return torch.sparse_coo_tensor(rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
     flat = torch.cat([g.reshape(-1) for g in gradients])
     return flat.mul_(scale) if scale != 1.0 else flat
@@ -243,6 +251,7 @@ LOCAL: dict[str, Callable[..., object]] = {
     "embrace::join_grid": join_grid,
     "embrace::split_grid": split_grid,
     "embrace::coalesce": coalesce,
+    "embrace::sparse_gradient": sparse_gradient,
     "embrace::pack_bucket": pack_bucket,
     "embrace::unpack_bucket": unpack_bucket,
     "embrace::unpack_ids": unpack_ids,

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.own_step import takes_sparse
 from embrace_fx.runtime.tables.pending_parameters import is_kept
 from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
-
-_TAKE_ROWS = (SGD, Adagrad, SparseAdam)
-"""Classes of torch that take gradients of layout COO."""
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
@@ -124,7 +122,8 @@ class Delivery:
             # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
             # nor may it be one that the backward was given, as of a parameter that is only added.
             value: Tensor = outputs[place]
-            if id(value) in given or (others and value.untyped_storage().data_ptr() in others):
+            shares = others and not value.is_sparse and value.untyped_storage().data_ptr() in others
+            if id(value) in given or shares:
                 value = value.clone()
             given.add(id(value))
             if name in ignored:
@@ -191,11 +190,11 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
 
 def in_other_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yields the parameters whose gradients an optimizer's class does not take as they are, and what it takes."""
-    kind = type(optimizer)
+    takes_any, wants = takes_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse and kind not in _TAKE_ROWS:
+            if gradient is not None and gradient.is_sparse and not takes_any:
                 yield parameter, gradient.to_dense()
-            elif gradient is not None and gradient.layout == torch.strided and kind is SparseAdam:
+            elif gradient is not None and gradient.layout == torch.strided and wants:
                 yield parameter, gradient.to_sparse(1)

@@ -90,7 +90,7 @@ class Stepping:
         holders: the optimizers that are known.
         replicas: data-parallel tables updated by rows: their gradients are turned into rows at the step.
         recorder: records the time of each step.
-        of_any_layout: whether gradients are as autograd makes them, some of rows alone.
+        of_any_layout: whether some gradients may be sparse, as autograd makes them.
     """
 
     def __init__(

@@ -168,6 +168,12 @@ class Late(Generic[Landed]):
         return self.landed
 
 
+_WRITTEN_TOO_LATE = (
+    "expected the values() of a sharded table's sparse gradient to be written before it is used as a dense tensor, "
+    "found them written after, which changes the gradient no more. Ask it for values() again, and write those."
+)
+
+
 class _Viewer:
     """Kept by the views of a gradient.
 
@@ -214,6 +220,7 @@ class HeldGradient(Held):
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
+        self._are_shown, self._left = False, AsSeen()  # someone may write the rows, or those that were copied since
         self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
 
     @property
@@ -236,11 +243,17 @@ class HeldGradient(Held):
         self._late, self._is_zero = (late, k), False
 
     def land(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for what is on its way.
+
+        Raises:
+            RuntimeError: rows have been written that are no longer its memory.
+        """
         if self._late is not None:
             late, k = self._late
             self._rows = list(late.now()[k])
             self._late = None
+        if self._left.tensors and self._left.written():
+            raise RuntimeError(_WRITTEN_TOO_LATE)
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient, its ids unique."""
@@ -264,7 +277,7 @@ class HeldGradient(Held):
             self._read = []
             return
         self._late, self._rows, self._local, self._read, self._is_zero = None, [], None, None, True
-        self._norms, self._seen = {}, AsSeen()
+        self._norms, self._seen, self._left = {}, AsSeen(), AsSeen()
 
     def set_dense(self, dense: Tensor) -> None:
         """Makes the gradient dense, with a tensor as its memory."""
@@ -317,11 +330,25 @@ class HeldGradient(Held):
     def memory(self) -> Tensor:
         """Makes the gradient dense for good, and returns it, (V', d)."""
         if not self.is_dense:
+            self._left = AsSeen.of(self._shown())  # whoever has these rows must not write them any more
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self._local, self._read, self._is_zero = [], dense, read, False
             self._seen = AsSeen.of([dense])  # the norms are of the same values
         assert self._local is not None
         return self._local
+
+    def shown_rows(self) -> Rows | None:
+        """Returns its rows, in memory that whoever has them may write; None: views of all elements are held."""
+        self.land()
+        if self._local is not None and (self._read is None or self._viewer() is not None):
+            return None
+        rows = self.rows()
+        self._rows, self._local, self._read, self._are_shown = [rows], None, None, True
+        return rows
+
+    def _shown(self) -> tuple[Tensor, ...]:
+        """Lists the memory that `shown_rows` has given away."""
+        return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
         """Returns an object that views of it keep."""
@@ -355,7 +382,7 @@ class HeldGradient(Held):
         self.land()
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
-        other._siblings = lambda: ()
+        other._siblings, other._are_shown, other._left = (lambda: ()), False, AsSeen()
         other._viewer = weakref.ref(_Viewer(other))
         if self._local is not None:
             other.replace(self._local.clone())
@@ -374,7 +401,7 @@ class HeldGradient(Held):
 
     def _known_norms(self) -> dict[float, Tensor]:
         """Norms of the present values, by order; empties the dict after a write."""
-        of = () if self._local is None else (self._local,)
+        of = self._shown() if self._local is None else (self._local,)
         if not self._seen.is_of(of) or any(each.is_inference() for each in of):
             self._norms, self._seen = {}, AsSeen.of(of)
         return self._norms

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 State = MutableMapping[str, Any]
 """What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
@@ -36,6 +36,12 @@ def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         if type(value) is not type(there) or not (torch.equal(value, there) if is_tensor else value == there):
             return False
     return True
+
+
+def takes_sparse(optimizer: Optimizer) -> bool:
+    """Whether its class, under the options of this moment, takes sparse gradients (COO)."""
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    return type(optimizer) is SparseAdam or (type(optimizer) in (SGD, Adagrad) and not decays)
 
 
 def step_groups(

@@ -41,18 +41,20 @@ class Part(Tensor):
         held: its memory.
         spread: which elements of the whole these are, of which table.
         kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
+        is_sparse: a gradient that looks as the sparse one (COO) that autograd would make.
     """
 
     held: Held
     spread: Layout
     kind: str
+    is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def __new__(cls, held: Held, spread: Layout, kind: str = "") -> Part:
+    def __new__(cls, held: Held, spread: Layout, kind: str = "", *, sparse: bool = False) -> Part:
         made: Part = Tensor._make_wrapper_subclass(
-            cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device
+            cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device, dispatch_layout=sparse
         )
-        made.held, made.spread, made.kind = held, spread, kind
+        made.held, made.spread, made.kind, made.is_sparse = held, spread, kind, sparse
         torch._C._set_throw_on_mutable_data_ptr(made)  # not the end of the process, where torch asks no class
         return made
 
@@ -67,8 +69,10 @@ class Part(Tensor):
         return answer(func, args, kwargs or {})
 
     def like(self, held: Held, layout: Layout | None = None) -> Part:
-        """Another part of the same table."""
-        return type(self)(held, self.spread if layout is None else layout, self.kind)
+        """Another part of the same table; sparse as this one, unless its layout is given."""
+        if layout is None:
+            return type(self)(held, self.spread, self.kind, sparse=self.is_sparse)
+        return type(self)(held, layout, self.kind)
 
     @property
     def what(self) -> str:
@@ -247,7 +251,7 @@ def _refuse(name: str, gradients: object) -> NoReturn:
     )
 
 
-_OF_A_PART = ("held", "spread", "kind", "_is_param")
+_OF_A_PART = ("held", "spread", "kind", "is_sparse", "_is_param")
 
 
 def local_part(tensor: Tensor) -> Tensor:

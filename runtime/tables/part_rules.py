@@ -8,6 +8,7 @@
     rows read or written by their ids               the same to this rank's columns of them
     random fills                                    draws the whole, as every rank does, and takes its own
     sums, means, norms, extremes, truth             reduced over the ranks where they hold other elements
+    rows and values of a sparse gradient            the rows that any rank has read, in this rank's columns
     collectives, and everything else                refused
 
 Contract
@@ -32,6 +33,7 @@ from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
 from embrace_fx.runtime.tables.part_memory import set_memory
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
+from embrace_fx.runtime.tables.part_sparse import SPARSE
 from embrace_fx.runtime.tables.part_views import VIEWS, view
 
 aten = torch.ops.aten
@@ -316,6 +318,7 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.set_.source_Tensor: set_memory,
         **REDUCTIONS,
         **ROWS,
+        **SPARSE,
     }
 )
 _OF_NO_ELEMENTS = frozenset(
@@ -329,7 +332,7 @@ _OF_NO_ELEMENTS = frozenset(
 
 _OF_SUMS = frozenset(
     {
-        *(*VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
+        *(torch.ops.prim.layout.default, *VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
         *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
         *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
         *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default),

@@ -356,6 +356,8 @@ def is_kept(parameter: nn.Parameter) -> bool:
 
 def _holders(tensor: Tensor) -> tuple[int, int]:
     """Tells a memory's address, and how many hold it, in C++ or as a storage in Python; of other processes', many."""
+    if tensor.is_sparse:  # its values may be held by any number of tensors
+        return id(tensor), _MANY
     storage = tensor.untyped_storage()
     address = storage._cdata
     if storage.device.type == "cpu" and storage.is_shared():

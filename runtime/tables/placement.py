@@ -86,7 +86,7 @@ def shard_parameter(
 
 def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer]) -> None:
     """The reverse: the whole table, its gradient and its optimizers' state, on every rank. Collective."""
-    parameter, gradient = table.parameter, table.dense_gradient()
+    parameter, gradient = table.parameter, table.whole_gradient()
     parameter.grad = None
     for optimizer in optimizers:
         if parameter in optimizer.state:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,7 @@ class RowTable:
     Attributes:
         optimizer: whichever steps it, once that is known.
         is_read_densely: whether, of a replica, rows without a gradient of a lookup have one.
+        has_sparse_gradient: whether `.grad` looks sparse (COO), as its lookups ask for.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class RowTable:
         self.layout = layout
         self.row_updates = row_updates
         self.optimizer = optimizer
-        self.is_read_densely = False
+        self.is_read_densely = self.has_sparse_gradient = False
         self._at = 0, 0  # group and place in the optimizer
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
@@ -167,24 +169,40 @@ class RowTable:
             return held
         if gradient is not None:  # the user's own
             held.set_dense(self.layout.cut(gradient).contiguous())
-        self.parameter.grad = Part(held, self.layout, "the gradient of ")
+        sparse = self.has_sparse_gradient and gradient is None
+        self.parameter.grad = Part(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
         self.open_gradient().add_rows(ids, rows)
 
-    def dense_gradient(self) -> Tensor | None:
+    def whole_gradient(self) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
         held = self.held
-        return None if held is None else self.layout.whole(held.dense())
+        if held is None:
+            return None
+        whole = self.layout.whole(held.dense())
+        if not self.has_sparse_gradient:
+            return whole
+        own, (ids, _) = self.layout.axes[0].own, held.rows()
+        read = torch.zeros(len(whole), dtype=torch.int32, device=whole.device)
+        read[ids * own.step + own.start] = 1
+        rows = self.layout.reduce(read, dist.ReduceOp.MAX, "rows").nonzero().view(1, -1)
+        return torch.sparse_coo_tensor(rows, whole.index_select(0, rows[0]), whole.shape, is_coalesced=True)
 
-    def add_dense_gradient(self, gradient: Tensor) -> None:
+
+    def add_whole_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
-        rows, columns = (axis.index for axis in self.layout.axes)
-        of_rows = gradient[rows]
+        rows, columns = self.layout.axes
+        if gradient.is_sparse:
+            ids, values = gradient.coalesce().indices()[0] - rows.own.start, gradient.coalesce().values()
+            mine = (ids >= 0) & (ids % rows.own.step == 0)
+            self.add_gradient(ids[mine] // rows.own.step, values[mine][:, columns.index].contiguous())
+            return
+        of_rows = gradient[rows.index]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
-        self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())
+        self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns.index].contiguous())
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     gradient = table.grad.clone()
     place_anew(session._setting, graph, replicated, old)
     found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
-    again = session.state.tables["0.weight"].dense_gradient()
+    again = session.state.tables["0.weight"].whole_gradient()
     assert again is not None
     found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
     return found

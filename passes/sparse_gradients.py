@@ -1,0 +1,79 @@
+"""Gradients of whole tables stay sparse where lookups ask for it: as autograd makes them, with the rows read alone.
+
+Contract
+    The values stay the same; rows that no lookup reads have none. A graph that gives such a table no gradient gives it
+    one without rows, so that the ranks agree on its layout. A graph that also reads the table densely gives it a dense
+    gradient, as autograd does.
+
+    rewrite:  grad_w = aten.embedding_dense_backward(g, x, V, pad, False); return (..., grad_w)
+    ->        rows_w = embrace.sparse_gradient(grad_w, [x], [pad]); return (..., rows_w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.vocabulary.graph import (
+    FROM_GRADIENT,
+    Gradient,
+    Parameter,
+    TrainingGraph,
+    gradients_of,
+    parameters_of,
+    set_outputs,
+)
+
+aten = torch.ops.aten
+SPARSE = torch.ops.embrace.sparse_gradient.default
+
+
+@dataclass(frozen=True)
+class SparseGradients:
+    """Makes the gradients of `tables` (parameter names) sparse.
+
+    Attributes:
+        exchanged: those to which other ranks may give a gradient where this graph gives none.
+    """
+
+    tables: tuple[str, ...]
+    exchanged: tuple[str, ...] = ()
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if not self.tables:
+            return graph
+        result = graph.edit()
+        for name in self.tables:
+            if gradients_of(result.module).get(name) is not None:
+                _keep_rows(result, name)
+            elif name in self.exchanged:
+                _add_no_rows(result, name)
+        return result
+
+
+def _keep_rows(graph: TrainingGraph, name: str) -> None:
+    """Makes the gradient of a table sparse, in place, if its lookups ask for it."""
+    table = next((table for table in graph.tables if table.parameter == name), None)
+    if table is None or not table.has_sparse_gradient or any(use.kind == FROM_GRADIENT for use in table.uses):
+        return
+    role = Gradient(Parameter(name))
+    gradient = next(value for value, each in graph.outputs() if each == role)
+    assert gradient is not None
+    lookups = list(dict.fromkeys((graph.node(use.ids), use.padding_idx) for use in table.uses))
+    rewriter = Rewriter(graph.module)
+    with rewriter.before(gradient.next):
+        ids, paddings = [node for node, _ in lookups], [padding for _, padding in lookups]
+        sparse = rewriter.call(SPARSE, gradient, ids, paddings, name=f"{gradient.name}_sparse")
+    outputs = [(sparse if each == role else value, each) for value, each in graph.outputs()]
+    set_outputs(graph.module, outputs)
+
+
+def _add_no_rows(graph: TrainingGraph, name: str) -> None:
+    """Adds a gradient without rows, in place."""
+    rewriter, weight = Rewriter(graph.module), parameters_of(graph.module)[name]
+    with rewriter.before(graph.graph.output_node()):
+        zeros = rewriter.call(aten.zeros_like.default, weight, name=f"{weight.name}_no_gradient")
+        sparse = rewriter.call(SPARSE, zeros, [], [], name=f"{weight.name}_no_rows")
+    set_outputs(graph.module, [*graph.outputs(), (sparse, Gradient(Parameter(name)))])
