@@ -6,7 +6,7 @@ DDP with `find_unused_parameters` trains such models, and so does embrace_fx.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embrace_fx.cost.wire import Format
@@ -16,6 +16,15 @@ from embrace_fx.vocabulary.graph import TrainingGraph, parameters_of
 from embrace_fx.vocabulary.plan import Decision, Plan, Stack
 
 LATE = "first used after the plan was made"
+RENAMED = (
+    "expected modules to hold parameters by the same names on every rank, in the model's call, found that {} have got "
+    "others on some: prune, or parametrize, on every rank"
+)
+NO_MOMENT = (
+    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
+    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
+    "them, on its own"
+)
 WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 
 
@@ -28,15 +37,21 @@ class Misfit:
         whole: tables that the plan shards but that its forward reads in a way shards cannot be read.
         eager: why no graph holds its forward, in one line; "": a graph does.
         sparse: of `late`, tables whose gradients are sparse.
+        renamed: (old, new) names of parameters whose modules hold them by other names now.
     """
 
     late: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     eager: str = ""
     sparse: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all parameters that it is about."""
+        return (*self.late, *self.whole, *(old for old, _ in self.renamed))
 
     def __bool__(self) -> bool:
-        return bool(self.late or self.whole or self.eager)
+        return bool(self.late or self.whole or self.eager or self.renamed)
 
 
 def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:
@@ -65,6 +80,8 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
     late = sorted({name for each in misfits for name in each.late})
     whole = sorted({name for each in misfits for name in each.whole})
+    # A table that is pruned, or parametrized, is read by a lookup no more.
+    whole += [name for name in plan.sharded if any(name == old for old, _ in misfits[0].renamed)]
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     sparse = {name for each in misfits for name in each.sparse}
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
@@ -76,6 +93,17 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
         decisions=decisions,
         buckets=(*plan.buckets, *((name,) for name in reasons)) if plan.world_size > 1 else (),
         stacks=tuple(stack for stack in stacks if len(stack.tables) > 1),
+    )
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Returns a plan with other names for parameters, of which none is sharded: {old: new}."""
+    return replace(
+        plan,
+        decisions=tuple(replace(d, parameter=names.get(d.parameter, d.parameter)) for d in plan),
+        buckets=tuple(tuple(names.get(name, name) for name in bucket) for bucket in plan.buckets),
+        renormed=tuple(name for name in plan.renormed if name not in names),
+        watched=tuple(name for name in plan.watched if name not in names),
     )
 
 

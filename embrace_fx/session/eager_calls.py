@@ -116,20 +116,33 @@ class EagerCalls:
         return model(*args, **kwargs)
 
     def evaluates(self) -> bool:
-        """Tells whether forwards without gradients run eagerly although training calls are captured."""
+        """Tells whether forwards without gradients run as they are written, whatever training calls do."""
         plan, options = self._planned.plan, self._setting.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
+        if self.reason or (options.route is None and not self._shares_buffers):
+            return True
         trains = any(parameter.requires_grad for parameter in self._setting.model.parameters())
         return trains and options.route is None and not self._setting.state.ignored
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward without gradients eagerly, after applying every update. Collective."""
+        """Runs a forward without gradients eagerly, after applying every update.
+
+        Collective where ranks share buffers. Else it needs no other rank: one may evaluate while the others wait.
+        """
         if (flow := self._planned.flow) is not None:
             flow.leave()
         self._planned.synchronize()
+        if not self._shares_buffers:
+            return self._setting.model(*args, **kwargs)
         trained = self._trained()
         return self._run(self._variant(trained, train=False), trained, args, kwargs, accumulates=False)
+
+    @property
+    def _shares_buffers(self) -> bool:
+        """Whether a forward reads buffers that rank 0 sends."""
+        state = self._setting.state
+        return self._setting.options.shares_buffers and not state.ignored.issuperset(state.buffer_names())
 
     def _variant(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Variant:
         """Returns the variant that takes the place of a capture; makes it at the first call."""

@@ -55,6 +55,7 @@ class ModelWatch:
         """Records the present parameters, after tables have been placed or loaded."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # kept, so that no other gets their ids
         self._ids = [*map(id, self._held)]
+        self._keys = [*chain.from_iterable(self._parameters)]
         self._names = self._named()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
@@ -70,6 +71,11 @@ class ModelWatch:
             buffers and any(id(buffer) in own for buffer in self._model.buffers())
         )
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter takes gradients."""
+        return any(self._trains)
+
     def modes(self) -> tuple[bool, ...]:
         """Reads which modules are in training mode, and which parameters take gradients: of one kind of calls."""
         return (*[module.training for module in self._modules], *self._trains)
@@ -84,9 +90,16 @@ class ModelWatch:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted()) is None else RuntimeError(CONVERTED.format(name))
 
+    def renamed(self) -> dict[str, str]:
+        """Maps old names to new ones, where parameters are what they were, under other names; empty: they are not."""
+        now = self._named()
+        old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
+        return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
+
     def _other(self) -> str | None:
         """Returns the name of a parameter that was added, removed or replaced; None: none was."""
-        if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._now() == self._were:
+        ids = [*map(id, chain.from_iterable(map(_values, self._parameters)))]
+        if ids == self._ids and [*chain.from_iterable(self._parameters)] == self._keys and self._now() == self._were:
             return None
         now = self._named()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))

@@ -17,7 +17,7 @@ from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import find, make_plan, plan_on_links
-from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
+from embrace_fx.planning.fitting import NO_MOMENT, RENAMED, WHOLE, Misfit, fitted, misfit, renamed
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, changes, story
@@ -216,17 +216,21 @@ class PlanInUse:
         own, self._misfit = self._misfit, Misfit()
         state, communicator = self._setting.state, self._setting.communicator
         reason = "an earlier call's backward is still to come" if state.awaiting_backward else None
-        if state.unreduced and any(name in state.tables for name in own.whole):
+        if state.unreduced and (own.renamed or any(name in state.tables for name in own.whole)):
             reason = "gradients wait that were summed up under no_sync()"
         everyone = communicator.gather((own, reason), tuple[Misfit, str | None])
-        needed = [each for each, _ in everyone]
-        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)})) or "parameters"
+        needed = [needs for needs, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in each.names()})) or "parameters"
+        if len({each.renamed for each in needed}) > 1:
+            raise PeerFailure(dict.fromkeys(range(len(needed)), RENAMED.format(names)))
         if reasons := {rank: reason for rank, (_, reason) in enumerate(everyone) if reason is not None}:
-            raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+            raise PeerFailure({rank: NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager
         self._whole |= {name for each in needed for name in each.whole}
         self.change(fitted(self._in_use(), needed))
+        if own.renamed:
+            self._adopt(renamed(self._in_use(), dict(own.renamed)), None)
         return ""
 
     def plan_for(self, variant: Variant, leaves: Sequence[Any]) -> None:
@@ -376,9 +380,4 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _ASKED = (
     "this loop asks for the parameters in every step (model.parameters()), or keeps a state dict of the optimizer: all "
     "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) does not ask"
-)
-_NO_MOMENT = (
-    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
-    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
-    "them, on its own"
 )

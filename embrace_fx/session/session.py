@@ -155,8 +155,8 @@ class Session:
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
                 self._send_first_state()
-        own = self.model, self.optimizers, self.options
-        agree_on_set_up(self.communicator, *own, hook=self._hook)  # model and options may have changed since `compile`
+        own = self.model, self.optimizers, self.options  # which may have changed since `compile`
+        agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
         self.state.refresh(self.model)
         self._watch.note()
         self._begun = True
@@ -186,13 +186,18 @@ class Session:
                 except PlanDoesNotFit:
                     calls.count = count
                     self._eager.fit()
+                    if self._watch.renamed():
+                        self._follow_names()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank."""
+        """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank.
+
+        Until a call trains a parameter, the model runs as it is: a discriminator may be frozen at its first calls.
+        """
         train = torch.is_grad_enabled()
         self.communicator.check_open()
         self._look_at_model(train)
-        if self.planned.plan is None and not train:
+        if self.planned.plan is None and not (train and self._watch.trains):
             if self._to_load is not None:
                 raise RuntimeError(
                     "expected a call for training after load_checkpoint(), found an evaluation: tables are placed, and "
@@ -203,10 +208,10 @@ class Session:
             with stage("looking at the model", self.communicator.rank):
                 if reason := runs_as_written(self._setting, self.planned, leaves):
                     self._eager.take_over(reason)
-        if self._eager.reason:
-            return self._eager.call(args, kwargs, train)
         if not train and self._eager.evaluates():
             return self._eager.evaluate(args, kwargs)
+        if self._eager.reason:
+            return self._eager.call(args, kwargs, train)
         arguments = Arguments(args, kwargs, leaves, spec, train)
         return self._graphs.call(arguments)
 
@@ -214,9 +219,15 @@ class Session:
         """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
 
         Raises:
+            PlanDoesNotFit: parameters have been renamed, as pruning does; on every rank.
             PeerFailure: parameters have changed; on every rank. Before there is a plan, CaptureError.
         """
-        if changed := self._watch.refusal():
+        changed = self._watch.refusal()
+        if changed is not None and (names := self._watch.renamed()):
+            if self.planned.plan is not None:
+                self.planned.fits(Misfit(renamed=tuple(names.items())), self._setting.activity(train=train))
+            self._follow_names()
+        elif changed is not None:
             if self.planned.plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.communicator, self._setting.activity(train=train), changed)
             give_up(self.announcements, changed)
@@ -228,6 +239,15 @@ class Session:
         if (plan := self.planned.plan) is not None and self.state.hooked:
             whole = tuple(sorted(self.state.hooked & set(plan.sharded)))
             self.planned.fits(Misfit((), whole), self._setting.activity(train=train))
+
+    def _follow_names(self) -> None:
+        """Goes on with parameters under the names that modules hold them by now, as the plan does."""
+        self.state.refresh(self.model)
+        self._watch.note()
+        self._kinds.clear()
+        self._eager.forget()
+        if self.planned.plan is not None:
+            self._note_places(first=False)
 
     def _end_lookahead(self) -> None:
         """Applies every update, and expects no next batch."""
@@ -254,8 +274,7 @@ class Session:
 
     def parameters_were_loaded(self) -> None:
         """Takes over loaded parameters, which may be new objects (`assign=True`)."""
-        for name, table in self.state.tables.items():
-            table.parameter = self.state.parameter(name)
+        self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # ranks are equal again
         self._watch.note_parameters()
         if self.planned.plan is not None:

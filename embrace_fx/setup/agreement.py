@@ -38,12 +38,15 @@ def agree_on_set_up(
     options: Options,
     mesh: DeviceMesh | None = None,
     hook: str = "",
+    *,
+    is_called: bool = False,
 ) -> None:
     """Checks the arguments of all ranks together; a rank that failed alone would leave the others waiting.
 
     Args:
         mesh: the device mesh given in place of a process group.
         hook: the communication hook's name.
+        is_called: at the first call, for which all may be frozen: a discriminator, in its generator's step.
 
     Raises:
         SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank.
@@ -57,7 +60,8 @@ def agree_on_set_up(
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
-        check_trainable(model)
+        if not is_called:
+            check_trainable(model)
         refuse_stand_ins(model)
         refuse_parts(model)
         refuse_node_hooks(model)

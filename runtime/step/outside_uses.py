@@ -5,7 +5,8 @@
 Autograd brings two gradients to `scale`. The program reduces the one that comes through the call. The one through
 `penalty` is this rank's own: here it becomes the mean over ranks, as under DDP.
 
-Of a sharded table a rank has some columns, and `penalty` would be of these alone: it is refused.
+A sharded table's gradient is of the whole table (`embrace_fx.runtime.tables.part_rules`): each rank adds its own part
+of the mean to the rows that the call brings.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.gradient_hooks import NodeHook
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.part import Part
 
 
 class OutsideUses:
@@ -65,16 +67,18 @@ class OutsideUses:
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Returns the mean over ranks of a gradient that autograd is about to accumulate; None: it stays as it is."""
         state, (gradient,) = self._state, gradients
-        if name in state.tables and state.tables[name].layout.mesh is not None:
+        table = state.tables.get(name)
+        if table is not None and table.layout.mesh is None:
+            table = None
+        if table is not None and (isinstance(gradient, Part) or not self._is_of_a_call()):
             raise RuntimeError(
-                f"expected a loss that reads the sharded {name} by the model's call alone, in backward(), found one "
-                "that reads the parameter itself, of which each rank has its own columns. Move what reads it into the "
-                "model's forward(), use the optimizer's weight_decay, or keep the table whole: "
-                f"strategy={{{name!r}: 'allreduce'}}."
+                f"expected the sharded {name} in the loss of a call of the model, in backward(), found a backward that "
+                "comes to it without one. Add what reads it to the loss of the model's call, and go backward from the "
+                f"sum; or keep the table whole: strategy={{{name!r}: 'allreduce'}}."
             )
         if gradient is None or not self._is_of_a_call():
             return None
-        if not state.synchronised:
+        if not state.synchronised and table is None:
             if name not in self._unused:
                 return None  # it joins the sum that is reduced later
             raise RuntimeError(
@@ -82,13 +86,15 @@ class OutsideUses:
                 "one that reads the parameter itself, and nothing would reduce its gradient. Move what reads it into "
                 "the model's forward()."
             )
+        gradient = gradient.to_dense() if table is not None and gradient.is_sparse else gradient
         mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"
         self._communicator.progress.note(what)
-        return (
-            self._communicator.wait(self._communicator.all_reduce_(mean, "sum", "dense"), what).div_(
-                self._communicator.world_size
-            ),
-        )
+        launched = self._communicator.all_reduce_(mean, "sum", "dense")
+        mean = self._communicator.wait(launched, what).div_(self._communicator.world_size)
+        if table is None:
+            return (mean,)
+        table.add_dense_gradient(mean)
+        return (None,)
 
     def _is_of_a_call(self) -> bool:
         """Tells whether the backward that runs has run, or will run, that of a call of the model.

@@ -118,16 +118,21 @@ class Held:
 
 
 class HeldCopy(Held):
-    """Memory of a copy by columns, in a state dict, of a table on a grid."""
+    """Memory of a copy, into which nobody may write: it would be lost.
+
+    Args:
+        refusal: the error of a write.
+    """
+
+    def __init__(self, local: Tensor, refusal: str) -> None:
+        super().__init__(local)
+        self._refusal = refusal
 
     def check_write(self) -> None:
-        raise RuntimeError(
-            "expected a table by columns, in a write into a state dict, found one on a grid, of which state_dict() "
-            "gives a copy. Write into the parameter; or into a clone of the value, and call load_state_dict()."
-        )
+        raise RuntimeError(self._refusal)
 
     def viewed(self, own: Tensor) -> Held:
-        return HeldCopy(own)
+        return HeldCopy(own, self._refusal)
 
 
 Rows = tuple[Tensor, Tensor]

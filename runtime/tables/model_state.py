@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -50,6 +50,7 @@ class ModelState:
         self._parameters = dict(_owners(model, "_parameters"))
         self._buffers = dict(_owners(model, "_buffers"))
         self.names = tuple(self._parameters)
+        self._note_parameters()
         self.ignored = names_to_ignore(model)
         """Parameters and buffers that each rank has for itself."""
         self.tables: dict[str, RowTable] = {}
@@ -112,16 +113,34 @@ class ModelState:
             known.clear()  # the same dict: others look into it
             known.update(_owners(model, kind))
         self.names = tuple(self._parameters)
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        """Records every parameter, to be known when a module renames it, as pruning does, or loses it."""
+        self._known = {name: self.parameter(name) for name in self.names}
+
+    def parameters_were_loaded(self) -> None:
+        """Takes over parameters that may be new objects."""
+        self._note_parameters()
+        for name, table in self.tables.items():
+            table.parameter = self._known[name]
 
     def parameter(self, name: str) -> nn.Parameter:
+        """Returns the one that the model holds now; where it holds none by this name, the one that it held."""
         owner, key = self._parameters[name]
-        found: nn.Parameter = owner[key]
-        return found
+        try:
+            found: nn.Parameter | None = owner[key]
+        except KeyError:
+            found = None
+        return self._known[name] if found is None else found
 
-    def parameters(self, names: Iterable[str] | None = None) -> list[nn.Parameter]:
-        """Returns those of some names, or all, as the model holds them now, without a walk through its modules."""
-        places = self._parameters.values() if names is None else map(self._parameters.__getitem__, names)
-        return [owner[key] for owner, key in places]
+    def parameters(self, names: Collection[str] | None = None) -> list[nn.Parameter]:
+        """Returns those of some names, or all, as `parameter` does, without a walk through the model's modules."""
+        names = self.names if names is None else names
+        try:
+            return [owner[key] for owner, key in map(self._parameters.__getitem__, names)]
+        except KeyError:
+            return list(map(self.parameter, names))
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Lists the parameters of the tables."""
@@ -129,7 +148,7 @@ class ModelState:
 
     def any_parameter(self) -> nn.Parameter | None:
         """Returns one of the parameters, all of which are on one device; None: there is none."""
-        return next((owner[key] for owner, key in self._parameters.values()), None)
+        return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
         """Returns a gradient plus what backwards under `no_sync` left of it in `.grad`."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
@@ -80,12 +80,12 @@ class Part(Tensor):
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
-        """Makes the error for an op that a part cannot answer."""
+        """Makes the error for what a part cannot do."""
+        asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return RuntimeError(
-            f"expected of {self.what} what a rank can tell of its own part or add up with the others (element-wise, by "
-            f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
-            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, run or "
-            "export what needs whole tables `with model.whole():`, or keep the table whole: "
+            f"expected {self.what}, of which this rank holds a part, to be read by torch's ops or written by element "
+            f"or by row, found {asked}. Call .full_tensor() on every rank, work on that, and copy_() it back; or run "
+            "what needs whole tables `with model.whole():`, or keep the table whole: "
             f"strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
@@ -100,6 +100,8 @@ class Part(Tensor):
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor, on every rank. Collective, as of DTensor."""
+        if self.held.unreduced and not self.spread.is_alone:
+            raise self.not_reduced("full_tensor()")
         return self.spread.whole(self.held.dense())
 
     def to_local(self) -> Tensor:
@@ -125,6 +127,19 @@ class Part(Tensor):
         self.held.dense()  # an update to come is of what it has been, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held = Held(value.held.memory().detach())
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """All elements as an array, which only one that is no copy lets be written."""
+        own = self.spread.is_alone and not isinstance(self.held, HeldCopy)
+        array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
+        array.flags.writeable = own
+        return array
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else str(self), spec)
 
     def apply_(self, function: Callable[[Any], Any]) -> Part:
         self.held.memory().apply_(function)
@@ -203,8 +218,8 @@ class Part(Tensor):
 
 forward(
     Part,
-    [name for name in READ_MEMORY if name != "data_ptr"],
-    lambda part, name: part._whole(f"{'numpy' if name == '__array__' else name}()"),
+    [name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr")],
+    lambda part, name: part._whole(f"{name}()"),
 )
 
 

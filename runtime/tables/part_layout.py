@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class Layout:
         shape, stride: of the whole tensor; a table's shape is (V, D).
         axes: its dimensions; those it had before a view merged them where `is_flat`.
         chosen: indices that a view has chosen, along dimensions of which ranks hold different ones: one rank has them.
+        operands: hash of the tensors and numbers that its elements were computed with, which may differ between ranks.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Layout:
     axes: tuple[Axis, ...]
     chosen: tuple[object, ...] = ()
     group: dist.ProcessGroup | None = None
+    operands: Tensor | int = field(default=0, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
@@ -164,11 +166,22 @@ class Layout:
             if communicator.is_open:
                 if not asked:
                     return communicator.reduce_scalar(value, reduce_op)
-                return communicator.reduce_asked(value, reduce_op, f"{asked} of the sharded {self.name}")
+                return communicator.reduce_asked(value, reduce_op, self._what(asked))
             communicator.check_fork()
         for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
             dist.all_reduce(value, reduce_op, group=group)
         return value
+
+    def computed_with(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
+        """Lays out what is computed of parts of these layouts, with whole tensors and with numbers."""
+        found = sum(each.operands for each in others) + sum(map(_hash_of, operands))
+        found += hash(tuple(numbers)) & _BITS if numbers else 0
+        return replace(self, operands=found & _BITS)
+
+    def _what(self, asked: str) -> str:
+        """What is asked, in words that are the same on all ranks if they ask the same."""
+        told, computed = f"{asked} of the sharded {self.name}", int(self.operands)
+        return f"{told} with operands of hash {computed:x}" if computed else told
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the error of a broken collective names the ranks that are gone, or stuck."""
@@ -194,9 +207,27 @@ class Layout:
             return self._gathered(own, cut[0]).view(self.shape)
         whole = torch.zeros([axis.size for axis in self.axes], dtype=own.dtype, device=own.device)
         self.cut_into(whole, own)
-        # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
-        wide = whole.view(-1).view(torch.uint8)
-        return self.reduce(wide, dist.ReduceOp.SUM, _ALL).view(own.dtype).view(self.shape)
+        return self.summed(whole).view(self.shape)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """Joins tensors of which each rank has some elements, and zeros for all others. Collective."""
+        # Bytes: sums of numbers would lose the sign of a zero.
+        return (
+            self.reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.SUM, _ALL).view(whole.dtype).view(whole.shape)
+        )
+
+    def joined(self, own: Tensor) -> tuple[Tensor, slice]:
+        """Joins ids (D, K), of which each rank has as many as it likes; and tells which are this rank's. Collective."""
+        assert self.mesh is not None
+        ranks = self.mesh.mesh.flatten().tolist()
+        at, count = ranks.index(self.mesh.get_rank()), own.shape[1]
+        counts = torch.zeros(len(ranks), dtype=torch.int64, device=own.device)
+        counts[at] = count
+        ends = self.reduce(counts, dist.ReduceOp.SUM, "rows").cumsum(0).tolist()
+        mine = slice(ends[at] - count, ends[at])
+        every = own.new_zeros((len(own), ends[-1]))
+        every[:, mine] = own
+        return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
     def _gathered(self, own: Tensor, dim: int) -> Tensor:
         """Gathers parts along the dimension of a table's columns, of which the last ranks may have fewer."""
@@ -208,7 +239,7 @@ class Layout:
         sent[: len(own)] = own
         flat, communicator = sent.view(-1).view(torch.uint8), self.communicator()
         if communicator is not None and communicator.is_open:
-            everyone = communicator.gather_asked(flat, f"{_ALL} of the sharded {self.name}")
+            everyone = communicator.gather_asked(flat, self._what(_ALL))
         else:  # the model has been closed, or has gone
             everyone = flat.new_empty((ranks * flat.numel(),))
             all_gather_single(everyone, flat, group=self.mesh.get_group())
@@ -252,3 +283,11 @@ def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
 
 
 _ALL = "all"
+_BITS = (1 << 48) - 1
+
+
+def _hash_of(operand: Tensor) -> Tensor:
+    """Hashes a tensor's values, in their order, without waiting for a device."""
+    values = torch.view_as_real(operand) if operand.is_complex() else operand
+    bits = values.detach().to(torch.float64).contiguous().view(-1).view(torch.int64)
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum() & _BITS

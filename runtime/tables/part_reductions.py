@@ -18,7 +18,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Layout, without_axes
+from embrace_fx.runtime.tables.part_layout import Layout, NotAView, without_axes
 from embrace_fx.runtime.tables.part_views import arguments_of
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
     """
     layout = part.spread
     if layout.is_flat and not asked.is_of_all(part):
-        raise part.refused(f"{func._schema.name} along a dimension of a view")
+        raise NotAView  # along a dimension of a view
     axes, dims = layout.axes, tuple(range(len(layout.axes))) if layout.is_flat else asked.dims
     local = part.held.dense()
     if local.dim() != len(axes):  # a view without dimensions, which this rank has not, or a flat one

@@ -1,4 +1,4 @@
-"""Rows of a part: read and written by their ids, of which each rank takes its own columns; and gradients in rows.
+"""Rows of a part by their ids: a rank writes its own columns of them, and reads them whole; and gradients in rows.
 
 Contract
     A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them).
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis
 
@@ -22,14 +21,18 @@ aten = torch.ops.aten
 
 def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
     """Ids as this rank counts, and which of them it has; None: all."""
-    if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
-        raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
+    _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
     if not axis.of:
         return ids, None
     own = axis.own
     apart = ids - own.start
     return apart // own.step, (apart >= 0) & (ids < own.stop) & (apart % own.step == 0)
+
+
+def _check_ids(ids: Tensor, axis: Axis) -> None:
+    if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
+        raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
 
 
 def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
@@ -134,26 +137,37 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """`x[ids]`: rows of which every rank has all, in this rank's columns."""
+    """`x[ids]`: whole rows, as ranks may ask for different ones."""
     part, indices = args
-    if not isinstance(part, Part) or part.spread.is_flat or part.spread.chosen:
+    if not isinstance(part, Part) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
     ids = _ids_of(indices, part)
-    if ids is None or any(axis.of for axis in part.spread.axes[: len(ids)]):
-        return NotImplemented
-    axes = (*map(Axis.whole, ids[0].shape), *part.spread.axes[len(ids) :])
-    return part.like(Held(part.held.dense()[tuple(ids)]), part.spread.with_axes(axes))
+    return NotImplemented if ids is None else _rows_of_all(part, ids)
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
     part, dim, ids = args
-    if not isinstance(part, Part) or isinstance(ids, Part) or part.spread.is_flat or part.spread.chosen:
-        return NotImplemented
-    dim %= max(1, part.dim())
-    if not part.dim() or part.spread.axes[dim].of:
-        return NotImplemented
-    axes = (*part.spread.axes[:dim], Axis.whole(ids.numel()), *part.spread.axes[dim + 1 :])
-    return part.like(Held(part.held.dense().index_select(dim, ids)), part.spread.with_axes(axes))
+    return _read(func, (part, [ids]), {}) if isinstance(part, Part) and dim in (0, -part.dim()) else NotImplemented
+
+
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    part, ids = args[:2]
+    return _read(func, (part, [ids]), {})
+
+
+def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
+    """Returns the rows of this rank's ids; each rank brings its own columns of the rows of all. Collective."""
+    layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
+    for each, axis in zip(ids, axes, strict=True):
+        _check_ids(each, axis)
+    every, mine = layout.joined(torch.stack([*ids]).flatten(1).to(part.device))
+    counted = [_own_ids(each, axis) for each, axis in zip(every, axes, strict=True)]
+    kept = [has for _, has in counted if has is not None]
+    keep: Any = torch.stack(kept).all(0) if kept else slice(None)
+    whole = torch.zeros((every.shape[1], *(axis.size for axis in rest)), dtype=part.dtype, device=part.device)
+    rows = part.held.dense()[tuple(each[keep] for each, _ in counted)]
+    whole[(slice(None), *(axis.index for axis in rest))][keep] = rows
+    return layout.summed(whole)[mine].view(*ids[0].shape, *whole.shape[1:])
 
 
 # -- gradients in rows -------------------------------------------------------------------------------------------------
@@ -224,6 +238,7 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         ),
         aten.index.Tensor: _read,
         aten.index_select.default: _select_index,
+        aten.embedding.default: _embedding,
         aten.zero_.default: _zero,
         **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
         **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),

@@ -3,13 +3,15 @@
     op                                              does
     ----------------------------------------------  ---------------------------------------------------------------
     element-wise, in place or not, fills, copies    the same to this rank's part; of whole operands it takes its own
-    writes into whole tensors                       from whole ones, which the ranks gather
     views: rows, slices, transposed, flattened      a part of the view, in the same memory
-    rows read or written by their ids               the same to this rank's columns of them
+    rows written by their ids                       the same to this rank's columns of them
+    rows read by their ids                          whole rows: each rank may ask for others
     random fills                                    draws the whole, as every rank does, and takes its own
     sums, means, norms, extremes, truth             reduced over the ranks where they hold other elements
     rows and values of a sparse gradient            the rows that any rank has read, in this rank's columns
-    collectives, and everything else                refused
+    what autograd records, and its backward         of whole tensors, which the ranks gather (`part_whole`)
+    all else, writes into whole tensors too         of whole tensors, which the ranks gather
+    collectives, and other writes into parts        refused
 
 Contract
     Whether an op is refused, and whether ranks communicate, is the same on all of them.
@@ -27,14 +29,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.part import Part, Rule, whole
+from embrace_fx.runtime.tables.held import Held, HeldCopy
+from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
 from embrace_fx.runtime.tables.part_memory import set_memory
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
 from embrace_fx.runtime.tables.part_sparse import SPARSE
 from embrace_fx.runtime.tables.part_views import VIEWS, view
+from embrace_fx.runtime.tables.part_whole import is_of_a_loss, of_loss, of_whole, to_be_read
 
 aten = torch.ops.aten
 
@@ -52,6 +55,9 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     written = args[0].held if func._schema.is_mutable and isinstance(args[0], Part) else None
     if written is not None:
         written.check_write()
+    if any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # a copy that is read besides
+        args, kwargs = pytree.tree_map_only(Part, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs))
+        parts = [part for part in parts if not part.spread.is_alone]
     found = _answer(func, args, dict(kwargs), parts)
     if written is not None:
         written.note_write()
@@ -66,9 +72,14 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
     # A `_foreach_` op goes by its single ones.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
+    if not first.spread.is_alone and is_of_a_loss(func, args, kwargs):
+        return of_loss(_RULES.get(func), func, args, kwargs)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
-        found = rule(func, args, kwargs)
+        try:
+            found = rule(func, args, kwargs)
+        except NotAView:
+            found = NotImplemented
         if found is not NotImplemented:
             return found
     if func._schema.name.startswith("aten::_foreach_"):
@@ -79,13 +90,13 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
             return found
     if first.spread.is_alone:
         return _alone(func, args, kwargs)
-    if func.namespace == "aten" and func._schema.is_mutable:
-        found = _written(func, args, kwargs)
+    if isinstance(kwargs.get("out"), Part) and torch.Tag.pointwise in func.tags:
+        found = _into_part(func, args, kwargs)
         if found is not NotImplemented:
             return found
     if func._can_decompose():  # called below autograd, by one of these rules too
         return func.decompose(*args, **kwargs)
-    raise first.refused(func._schema.name)
+    return of_whole(func, args, kwargs)
 
 
 # -- aliases and views -------------------------------------------------------------------------------------------------
@@ -100,10 +111,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
     local, viewed = part.held.memory(), part.held.viewed
-    try:
-        found = view(func, args[1:], kwargs, part.spread, local)
-    except NotAView:
-        return NotImplemented
+    found = view(func, args[1:], kwargs, part.spread, local)
     if isinstance(found, list):
         return [part.like(viewed(own), layout) for layout, own in found]
     layout, own = found
@@ -115,7 +123,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns an op whose result at an element depends on its operands there alone."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = pytree.tree_leaves((args, kwargs))
+    leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
     writes = func._schema.is_mutable
     if kwargs.get("out") is not None or (writes and not isinstance(args[0], Part)):
@@ -140,6 +149,10 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if writes:
         return args[0]
+    if not parts[0].spread.is_alone:
+        others = [leaf for leaf in leaves if not isinstance(leaf, Part)]
+        numbers = [leaf for leaf in given if isinstance(leaf, int | float | complex)]
+        layout = layout.computed_with([part.spread for part in parts], others, numbers)
     if any(not part.spread.meta().is_contiguous() for part in parts):
         looks = func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
         stride = pytree.tree_leaves(looks)[0].stride()
@@ -147,19 +160,11 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda found: parts[0].like(Held(found), layout), result)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes into whole tensors, from whole ones that the ranks gather; or by `out=` into a part."""
-    out = kwargs.get("out")
-    into = pytree.tree_leaves([v for a, v in zip(func._schema.arguments, args, strict=False) if a.is_write] + [out])
-    if any(isinstance(leaf, Part) for leaf in into):
-        if not isinstance(out, Part) or torch.Tag.pointwise not in func.tags:
-            return NotImplemented
-        found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
-        return out.copy_(found) if found.shape == out.shape else NotImplemented
-    parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)]
-    if unreduced := next((part for part in parts if part.held.unreduced), None):
-        raise unreduced.not_reduced(func._schema.name)
-    return func(*pytree.tree_map_only(Part, whole, args), **pytree.tree_map_only(Part, whole, kwargs))
+def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
+    """`out=` of an element-wise op."""
+    out = kwargs["out"]
+    found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    return out.copy_(found) if found.shape == out.shape else NotImplemented
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -273,6 +278,8 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
 
     plain_args, plain_kwargs = pytree.tree_map_only(Part, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
+    if shares and isinstance(args[0], Part) and isinstance(args[0].held, HeldCopy):
+        return to_be_read(args[0], result, func)
     return args[0] if func._schema.is_mutable and isinstance(args[0], Part) else result
 
 

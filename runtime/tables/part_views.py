@@ -66,8 +66,20 @@ def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
 
 
 def _select(layout: Layout, local: Tensor, whole: Tensor, dim: int, index: int) -> Viewed:
+    if layout.is_flat:
+        return _element(layout, local, whole, index % layout.shape.numel())
     dim %= len(layout.axes)
     return _without(layout, local, dim, index % layout.axes[dim].size)
+
+
+def _element(layout: Layout, local: Tensor, whole: Tensor, index: int) -> Viewed:
+    """One element of a flat view of all others."""
+    if whole.dim():
+        raise NotAView
+    axes, chosen, own = layout.axes, layout.chosen, local.view([len(axis.own) for axis in layout.axes])
+    for at in torch.unravel_index(torch.tensor(index), [axis.size for axis in axes]):
+        axes, chosen, own = _without(layout.with_axes(axes, chosen), own, 0, int(at))
+    return axes, chosen, own
 
 
 def _slice(layout: Layout, local: Tensor, whole: Tensor, dim: int, start: Any, end: Any, step: int) -> Viewed:
@@ -160,6 +172,6 @@ _VIEWS: Mapping[Any, Callable[..., Viewed]] = MappingProxyType(
 _LISTS: Mapping[Any, Callable[..., list[Viewed]]] = MappingProxyType(
     {aten.unbind.int: _unbind, aten.split.Tensor: _split, aten.split_with_sizes.default: _split}
 )
-_OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default})
+_OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default, aten.select.int})
 VIEWS = frozenset((*_VIEWS, *_LISTS))
 """The ops whose results are views that ranks have parts of."""

@@ -45,8 +45,14 @@ def as_shown(part: Part) -> Tensor:
         return part
     if part.spread.grid is not None:
         layout = part.spread.by_columns()
-        part = part.like(HeldCopy(own_part_of(part, layout)), layout)
+        part = part.like(HeldCopy(own_part_of(part, layout), _OF_A_GRID), layout)
     return part.shard() if _is_gathered() else part
+
+
+_OF_A_GRID = (
+    "expected a table by columns, in a write into a state dict, found one on a grid, of which state_dict() gives a "
+    "copy. Write into the parameter; or into a clone of the value, and call load_state_dict()."
+)
 
 
 def _is_gathered() -> bool:

@@ -1,0 +1,107 @@
+"""Answers what no part tells by whole tensors, which the ranks gather.
+
+    loss = model(x) + (model.module.words.weight[x] - anchor).square().sum()
+
+Each rank's loss is another function of the whole table, so that its gradient is of the whole table, too. A part of it
+would not do: by it a rank has its own columns of its own loss's gradient, and each column takes the mean of all ranks'.
+What autograd records of a table is therefore of whole tensors, and so is what a backward does with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from traceback import walk_stack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from embrace_fx.runtime.tables.held import HeldCopy
+from embrace_fx.runtime.tables.part import Part, Rule, whole
+from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.part_views import VIEWS
+
+aten = torch.ops.aten
+
+
+def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns an op on whole tensors. A view of them is a copy, into which nobody may write. Collective.
+
+    Raises:
+        RuntimeError: it writes into a part, or is a collective; on every rank.
+    """
+    parts = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)}
+    first, arguments = next(iter(parts.values())), func._schema.arguments
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    written = [named.get(argument.name) for argument in arguments if argument.is_write]
+    if _is_collective(func):
+        raise first.refused("a collective: ranks hold different columns")
+    if any(isinstance(leaf, Part) for leaf in pytree.tree_leaves(written)):
+        raise first.refused(func._schema.name)
+    found = {key: whole(part) for key, part in parts.items()}
+    plain_args, plain_kwargs = pytree.tree_map_only(Part, lambda part: found[id(part)], (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    is_view = any(
+        isinstance(named.get(argument.name), Part) for argument in arguments if argument.alias_info is not None
+    )
+    return to_be_read(first, result, func) if is_view and not is_of_a_loss(func, args, kwargs) else result
+
+
+def to_be_read(part: Part, result: Any, func: Any) -> Any:
+    """Returns copies of views of a part as parts of which this rank has all, and into which nobody may write."""
+    refusal = str(part.refused(f"a write into what {func._schema.name.split('::')[-1]}() makes of it"))
+
+    def read(copy: Tensor) -> Part:
+        layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
+        return part.like(HeldCopy(copy, refusal), layout)
+
+    return pytree.tree_map_only(Tensor, read, result)
+
+
+def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd records an op, or runs it in a backward, on operands that may differ between ranks."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
+        return False
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return any(not isinstance(each, Part) if in_backward else each.requires_grad for each in tensors)
+
+
+def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns an op that autograd records: by its rule, where that tells of the whole; else on whole tensors."""
+    if rule is not None:
+        with torch.no_grad():
+            found = rule(func, args, kwargs)
+        if found is not NotImplemented and not any(isinstance(each, Part) for each in pytree.tree_leaves(found)):
+            return found
+    return of_whole(func, args, kwargs)
+
+
+def _is_collective(func: Any) -> bool:
+    """Whether a collective asks: an op, or a copy in one whose lists of lists of tensors no dispatcher looks into."""
+    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        return True
+    callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+    caller = next((file for file in callers if not file.endswith(_BETWEEN)), "")
+    return caller.endswith("torch/distributed/distributed_c10d.py")
+
+
+_BETWEEN = (
+    *(str(Path(__file__).with_name(name)) for name in ("part.py", "part_rules.py", "part_whole.py")),
+    *("torch/_ops.py", "torch/utils/_pytree.py"),
+)
+"""Files that the call of an op goes through."""
+
+_OF_ONE = frozenset(
+    {
+        *(*VIEWS, aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default),
+        *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
+        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype),
+    }
+)
+"""What has no other operand, so that each element of a part of its result is of the same element."""
