@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
@@ -81,6 +83,14 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
                 raise RuntimeError(REFUSAL.format(name=name, asked="a deed that puts together"))
             del setting.state.tables[name]
             unshard_parameter(table, setting.stepping.holders.optimizers)
+
+
+def gather_buffers(model: nn.Module) -> None:
+    """Makes buffers whole that are parts, as the masks are by which tables were pruned. Collective."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if isinstance(buffer, Part):
+                module._buffers[key] = buffer.full_tensor()
 
 
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:

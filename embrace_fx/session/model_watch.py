@@ -54,8 +54,7 @@ class ModelWatch:
     def note_parameters(self) -> None:
         """Records the present parameters, after tables have been placed or loaded."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # kept, so that no other gets their ids
-        self._ids = [*map(id, self._held)]
-        self._keys = [*chain.from_iterable(self._parameters)]
+        self._ids, self._keys = [*map(id, self._held)], self._keys_now()
         self._names = self._named()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
@@ -98,8 +97,8 @@ class ModelWatch:
 
     def _other(self) -> str | None:
         """Returns the name of a parameter that was added, removed or replaced; None: none was."""
-        ids = [*map(id, chain.from_iterable(map(_values, self._parameters)))]
-        if ids == self._ids and [*chain.from_iterable(self._parameters)] == self._keys and self._now() == self._were:
+        same = [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids
+        if same and self._keys_now() == self._keys and self._now() == self._were:
             return None
         now = self._named()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
@@ -134,9 +133,16 @@ class ModelWatch:
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
 
+    def _keys_now(self) -> list[str]:
+        """Reads the names that modules give their parameters."""
+        return [*chain.from_iterable(map(_keys, self._parameters))]
+
     def _named(self) -> dict[str, int]:
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_values = methodcaller("values")  # a method, because TorchScript's modules have another type of dict
+_keys, _values = (
+    methodcaller("keys"),
+    methodcaller("values"),
+)  # a method, because TorchScript's modules have another type of dict

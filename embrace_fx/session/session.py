@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.bypasses import close_bypasses
 from embrace_fx.planning.fitting import Misfit
+from embrace_fx.planning.placing import gather_buffers
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
@@ -332,6 +333,7 @@ class Session:
         """Leaves the model to another `compile`, with whole tables and every update applied. Collective."""
         self.planned.synchronize()
         self.planned.leave_model()
+        gather_buffers(self.model)
         self._outside.stop()
         self._placed.remove_hooks()
         self.close()

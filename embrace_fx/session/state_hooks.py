@@ -1,8 +1,8 @@
-"""Hooks on a model that tell its session when its state is read or loaded, or the plain model is called.
+"""Hooks on a model that tell its session when its state is read or loaded.
 
 Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets parts of sharded
-tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session, and
-pickling a model with sharded tables is refused.
+tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session,
+those of a file do nothing and need no package, and pickling a model with sharded tables is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -66,7 +65,7 @@ _MADE_BEFORE = (
 
 
 class _Hook:
-    """A hook of a model's state dicts, or of its modules' calls.
+    """A hook of a model's state dicts.
 
     Args:
         session: its session; None on a copy of the model.
@@ -105,7 +104,7 @@ class _Hook:
     def __reduce__(self) -> Any:
         if self.session is not None and self.session.shards:
             raise TypeError(REFUSAL.format(f"a model whose tables {', '.join(self.session.shards)} are sharded"))
-        return type(self), ()
+        return getattr, (contextlib.nullcontext(), "__exit__")  # a function that does nothing, whatever it is given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         copied = type(self)(placed=Placed(self.layouts))
@@ -148,21 +147,8 @@ class ParametersWereLoaded(_Hook):
             self.session.parameters_were_loaded()
 
 
-class OwnPartsAreNoTables(_Hook):
-    """Refuses direct calls of a sharded table's module, by the plain model or a copy of it."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.layouts and isinstance(module.weight, nn.Parameter):
-            raise RuntimeError(
-                f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
-                f"copy, whose tables {', '.join(self.layouts)} hold this rank's part alone. Call the compiled model on "
-                "every rank, or any part of it on every rank under `with model.whole():`, or load full_state_dict() "
-                "into a model of its own, which any rank may call."
-            )
-
-
 def add_state_hooks(session: Session) -> Placed:
-    """Registers the hooks by which state dicts show parts, and calls of the plain model are refused."""
+    """Registers the hooks by which state dicts show parts, and sessions hear of what is loaded."""
     placed, model = Placed(), session.model
     placed.kept = session
     placed.hook(
@@ -171,9 +157,6 @@ def add_state_hooks(session: Session) -> Placed:
         model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed)),
         model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed)),
     )
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module is not model:
-            placed.hook(module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed)))
     return placed
 
 

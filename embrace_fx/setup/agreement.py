@@ -97,9 +97,9 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 def refuse_parts(model: nn.Module) -> None:
     """Raises `ValueError` where another compiled model has sharded a table that this one shares."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
-    own = {name for hook in hooks for name in getattr(hook, "layouts", ())}
+    own = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, Part) and name not in own:
+        if isinstance(parameter, Part) and id(parameter.spread) not in own:
             raise ValueError(
                 f"expected parameters that no other compiled model has sharded, in compile() or the first call, found "
                 f"{name}: this rank has only its part of it. Keep a table that several models read whole, in each of "

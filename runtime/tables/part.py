@@ -28,9 +28,10 @@ from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSAL = (
-    "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
-    "model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every rank, "
-    "and save what they return on one; or save shards with torch.distributed.checkpoint."
+    "expected whole tensors, in what is saved or sent to a process, found {}: it would lose the other ranks' columns. "
+    "Call model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every "
+    "rank, and save or send on one what they return; or save shards with torch.distributed.checkpoint; or save or send "
+    "the module `with model.whole():`."
 )
 
 

@@ -71,9 +71,12 @@ def _references_of_setter() -> int:
 
 
 def set_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answers `set_` of a whole tensor to a part."""
-    tensor, part = args
-    return NotImplemented if isinstance(tensor, Part) else func(tensor, memory_to_share(part))
+    """Answers `set_` to, or of, a part."""
+    tensor, source = args
+    if not isinstance(tensor, Part):
+        return func(tensor, memory_to_share(source))
+    tensor.data = source
+    return tensor
 
 
 forwarding.share_memory(Part, memory_to_share)

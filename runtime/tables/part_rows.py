@@ -223,6 +223,17 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
+def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuses lookups by the plain model: each rank has its own columns of the rows."""
+    if args[0].spread.is_alone:
+        return NotImplemented
+    raise RuntimeError(
+        f"expected the compiled model in a call, found a lookup in {args[0].what} by the plain one, or by a copy: this "
+        "rank has only its part. Call the compiled model on every rank, or any part of it on every rank under `with "
+        "model.whole():`, or load full_state_dict() into a model of its own, which any rank may call."
+    )
+
+
 ROWS: Mapping[Any, Rule] = MappingProxyType(
     {
         aten.index_put_.default: _put,
@@ -243,6 +254,13 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
         **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
         aten.add_.Tensor: _added,
+        **dict.fromkeys(
+            (
+                *(aten.embedding.default, aten.embedding_renorm_.default, aten._embedding_bag.default),
+                *(aten._embedding_bag_forward_only.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx),
+            ),
+            _look_up,
+        ),
     }
 )
 """Rows by their ids, and what leaves a gradient in rows."""

@@ -191,7 +191,6 @@ class RowTable:
         rows = self.layout.reduce(read, dist.ReduceOp.MAX, "rows").nonzero().view(1, -1)
         return torch.sparse_coo_tensor(rows, whole.index_select(0, rows[0]), whole.shape, is_coalesced=True)
 
-
     def add_whole_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
         rows, columns = self.layout.axes
