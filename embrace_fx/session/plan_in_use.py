@@ -173,8 +173,7 @@ class PlanInUse:
 
     def observe(self) -> None:
         """Follows the rows of training calls; asks for another plan where they drift."""
-        drift = self._drift
-        if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
+        if (drift := self._drift) is not None and self.calls.count % SAMPLED_EVERY == 0:
             drift.observe(self._setting.announcements.rows_read)
             self.calls.asks_to_plan |= drift.wants_plan
 
@@ -284,9 +283,6 @@ class PlanInUse:
         """Makes the two kinds of pending updates between calls: of dense parameters, and of tables."""
         state, lock = self._setting.state, self._setting.state.pending.lock
 
-        def dense() -> Iterable[nn.Parameter]:
-            return () if (flow := self.flow) is None else flow.buckets.stepped
-
         def apply_dense() -> None:
             if self.flow is not None:
                 self.flow.settle_buckets()
@@ -303,8 +299,8 @@ class PlanInUse:
                 *state.optimizer_stacks.joined,
             ]
 
-        of_tables = Updates(tables, self._tables_may_change, lock, joined)
-        return Updates(dense, apply_dense, lock), of_tables
+        dense = Updates(lambda: () if (flow := self.flow) is None else flow.buckets.stepped, apply_dense, lock)
+        return dense, Updates(tables, self._tables_may_change, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
         """Lists the optimizers whose last step may still be pending."""
@@ -317,8 +313,8 @@ class PlanInUse:
         self._apply()
 
     def _apply(self) -> None:
-        if (flow := self.flow) is not None:
-            flow.parameters_may_change()
+        if self.flow is not None:
+            self.flow.parameters_may_change()
         self._setting.state.settle_tables()
 
     def parameters_may_change(self) -> None:

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import embrace_fx
-from embrace_fx.setup.agreement import OtherRoute
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.parts import differs, whole_of
 from tests.support.ranks import run_ranks
@@ -133,9 +132,6 @@ class Side:
                 assert self.plain.emb.weight.shape == (ROWS, WIDTH)
         elif what == "plan" and self.session:
             self.session.planned.calls.asks_to_plan = True
-        elif what == "capture" and self.session and self.session._eager.reason and self.session.planned.plan:
-            with self.session.state.pending.closed():
-                self.session._eager.turn(OtherRoute("a capture pays", captures=True))
 
     def ends(self) -> Any:
         """Returns what training has come to."""
@@ -157,7 +153,7 @@ CALLS: dict[str, Any] = {
     "extra": st.booleans(),
 }
 ORDERS: dict[str, Any] = {"zeroed": st.sampled_from(ZEROED), "how": st.sampled_from(HOW)}
-CHANGES = ("clear", "step", "hook", "hook of a gradient", "unhook", "freeze", "rate", "whole", "plan", "capture")
+CHANGES = ("clear", "step", "hook", "hook of a gradient", "unhook", "freeze", "rate", "whole", "plan")
 STARTS: dict[str, Any] = {
     "schedule": st.sampled_from(SCHEDULES),
     "route": st.sampled_from((None, None, "eager")),

@@ -292,6 +292,17 @@ def test_a_plan_in_use_is_weighed_with_the_strategy_that_it_has() -> None:
     assert {c.strategy for c in anew.candidates} == {*CANDIDATES, "omnireduce"}
 
 
+@pytest.mark.parametrize("so_far", ["unused", "frozen"])
+def test_a_table_that_no_plan_has_exchanged_is_chosen_for_anew(so_far: str) -> None:
+    fresh = planned()
+    facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in fresh)
+    before = replace(fresh, decisions=tuple(replace(d, strategy=so_far) for d in fresh))
+
+    anew = decide(Findings(graph_of(1_000_000), facts, ROWS, 2), current=before)
+
+    assert [d.strategy for d in anew] == [d.strategy for d in fresh]
+
+
 def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
     rows = {TABLE: (100_000,) * 8, OTHER: (3,) * 8}
     apart = planned(LARGE, rows, 8, strategy="zen")[TABLE]

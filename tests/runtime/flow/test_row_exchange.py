@@ -200,7 +200,7 @@ class Training:
         self.table = Watched(parameter, layout, "exact", self.optimizer)
         self.table.updates = []
         state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
-        state.update(own_state(parameter, layout, state, communicator.group))
+        state.update(own_state(parameter, layout, state))
         self.moves = kind is Adam  # rows without gradient too
         self.early = 0  # forwards that found rows early, and right
         chunks = self.draw.randint(1, 3)
