@@ -288,10 +288,10 @@ class CompiledModel(nn.Module, Joinable):
         return optimizers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards.
+        """The model's own names; of a sharded table this rank's part, which `torch.distributed.checkpoint` re-shards.
 
-        `torch.save` of a shard is refused: `full_state_dict` is what it wants. Collective where a table lies on a grid,
-        to put it by columns.
+        `torch.save` of a part is refused: `full_state_dict` is what it wants. Collective where a table lies on a grid:
+        the part is then a copy, by columns.
         """
         self._session.parameters_may_change()
         return self._session.model.state_dict(*args, **kwargs)
@@ -307,10 +307,10 @@ class CompiledModel(nn.Module, Joinable):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or shards, before the first call or after; a sharded table takes its own part.
+        """Loads whole tensors or parts, before the first call or after; a sharded table takes its own part.
 
         Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective where values are
-        shards of a table that is not sharded here, or that lies on a grid.
+        parts of a table that is not sharded here, or that lies on a grid.
         """
         model = self._session.model
         named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
