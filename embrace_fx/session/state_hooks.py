@@ -59,8 +59,8 @@ class Placed:
 
 
 _MADE_BEFORE = (
-    "the tables %s are sharded from now on; a copy of the model that was made before keeps them whole: one that is to "
-    "follow the model's parameters, as an average does, must be made after the first call"
+    "the tables %s are sharded from now on; a copy of the model that was made before keeps them whole: if it follows "
+    "the model's parameters, as an average does, each update gathers them. Make it after the first call to keep parts"
 )
 
 

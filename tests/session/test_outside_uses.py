@@ -1,4 +1,4 @@
-"""Parameters that a loss reads besides the model's call: averaged over ranks as under DDP, refused of shards."""
+"""Parameters that a loss reads besides the model's call: averaged over ranks as under DDP, shards of tables too."""
 
 from __future__ import annotations
 
@@ -47,6 +47,22 @@ def rows(model: Any, module: Any, step: int, rank: int) -> Tensor:
     return found
 
 
+def own_rows(model: Any, module: Any, step: int, rank: int) -> Tensor:
+    """Rows that each rank chooses for itself, and its own weight of all."""
+    ids = torch.arange(2 + rank) + step
+    penalty = module.words.weight[ids].square().sum() + (rank + 1) * module.words.weight.square().mean()
+    found: Tensor = model(*draw_batch(step, rank)) + 0.1 * penalty
+    return found
+
+
+def anchored(model: Any, module: Any, step: int, rank: int) -> Tensor:
+    """As elastic weight consolidation: a weighted distance to what the weights were."""
+    was = {name: value.detach().clone() * 0.9 for name, value in module.named_parameters()}
+    apart = [(was[name].square() * (value - was[name]) ** 2).sum() for name, value in module.named_parameters()]
+    found: Tensor = model(*draw_batch(step, rank)) + 0.5 * torch.stack(apart).sum()
+    return found
+
+
 def train(model: Any, loss_of: Loss, rank: int, accumulates: bool = False) -> list[Tensor]:
     optimizer, losses = SGD(model.parameters(), lr=0.3), []
     for step in range(3):
@@ -66,6 +82,10 @@ CASES: list[tuple[type[Matching], Loss, str, bool]] = [
     (Matching, weighted, "alltoall", False),
     (Matching, weighted, "alltoall", True),
     (Matching, rows, "allreduce", False),
+    (Matching, rows, "alltoall", False),
+    (Matching, own_rows, "alltoall", False),
+    (Matching, own_rows, "alltoall", True),
+    (Matching, anchored, "alltoall", False),
 ]
 
 
@@ -91,7 +111,7 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     train(model, scaled, rank)
     train(wrapped, scaled, rank)
     with pytest.raises(RuntimeError) as caught:
-        rows(model, model.module, 0, rank).backward()
+        (0.1 * model.module.words.weight.norm()).backward()
     told.append(str(caught.value))
     with pytest.raises(RuntimeError) as caught, model.no_sync():
         scaled(model, model.module, 0, rank).backward()
@@ -105,9 +125,8 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     return told
 
 
-@pytest.mark.long
-def test_of_shards_they_are_refused_and_training_goes_on() -> None:
+def test_without_a_call_they_are_refused_and_training_goes_on() -> None:
     for of_rows, accumulating in run_ranks(2, refuse_and_go_on):
-        assert "expected a loss that reads the sharded words.weight by the model's call alone" in of_rows
+        assert "expected the sharded words.weight in the loss of a call of the model" in of_rows
         assert "strategy={'words.weight': 'allreduce'}" in of_rows
         assert "expected a loss under no_sync() that reads logit_scale" in accumulating
