@@ -35,7 +35,7 @@ def close_bypasses() -> None:
     of_modules = torchscript.create_script_module
     torchscript.create_script_module = _applying(of_modules, lambda module, *_, **__: tuple(module.parameters()))
     data: Any = Tensor.data
-    Tensor.data = property(data.__get__, _applying(data.__set__))  # type: ignore[assignment, method-assign]
+    Tensor.data = property(data.__get__, _applying(data.__set__))  # type: ignore[assignment]
 
 
 def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)) -> Any:

@@ -22,7 +22,7 @@ def outside_of_modes() -> Iterator[None]:
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
     functions = [_pop_mode() for _ in _get_current_function_mode_stack()]  # first, for they see what guards do
     if trace is not None:  # within a kernel it may not even be set to what it is
-        torch._C._set_tracing_state(None)
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     compiler._is_compiling_flag = compiler._is_exporting_flag = False
     try:
         with contextlib.ExitStack() as left:
@@ -36,6 +36,6 @@ def outside_of_modes() -> Iterator[None]:
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = flags
         if trace is not None:
-            torch._C._set_tracing_state(trace)
+            torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
         for mode in reversed(functions):
             _push_mode(mode)

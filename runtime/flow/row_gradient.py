@@ -28,7 +28,8 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held import GONE, Late, Rows, merged
+from embrace_fx.runtime.tables.held import GONE, Late, Rows
+from embrace_fx.runtime.tables.held_gradient import merged
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule

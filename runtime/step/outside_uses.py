@@ -93,7 +93,7 @@ class OutsideUses:
         mean = self._communicator.wait(launched, what).div_(self._communicator.world_size)
         if table is None:
             return (mean,)
-        table.add_dense_gradient(mean)
+        table.add_whole_gradient(mean)
         return (None,)
 
     def _is_of_a_call(self) -> bool:

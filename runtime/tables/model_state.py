@@ -8,7 +8,7 @@ from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.tables.held import HeldGradient
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout

@@ -166,10 +166,10 @@ class Part(Tensor):
 
     def __create_write_items__(self, name: str, value: object) -> Any:
         shard = self.shard()
-        return shard.__create_write_items__(name, shard)  # type: ignore[no-untyped-call]
+        return shard.__create_write_items__(name, shard)
 
     def __create_chunk_list__(self) -> Any:
-        return self.shard().__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return self.shard().__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
         return self.to_local()
@@ -288,9 +288,9 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
         layout.meet()
         old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
         return regrid(value.held.dense(), layout.shape, old, new, layout.group)
-    is_shard = isinstance(value, DTensor) and value.placements == (Shard(1),)
-    if is_shard and layout.mesh == value.device_mesh:  # by columns, of the same ranks
-        return value.to_local()
+    if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
+        local: Tensor = value.to_local()  # by columns, of the same ranks
+        return local
     return layout.cut(whole(value)).contiguous()
 
 

@@ -66,7 +66,7 @@ def _references_of_setter() -> int:
         return torch.empty(0, device="cpu")
 
     forwarding.share_memory(Unkept, count)
-    torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(Unkept, (0,), device="cpu")
+    torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(Unkept, (0,), device=torch.device("cpu"))
     return found[0]
 
 

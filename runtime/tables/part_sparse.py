@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.held import Held, HeldGradient, Rows
+from embrace_fx.runtime.tables.held import Held, Rows
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis
 
@@ -52,9 +53,9 @@ def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
-    order = 2.0 if order is None else order
-    keep = keep[0] if keep else False
-    return torch.linalg.vector_norm(args[0], order, dims or None, bool(keep), **kwargs)
+    return torch.linalg.vector_norm(
+        args[0], 2.0 if order is None else order, dims or None, bool(keep and keep[0]), **kwargs
+    )
 
 
 SPARSE: Mapping[Any, Rule] = MappingProxyType(

@@ -321,7 +321,8 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
 def is_held_by_torch(parameter: Tensor) -> bool:
     """Whether torch's C++ holds a parameter, as a TorchScript module does, and reads it without a word to its class."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
-    return parameter._use_count() > (1 if node is None else 2)  # type: ignore[attr-defined]
+    uses: int = parameter._use_count()  # type: ignore[attr-defined]
+    return uses > (1 if node is None else 2)
 
 
 def _are_held_by_torch(parameters: Sequence[Any]) -> bool:

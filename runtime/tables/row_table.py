@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.tables.held import HeldGradient, Rows
+from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout

@@ -111,7 +111,7 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     train(model, scaled, rank)
     train(wrapped, scaled, rank)
     with pytest.raises(RuntimeError) as caught:
-        (0.1 * model.module.words.weight.norm()).backward()
+        (0.1 * model.get_parameter("words.weight").norm()).backward()
     told.append(str(caught.value))
     with pytest.raises(RuntimeError) as caught, model.no_sync():
         scaled(model, model.module, 0, rank).backward()

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held import Held, HeldGradient
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import mesh_of
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
@@ -65,7 +66,7 @@ class Shown:
     """Tables of these shapes as state dicts of a compiled model in training, and of its optimizer, hand them out."""
 
     def __init__(self, shapes: Iterable[torch.Size]) -> None:
-        tables = {shape: nn.Embedding(*shape, dtype=torch.float64) for shape in sorted(set(shapes))}
+        tables = {shape: nn.Embedding(shape[0], shape[1], dtype=torch.float64) for shape in sorted(set(shapes))}
         self._names = {shape: f"{number}.weight" for number, shape in enumerate(tables)}
         self._model = embrace_fx.compile(_Tables(tables.values()), strategy="alltoall")
         self._optimizer = torch.optim.Adam(self._model.parameters())

@@ -22,7 +22,7 @@ class Deciding(SGD):
     """Moves twice where the loss is large, which ranks must agree on, and steps by its base class."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None, more: float = 1.0) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None, more: float = 1.0) -> Any:
         with torch.enable_grad():
             loss = closure()
         super().step()
@@ -116,7 +116,7 @@ def _uneven(rank: int, world_size: int, optimizer: str) -> list[Any]:
             steps.zero_grad()
             loss = (model(ids_of(rank, k)) - 3 * rank).square().mean()
             loss.backward()
-            return loss.item()
+            return float(loss)
 
         steps.step(closure)
     return ends(model)

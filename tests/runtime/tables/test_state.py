@@ -122,7 +122,7 @@ def _state_dict_facts(rank: int, world_size: int) -> dict[str, Any]:
     _train(model, optimizer, rank, range(1))
     state = model.state_dict()
     table = state["words.weight"]
-    facts = {
+    facts: dict[str, Any] = {
         "names": list(state),
         "shape": tuple(table.shape),
         "local shape": tuple(table.to_local().shape),
