@@ -106,6 +106,19 @@ def clips_data(training: Training) -> None:
 
 
 @SCENARIOS.add
+def assigns_data(training: Training) -> None:
+    """To gradients that nobody has read."""
+
+    def between(training: Training) -> None:
+        for name in ("a", "d"):
+            gradient = training.parameters[name].grad
+            assert gradient is not None
+            gradient.data = torch.full(gradient.shape, 0.25, dtype=torch.float64)
+
+    loop(training, between)
+
+
+@SCENARIOS.add
 def clips_all_at_once(training: Training) -> None:
     def between(training: Training) -> None:
         gradients = [p.grad for p in training.parameters.values() if p.grad is not None]

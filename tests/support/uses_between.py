@@ -29,9 +29,9 @@ Use = Callable[[Side, int], Any]
 USES: dict[str, Use] = {}
 
 
-def use(function: Use) -> Use:
+def use(function: Use, name: str = "") -> Use:
     """Enters a use under its name."""
-    USES[function.__name__.replace("_", " ")] = function
+    USES[name or function.__name__.replace("_", " ")] = function
     return function
 
 

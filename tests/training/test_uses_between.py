@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
+from tests.support import mode_uses
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, CompiledSide, Side, draw_batches
@@ -118,6 +119,20 @@ def _check(ranks: int, names: list[str]) -> None:
 
 def test_uses_on_two_ranks() -> None:
     _check(2, ["data clamped", "numpy from before written", "momentum reset", "target network", "read by a thread"])
+
+
+def test_uses_in_modes_on_two_ranks() -> None:
+    _check(
+        2, ["read under a trace", "read under fake tensors", "read under grad", "given to grad", "read under make_fx"]
+    )
+
+
+def test_uses_that_ask_no_class_on_two_ranks() -> None:
+    _check(2, ["read by a scripted function", "read by a scripted module from before", *mode_uses.TAKERS])
+
+
+def test_uses_by_forked_children_on_two_ranks() -> None:
+    _check(2, ["read by a forked child", "state read by a forked child", "read by a child that a thread forks"])
 
 
 @pytest.mark.long
