@@ -368,7 +368,6 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 
 _MANY = 1 << 30
 
-
 _IN_A_GRAPH = (
     "expected a parameter without a pending update, in torch.compile(fullgraph=True) or a control flow operator, found "
     "one of the last optimizer.step(). Call model.synchronize() first."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.sides import DTYPE, Side
 from tests.support.uses_between import Use, dense, use
-
-warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*torch.jit")
 
 
 class _Functions(TorchFunctionMode):
@@ -108,7 +105,6 @@ def read_under_an_export(side: Side, step: int) -> Any:
 # -- functions that ask no class ---------------------------------------------------------------------------------------
 
 
-@torch.jit.script
 def _doubled(x: Tensor) -> Tensor:
     return x * 2.0
 
@@ -119,7 +115,7 @@ class _Tagged(Tensor):
 
 @use
 def read_by_a_scripted_function(side: Side, step: int) -> Any:
-    return _doubled(side.plain.first.weight).detach()
+    return torch.jit.script(_doubled)(side.plain.first.weight).detach()
 
 
 @use

@@ -18,6 +18,8 @@ from tests.support.sides import DTYPE, CompiledSide, Side, draw_batches
 from tests.support.training import whole_parameters
 from tests.support.uses_between import USES, values
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # deprecated, and still used
+
 Ended = tuple[dict[str, Tensor], list[Any]]
 
 
