@@ -22,7 +22,7 @@ COMMANDS = {
     "memory": "memory --model bert --output {0}",
     "eager route": "micro.eager_route --only graph --rounds 1 --output {0}/page.md",
     "first step": "micro.first_step --models transformer --rounds 1 --output {0}",
-    "host time": "micro.host_time --models small --rounds 1 --systems ddp embrace_2d --output {0}",
+    "host time": "micro.host_time --models small --rounds 1 --systems ddp_sparse embrace_2d --output {0}",
     "overhead": "micro.overhead --rounds 1 --steps 1 --output {0}",
     "plans": "micro.plans --models small --runs 1 --output {0}/page.md",
     "rounding": "micro.rounding --models recommender --steps 50 --output {0}/page.md",
