@@ -71,7 +71,9 @@ def _given(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Use
 
 for _name, _mode in MODES.items():
     use(_under(_mode), f"read under {_name}")
-for _name, _transform in {"grad": grad, "jacrev": jacrev, "hessian": hessian}.items():
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+TRANSFORMS = {"grad": grad, "jacrev": jacrev, "hessian": hessian}
+for _name, _transform in TRANSFORMS.items():
     use(_through(_transform, 6), f"read under {_name}")
     use(_given(_transform), f"given to {_name}")
 use(_through(vmap, 2, 6), "read under vmap")
@@ -136,9 +138,13 @@ def _with_data(parameter: Tensor) -> Tensor:
     return other
 
 
+def _set_to(parameter: Any) -> Tensor:
+    return torch.empty(0, dtype=DTYPE).set_(parameter.detach() if parameter.grad_fn else parameter)
+
+
 TAKERS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "given as data": _with_data,
-    "given to set": lambda p: torch.empty(0, dtype=DTYPE).set_(p.detach() if p.grad_fn else p),
+    "given to set": _set_to,
     "made a subclass": lambda p: Tensor._make_subclass(_Tagged, p),
     "seen as a subclass": lambda p: p.as_subclass(_Tagged),
     "made a parameter": nn.Parameter,

@@ -1,0 +1,175 @@
+"""Whole tensors that are given a part of a table, or a gradient in flight: as under DDP, or refused, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+ROWS, WIDTH = 40, 6
+Given = Callable[[Tensor, Any], Tensor]
+"""(a whole tensor of the table's shape, the plain model) -> what is compared."""
+
+
+class _Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(self.out(self.words(ids))).square().mean()
+        return found
+
+
+def _soft(target: Tensor, model: Any) -> Tensor:
+    target.data = 0.1 * model.words.weight.data + 0.9 * target.data
+    return target
+
+
+def _of_a_parameter(target: Tensor, model: Any) -> Tensor:
+    made = nn.Parameter(target.clone())
+    made.data = 0.1 * model.words.weight.detach() + 0.9 * made.data
+    made.square().sum().backward()
+    assert made.grad is not None
+    return made.grad
+
+
+def _clone(target: Tensor, model: Any) -> Tensor:
+    target.data = model.words.weight.data.clone()
+    return target
+
+
+def _row(_: Tensor, model: Any) -> Tensor:
+    row = torch.zeros(WIDTH)
+    row.data = model.words.weight.data[3] * 2
+    return row
+
+
+def _transposed(_: Tensor, model: Any) -> Tensor:
+    turned = torch.zeros(WIDTH, ROWS)
+    turned.data = model.words.weight.data.t() * 2
+    return turned
+
+
+def _buffer(target: Tensor, model: Any) -> Tensor:
+    layer = nn.Module()
+    layer.register_buffer("kept", target)
+    layer.kept.data = model.words.weight.grad * 3
+    model.words.weight.grad.zero_()
+    found: Tensor = layer.kept  # type: ignore[assignment]
+    return found
+
+
+def _dense(_: Tensor, model: Any) -> Tensor:
+    kept = torch.zeros(3, WIDTH)
+    kept.data = model.out.weight.grad
+    model.out.weight.grad.mul_(2.0)  # the two share memory
+    return kept
+
+
+def _in_inference(target: Tensor, model: Any) -> Tensor:
+    with torch.inference_mode():
+        made = torch.zeros(ROWS, WIDTH)
+        made.data = model.words.weight.data * 2
+        return made + target
+
+
+def _alias(target: Tensor, model: Any) -> Tensor:
+    target.data = model.words.weight.data
+    return target
+
+
+def _itself(target: Tensor, model: Any) -> Tensor:
+    target.data = model.words.weight
+    return target
+
+
+def _gradient(target: Tensor, model: Any) -> Tensor:
+    target.data = model.words.weight.grad
+    return target
+
+
+def _kept(target: Tensor, model: Any) -> Tensor:
+    kept = 0.1 * model.words.weight.data
+    target.data = kept
+    kept.mul_(2.0)
+    return target
+
+
+def _set(target: Tensor, model: Any) -> Tensor:
+    return target.set_(model.words.weight.data)
+
+
+ANSWERED: dict[str, Given] = {
+    each.__name__: each for each in (_soft, _of_a_parameter, _clone, _row, _transposed, _buffer, _dense, _in_inference)
+}
+REFUSED: dict[str, Given] = {each.__name__: each for each in (_alias, _itself, _gradient, _kept, _set)}
+
+
+def _found(wrap: Callable[[nn.Module], Any], given: Given, rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = wrap(_Tagger())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+    target, found = torch.randn(ROWS, WIDTH), []
+    for step in range(3):
+        ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+        model(ids).backward()
+        with torch.no_grad():
+            seen = given(target, model.module)
+            found.append(seen.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _beside_ddp(rank: int, world_size: int) -> dict[str, float]:
+    sharded, apart = partial(embrace_fx.compile, strategy="alltoall"), {}
+    for name, given in ANSWERED.items():
+        if given is _of_a_parameter:
+            given = torch.enable_grad()(given)
+        pairs = zip(_found(sharded, given, rank), _found(DistributedDataParallel, given, rank), strict=True)
+        apart[name] = max((one - other).abs().max().item() for one, other in pairs)
+    return apart
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_tensor_given_what_nobody_keeps_is_as_under_ddp(world_size: int) -> None:
+    for apart in run_ranks(world_size, _beside_ddp):
+        assert max(apart.values()) < 1e-5, apart
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    told = {}
+    for name, given in REFUSED.items():
+        with pytest.raises(RuntimeError) as caught:
+            _found(partial(embrace_fx.compile, strategy="alltoall"), given, rank)
+        told[name] = str(caught.value)
+    return told
+
+
+def test_a_tensor_cannot_share_memory_with_a_part_that_is_kept() -> None:
+    for told in run_ranks(2, _refused):
+        for line in told.values():
+            assert "an x that nothing else refers to" in line
+            assert "tensor.data.copy_(x)" in line
+
+
+def _raw(rank: int, world_size: int) -> str:
+    model = embrace_fx.compile(_Tagger(), strategy="alltoall")
+    model(torch.arange(6).view(2, 3))
+    with pytest.raises(RuntimeError) as caught:
+        torch._C._to_dlpack(model.get_parameter("words.weight").data)
+    return str(caught.value)
+
+
+def test_what_reads_memory_below_torch_ends_in_an_error() -> None:
+    assert all("data pointer" in line for line in run_ranks(2, _raw))

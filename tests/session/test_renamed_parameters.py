@@ -1,0 +1,145 @@
+"""Parameters that modules rename, add or lose amid training, and models that leave their session or the process."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+ROWS, WIDTH = 40, 6
+
+
+class _Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+class _Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.words(ids).mean(1)), ids[:, 0] % 3)
+
+
+def _every_second(model: Any, name: str) -> None:
+    module = model.get_submodule(name)
+    prune.custom_from_mask(module, "weight", torch.arange(module.weight.numel()).view(module.weight.shape) % 2)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a layer is pruned": lambda model: prune.l1_unstructured(model.out, "weight", amount=0.3),
+    "the table is pruned": lambda model: _every_second(model, "words"),
+    "a layer's weight has a norm": lambda model: parametrizations.weight_norm(model.out),
+    "the table is parametrized": lambda model: parametrize.register_parametrization(model.words, "weight", _Halved()),
+    "a bias goes": lambda model: model.out.register_parameter("bias", None),
+}
+
+
+def _steps(model: Any, rank: int, first: int) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), []
+    for step in range(first, first + 3):
+        ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _trained(wrap: Callable[[nn.Module], Any], change: Callable[[Any], Any], rank: int) -> list[float]:
+    torch.manual_seed(0)
+    model = wrap(_Tagger())
+    losses = _steps(model, rank, 0)
+    change(model.module)
+    return losses + _steps(wrap(model.module), rank, 3)
+
+
+def _compiled_again(rank: int, world_size: int, strategy: str) -> dict[str, float]:
+    apart = {}
+    for name, change in CHANGES.items():
+        found = _trained(partial(embrace_fx.compile, strategy=strategy), change, rank)
+        expected = _trained(DistributedDataParallel, change, rank)
+        apart[name] = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    return apart
+
+
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+def test_a_changed_model_is_compiled_anew_and_trains_as_under_ddp(strategy: str) -> None:
+    for apart in run_ranks(2, _compiled_again, strategy):
+        assert max(apart.values()) < 1e-5, apart
+
+
+def _changed(rank: int, world_size: int, closes: bool) -> int:
+    for change in CHANGES.values():
+        model = embrace_fx.compile(_Tagger(), strategy="alltoall")
+        _steps(model, rank, 0)
+        change(model.module)
+        if closes:
+            model.close()
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # of no interest to the model
+        model.module.state_dict()
+    return len(CHANGES)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_changed_model_leaves_other_optimizers_alone(closes: bool) -> None:
+    assert run_ranks(2, _changed, closes) == [len(CHANGES)] * 2
+
+
+_READER = """
+import sys, torch
+sys.modules["embrace_fx"] = None
+module = torch.jit.load if sys.argv[2] == "jit" else lambda path: torch.load(path, weights_only=False)
+model = module(sys.argv[1])
+model.load_state_dict(model.state_dict())
+print(model(torch.arange(8).view(4, 2)).mean().item())
+"""
+
+
+def _files(rank: int, world_size: int, folder: str) -> tuple[float, str]:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, 1)))
+    sharded = embrace_fx.compile(_Tagger(), strategy="alltoall")
+    model(torch.arange(8).view(4, 2)).mean().backward()
+    sharded(torch.arange(8).view(4, 2)).backward()
+    with model.whole(), torch.no_grad():
+        expected = model.module(torch.arange(8).view(4, 2)).mean().item()
+        if rank == 0:
+            torch.save(model.module, Path(folder, "plain"))
+            torch.jit.save(torch.jit.script(model.module), str(Path(folder, "jit")))
+    with pytest.raises(TypeError) as caught:
+        pickle.dump(sharded.module, io.BytesIO())
+    return expected, str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_module_is_saved_and_scripted_for_who_has_not_the_package(tmp_path: Path) -> None:
+    (expected, told), _ = run_ranks(2, _files, str(tmp_path))
+    assert "full_state_dict()" in told
+    assert "whole()" in told
+    for kind in ("plain", "jit"):
+        command = [sys.executable, "-c", _READER, str(tmp_path / kind), kind]
+        read = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+        assert read.returncode == 0, read.stderr
+        assert float(read.stdout) == pytest.approx(expected)
