@@ -1,0 +1,324 @@
+"""Tables with sparse=True train as under DDP, whole or sharded, and `.grad` looks alike: sparse, of the same rows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+import embrace_fx
+from tests.support.cases import long_but
+from tests.support.habits import Wrap, ends
+from tests.support.ranks import run_ranks
+
+ROWS, DIM, STEPS = 60, 6, 6
+Loop = Callable[[Wrap, int], list[Any]]
+LOOPS: dict[str, Loop] = {}
+
+
+def loop(function: Loop) -> Loop:
+    """Enters a loop under its name, in words."""
+    LOOPS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(ROWS, DIM, sparse=True, **options)
+        self.out = nn.Linear(DIM, 3)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.emb(ids).mean(1)
+        return found
+
+    def forward(self, ids: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.encode(ids)), wanted)
+
+
+class Gated(Words):
+    """Gives half of the rows that it reads a gradient of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(padding_idx=3)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return super().encode(ids) * (ids[:, :1] % 2)
+
+
+class Bags(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        weights = torch.linspace(0.0, 1.0, ids.numel(), dtype=self.out.weight.dtype).view(ids.shape)
+        found: Tensor = super().encode(ids) - self.emb(ids.flip(0)).sum(1) + self.bags(ids, per_sample_weights=weights)
+        return found
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(100 * step + rank))
+    return draw(ROWS, (5, 4)), draw(3, (5,))
+
+
+def optimizers(model: Any, of_tables: Callable[[Any], Optimizer]) -> tuple[Optimizer, Optimizer]:
+    named = [(name, parameter) for name, parameter in model.named_parameters()]
+    tables = [p for name, p in named if "emb" in name or "bags" in name]
+    return of_tables(tables), AdamW([p for name, p in named if "out" in name], 1e-2, eps=1e-3)
+
+
+def sparse_adam(parameters: Any) -> Optimizer:
+    return SparseAdam(parameters, 1e-2, eps=1e-3)
+
+
+def seen(gradient: Any) -> list[Any]:
+    """The rows and values of a gradient, as a sparse tensor tells them."""
+    assert gradient.is_sparse
+    assert gradient.layout is torch.sparse_coo
+    assert gradient.is_coalesced()
+    own = gradient.coalesce()
+    values = own.values()
+    whole = values.full_tensor() if hasattr(values, "full_tensor") else values.clone()
+    return [own.indices().clone(), whole, gradient._nnz(), float(values.norm()), gradient.to_dense().sum().item()]
+
+
+def trained(
+    wrap: Wrap,
+    rank: int,
+    plain: nn.Module,
+    of_tables: Callable[[Any], Optimizer] = sparse_adam,
+    look: Callable[[Any], list[Any]] | None = seen,
+    every: int = 1,
+) -> list[Any]:
+    model = wrap(plain.double())
+    steps, log = optimizers(model, of_tables), list[Any]()
+    for k in range(STEPS):
+        last = (k + 1) % every == 0
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = model(*batch(k, rank))
+            loss.backward()
+        log.append(loss.item())
+        if not last:
+            continue
+        log += look(model.module.emb.weight.grad) if look is not None else []
+        for each in steps:
+            each.step()
+        for each in steps:
+            each.zero_grad()
+    return log + ends(model)
+
+
+@loop
+def sparse_adam_sees_rows(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Words())
+
+
+@loop
+def rows_whose_gradient_is_zero_move_on(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Gated())
+
+
+@loop
+def bags_and_two_lookups(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Bags())
+
+
+@loop
+def sums_of_several_backwards(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Words(), every=3)
+
+
+@loop
+def momentum(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Words(), lambda p: SGD(p, 0.3, momentum=0.9))
+
+
+@loop
+def adagrad_without_a_look(wrap: Wrap, rank: int) -> list[Any]:
+    return trained(wrap, rank, Words(), lambda p: Adagrad(p, 0.1), look=None)
+
+
+@loop
+def values_written_in_place(wrap: Wrap, rank: int) -> list[Any]:
+    """A norm of the values is clipped; what was kept of them is not touched."""
+    kept = []
+
+    def clip(gradient: Any) -> list[Any]:
+        values = gradient.coalesce().values()
+        values.mul_(0.1 / (values.norm() + 1e-6))
+        kept.append(values)
+        return [gradient._values().abs().max().item()]
+
+    return trained(wrap, rank, Words(), lambda p: SGD(p, 0.3), clip)
+
+
+@loop
+def a_scaler_unscales_values(wrap: Wrap, rank: int) -> list[Any]:
+    model = wrap(Words().double())
+    scaler, log = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3), list[Any]()
+    steps = optimizers(model, sparse_adam)
+    for k in range(STEPS):
+        for each in steps:
+            each.zero_grad()
+        loss = model(*batch(k, rank))
+        scaler.scale(loss).backward()
+        for each in steps:
+            scaler.unscale_(each)
+        log += [loss.item(), *seen(model.module.emb.weight.grad)]
+        for each in steps:
+            scaler.step(each)
+        scaler.update()
+    return log + ends(model)
+
+
+@loop
+def a_hook_sees_rows(wrap: Wrap, rank: int) -> list[Any]:
+    plain, found = Words(), list[Any]()
+    plain.emb.weight.register_hook(lambda g: found.append(g.coalesce().values().clone()))
+    return trained(wrap, rank, plain) + found
+
+
+@loop
+def gradients_zeroed_in_place(wrap: Wrap, rank: int) -> list[Any]:
+    model = wrap(Words().double())
+    steps, log = optimizers(model, sparse_adam), list[Any]()
+    for k in range(STEPS):
+        for each in steps:
+            each.zero_grad(set_to_none=False)
+        loss = model(*batch(k, rank))
+        loss.backward()
+        log.append(loss.item())
+        for each in steps:
+            each.step()
+    return log + ends(model)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alltoall": {"strategy": "alltoall"},
+    "asked to be whole": {"strategy": "allreduce"},
+    "auto": {"strategy": "auto"},
+    "zen, one after the other": {"strategy": "zen", "schedule": "none"},
+    "eager": {"strategy": "auto", "route": "eager"},
+}
+by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
+
+
+def _found(name: str, wrap: Wrap, rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    return LOOPS[name](wrap, rank)
+
+
+def _all_ways(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    ours = {way: _found(name, functools.partial(embrace_fx.compile, **options), rank) for way, options in WAYS.items()}
+    return {"DDP": _found(name, by_ddp, rank), **ours}
+
+
+DEFAULT = ("sparse adam sees rows", "rows whose gradient is zero move on", "sums of several backwards")
+
+
+@pytest.mark.parametrize("name", long_but(DEFAULT, {name: (name,) for name in LOOPS}))
+def test_a_loop_ends_where_it_ends_under_ddp(name: str) -> None:
+    for found in run_ranks(2, _all_ways, name):
+        expected = found.pop("DDP")
+        for way, values in found.items():
+            torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-12, msg=f"{way}: {values} {expected}")
+
+
+def _whole_amid_training(rank: int, world_size: int, grid: bool) -> list[Any]:
+    """Gradients of sharded tables are put together and cut again."""
+    strategy: Any = embrace_fx.Grid(3, 1) if grid else "alltoall"
+    torch.manual_seed(0)
+    model: Any = embrace_fx.compile(Words().double(), strategy={"emb.weight": strategy})
+    model(*batch(0, rank)).backward()
+    before = model.module.emb.weight.grad.full_tensor()
+    with model.whole():
+        within = seen(model.module.emb.weight.grad)
+    after = model.module.emb.weight.grad
+    assert after is not None
+    assert after.is_sparse
+    torch.testing.assert_close(after.full_tensor(), before)
+    torch.testing.assert_close(before.index_select(0, within[0][0]), within[1])
+    return within
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_gradient_stays_sparse_where_its_table_is_put_together(grid: bool) -> None:
+    everyone = run_ranks(3, _whole_amid_training, grid)
+    for found in everyone:
+        torch.testing.assert_close(found, everyone[0])
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    torch.manual_seed(0)
+    model: Any = embrace_fx.compile(Words().double(), strategy={"emb.weight": embrace_fx.Grid(2, 1)})
+    told = {}
+    model(*batch(0, rank)).backward()
+    gradient: Any = model.module.emb.weight.grad
+    for asked in ("values", "indices", "_nnz"):
+        with pytest.raises(RuntimeError) as refused:
+            getattr(gradient, asked)()
+        told[asked] = str(refused.value)
+    model.zero_grad()
+    with model.no_sync():
+        model(*batch(1, rank)).backward()
+    with pytest.raises(RuntimeError) as refused:
+        model.module.emb.weight.grad.coalesce().values()
+    told["no_sync"] = str(refused.value)
+    return told
+
+
+def test_what_a_rank_cannot_tell_of_its_rows_is_refused() -> None:
+    for told in run_ranks(2, _refused):
+        assert "found its values()" in told["values"]
+        assert "found its indices()" in told["indices"]
+        assert "found the number of its rows" in told["_nnz"]
+        assert "under no_sync()" in told["no_sync"]
+
+
+def _written_late(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model: Any = embrace_fx.compile(Words().double(), strategy="alltoall")
+    model(*batch(0, rank)).backward()
+    gradient: Any = model.module.emb.weight.grad
+    values = gradient.values()
+    gradient.add_(1.0)  # every row has a gradient from here on
+    values.mul_(2.0)
+    with pytest.raises(RuntimeError) as refused:
+        SGD(model.parameters(), 0.1).step()
+    return str(refused.value)
+
+
+def test_values_that_are_no_longer_the_gradients_are_not_written_in_silence() -> None:
+    for told in run_ranks(2, _written_late):
+        assert "to be written before it is used as a dense tensor" in told
+
+
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+def test_one_process_has_the_gradients_of_the_plain_model(strategy: Any) -> None:
+    torch.manual_seed(0)
+    plain: Any = Bags().double()
+    torch.manual_seed(0)
+    model: Any = embrace_fx.compile(Bags().double(), strategy=strategy)
+    for k in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(*batch(k, 0)).backward()
+        torch.testing.assert_close(seen(model.module.emb.weight.grad), seen(plain.emb.weight.grad.coalesce()))
+
+
+def test_adam_steps_a_table_whose_gradient_is_sparse() -> None:
+    """torch's raises; here it always got a dense one."""
+    model: Any = embrace_fx.compile(Words().double(), strategy="allreduce")
+    before = model.module.emb.weight.detach().clone()
+    model(*batch(0, 0)).backward()
+    Adam(model.parameters(), 0.1).step()
+    assert not torch.equal(model.module.emb.weight, before)
