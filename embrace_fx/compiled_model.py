@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from embrace_fx.session import ddp_attributes
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs
@@ -61,18 +62,19 @@ class CompiledModel(nn.Module, Joinable):
         except AttributeError:
             if "_session" not in self.__dict__:
                 raise
-            found = getattr(self._session.model, name)
+            try:
+                found = getattr(self._session.model, name)
+            except AttributeError as error:
+                found = ddp_attributes.read(self._session, name, error)
         if isinstance(found, nn.Module | nn.Parameter):
             self._session.parameters_may_change()
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "module":
-            raise AttributeError(
-                "expected the model that was compiled to stay, in an assignment to .module of the compiled one, found "
-                f"a {type(value).__name__}. Load its weights by load_state_dict(), or compile it."
-            )
-        super().__setattr__(name, value)
+        if name in ddp_attributes.SET and "_session" in self.__dict__:
+            ddp_attributes.assign(self._session, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _is_as_asked(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None

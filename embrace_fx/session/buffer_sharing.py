@@ -24,7 +24,11 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 class BufferSharing:
-    """Makes one model's buffers equal on all ranks."""
+    """Makes one model's buffers equal on all ranks.
+
+    Attributes:
+        due: the next forward shares them.
+    """
 
     def __init__(self, setting: Setting, calls: Calls) -> None:
         self._setting = setting
@@ -33,7 +37,7 @@ class BufferSharing:
         self._live = frozenset[str]()  # changed by training forwards, whose results depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
-        self._due = True
+        self.due = True
         self._were = AsSeen()
 
     def of_forward(
@@ -64,11 +68,11 @@ class BufferSharing:
             return self._live if train else self._stale
 
         def told() -> int:
-            changed = self._due and not self._were.is_of(self._unwritten())
+            changed = self.due and not self._were.is_of(self._unwritten())
             return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
-            due, self._due = self._due, reduce
+            due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, the authority moves to other ranks: each goes on with the buffers of
                 # the one before.

@@ -52,6 +52,7 @@ class PlanInUse:
         plan: the plan in use; None before the first training call.
         builder: the builder of the programs under the plan, which owns the flow between steps; None like the plan.
         calls: the state that calls share.
+        buffers: shares the model's buffers.
         links: the links that have been probed; None before.
         records: whether the steps of each program are recorded as soon as it is built.
     """
@@ -71,7 +72,7 @@ class PlanInUse:
         self.links: Cluster | None = None
         self._setting = setting
         self._kinds = kinds
-        self._buffers = BufferSharing(setting, self.calls)
+        self.buffers = BufferSharing(setting, self.calls)
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
         self._misfit = Misfit()  # the last batch's needs that the plan does not meet
@@ -167,7 +168,7 @@ class PlanInUse:
         """Puts a new plan in use, without programs: all at once, or on an error nothing."""
         findings = findings and replace(findings, schedule=plan.schedule_name)
         drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
-        builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        builder = ProgramBuilder(self._setting, plan, self.calls, self.buffers, self._on_other_batch)
         self.plan, self.builder, self._findings, self._drift = plan, builder, findings, drift
         log_text("plan", lambda: str(plan))
 

@@ -49,7 +49,7 @@ from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_o
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import stage
+from embrace_fx.setup.telling import stage, tell
 
 
 class Session:
@@ -112,6 +112,8 @@ class Session:
                 session.planned.make_whole(names, reason)
 
         stepping = Stepping(self.state, self.communicator, make_whole)
+        if self.communicator.rank == 0:
+            stepping.holders.on_new = _tell_of_empty_groups
         stepping.listen()
         for optimizer in self.optimizers:
             stepping.adopt(optimizer)
@@ -337,3 +339,13 @@ class Session:
         self._outside.stop()
         self._placed.remove_hooks()
         self.close()
+
+
+def _tell_of_empty_groups(optimizer: Optimizer) -> None:
+    """Tells of groups without parameters, as `name.startswith("module.emb")` makes them of names that do not."""
+    if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
+        tell(
+            "the param group(s) %s of %s hold no parameter; names of a compiled model do not begin with 'module.'",
+            ", ".join(map(str, empty)),
+            type(optimizer).__name__,
+        )

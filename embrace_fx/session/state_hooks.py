@@ -133,6 +133,7 @@ class TakeOwnPart(_Hook):
     """Takes this rank's part of tables, before a state dict is loaded."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        _check_names(module, state_dict, prefix)
         if self.session is not None:
             self.session.parameters_may_change()
         with self.watching():
@@ -145,6 +146,19 @@ class ParametersWereLoaded(_Hook):
     def __call__(self, *_: Any) -> None:
         if self.session is not None:
             self.session.parameters_were_loaded()
+
+
+def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Raises `RuntimeError` where a state dict has no name of a model, so that nothing of it would be loaded."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    own = dict.fromkeys(prefix + name for name, _ in named)
+    given = [name for name in state_dict if name.startswith(prefix)]
+    if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
+        raise RuntimeError(
+            f"expected names of {type(module).__name__} in a state dict that is loaded, found none: it begins with "
+            f"{given[0]!r}, the model with {next(iter(own), '')!r}, and nothing would be loaded. Names of a compiled "
+            "model have no 'module.' to cut off, and its plain model takes none."
+        )
 
 
 def add_state_hooks(session: Session) -> Placed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,14 @@ from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
 
 class Holders:
-    """Optimizers, in the order of their coming. They are not kept alive."""
+    """Optimizers, in the order of their coming. They are not kept alive.
+
+    Attributes:
+        on_new: called with each one that comes.
+    """
 
     def __init__(self) -> None:
+        self.on_new: Callable[[Optimizer], None] = lambda optimizer: None
         self._known: list[weakref.ref[Optimizer]] = []
 
     @property
@@ -34,6 +39,7 @@ class Holders:
         if self.has(optimizer):
             return False
         self._known.append(weakref.ref(optimizer))
+        self.on_new(optimizer)
         return True
 
     def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:

@@ -1,0 +1,127 @@
+"""Attributes of DistributedDataParallel that libraries read and set, as a compiled model has them.
+
+    read   what holds here too. What belongs to DDP's own machinery, its Reducer say, is an AttributeError in one line.
+    set    `require_backward_grad_sync` and `require_forward_param_sync` act as under DDP. What is always so here may be
+           set to anything; all else only to what it is.
+
+The user's model goes first: attributes of its own have these names too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
+
+_READ: Mapping[str, Callable[[Any], Any]] = {  # of a `Session`
+    "require_backward_grad_sync": lambda session: session.state.synchronised,
+    "require_forward_param_sync": lambda session: session.planned.buffers.due,
+    "find_unused_parameters": lambda session: True,
+    "static_graph": lambda session: False,
+    "gradient_as_bucket_view": lambda session: False,
+    "broadcast_buffers": lambda session: session.options.shares_buffers,
+    "mixed_precision": lambda session: None,
+    "device_ids": lambda session: None,
+    "output_device": lambda session: None,
+    "dim": lambda session: 0,
+    "device": lambda session: next(session.model.parameters()).device,
+    "device_type": lambda session: next(session.model.parameters()).device.type,
+    "parameters_to_ignore": lambda session: set(session.state.ignored),
+    "modules_buffers": lambda session: list(session.model.buffers()),
+    "named_module_buffers": lambda session: dict(session.model.named_buffers()),
+    "will_sync_module_buffers": lambda session: lambda: _shares_buffers(session),
+    "_set_static_graph": lambda session: lambda: None,
+    "_get_ddp_logging_data": lambda session: lambda: _logged(session),
+    "_distributed_rank": lambda session: session.communicator.rank,
+}
+_ALWAYS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+"""What makes no difference here."""
+_GIVEN = {
+    "broadcast_buffers": "broadcast_buffers",
+    "forward_sync_buffers": "broadcast_buffers",
+    "process_group": "process_group",
+    "device_mesh": "process_group",
+}
+"""What the option of that name of `compile` has decided."""
+SET = ("module", "require_backward_grad_sync", "require_forward_param_sync", *_GIVEN, *_ALWAYS)
+"""What changes a DistributedDataParallel when it is set."""
+_MACHINERY = (
+    "reducer",
+    "logger",
+    "buffer_hook",
+    "bucket_bytes_cap",
+    "bucket_bytes_cap_default",
+    "broadcast_bucket_size",
+)
+"""What a DistributedDataParallel has besides the names of its class."""
+
+
+def _shares_buffers(session: Session) -> bool:
+    buffers = [name for name in session.state.buffer_names() if name not in session.state.ignored]
+    return session.options.shares_buffers and session.planned.buffers.due and bool(buffers)
+
+
+def _logged(session: Session) -> dict[str, Any]:
+    """Returns those of DDP's logged facts that a compiled model has too."""
+    parameters = list(session.model.parameters())
+    return {
+        "world_size": session.communicator.world_size,
+        "rank": session.communicator.rank,
+        "backend_name": "" if session.group is None else dist.get_backend(session.group),
+        "module_name": type(session.model).__name__,
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(each.numel() * each.element_size() for each in parameters),
+        "broadcast_buffers": int(session.options.shares_buffers),
+        "find_unused_parameters": 1,
+        "gradient_as_bucket_view": 0,
+        "can_set_static_graph": False,
+    }
+
+
+def read(session: Session, name: str, error: AttributeError) -> Any:
+    """Reads an attribute that neither the compiled model nor the user's has.
+
+    Args:
+        error: the user's model's.
+
+    Raises:
+        AttributeError: it is none of DDP's either, or of DDP's own machinery.
+    """
+    if name in _READ:
+        return _READ[name](session)
+    if name in _MACHINERY or hasattr(DistributedDataParallel, name):
+        raise AttributeError(
+            f"expected what a compiled model has, found DistributedDataParallel's {name} asked of it: gradients are "
+            "exchanged by the steps' programs. docs/from_ddp.md lists what stands for each line of a DDP loop."
+        ) from error
+    raise error
+
+
+def assign(session: Session, name: str, value: Any) -> None:
+    """Sets an attribute of `SET`, on every rank alike.
+
+    Raises:
+        AttributeError: it cannot be changed.
+    """
+    if name == "module":
+        raise AttributeError(
+            "expected the model that was compiled to stay, in an assignment to .module of the compiled one, found a "
+            f"{type(value).__name__}. Load its weights by load_state_dict(), or compile it."
+        )
+    if name == "require_backward_grad_sync":
+        session.state.synchronised = bool(value)
+    elif name == "require_forward_param_sync":
+        session.planned.buffers.due = bool(value)
+    elif name in _GIVEN:
+        of = {"process_group": session.group, "device_mesh": session.device_mesh}
+        present = of.get(name, session.options.shares_buffers)
+        if value is not present and value != present:
+            raise AttributeError(
+                f"expected {name} to stay {present!r}, as it was given to compile(), found {value!r} in an assignment: "
+                f"programs are built for it. Pass {_GIVEN[name]}= to compile() instead."
+            )
