@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from math import ceil
 from statistics import mean, median
 
@@ -49,7 +48,7 @@ from embrace_fx.runtime.tiers.tiered_stack import stacked
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import BETWEEN, IDS, OWN_CODE, ROW_NORMS, OperationId, chunk_id
+from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedule, StepGraph
@@ -81,8 +80,6 @@ class Scheduling:
 
     Attributes:
         memory: the prediction for tables beyond memory, at the measured speed once there is a profile.
-        measured: medians of the steps in milliseconds, and of the loop's own code in them; None before there is a
-            profile.
         recorder: measures the steps, once the schedule has started.
     """
 
@@ -106,7 +103,6 @@ class Scheduling:
         self._compute_in_order = compute_in_order
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
-        self.measured: tuple[float, float] | None = None
         self._exchanged = plan.row_exchanges
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
@@ -208,7 +204,6 @@ class Scheduling:
         communicator = self._setting.communicator
         agreed = agree_on_profile(communicator.gather(own, Profile))
         self.schedule = self._order(agreed)
-        self.measured = agreed.step_ms, sum(agreed.compute_ms.get(each, 0.0) for each in (BETWEEN, OWN_CODE))
         flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
         self._profiled = True
 
@@ -318,13 +313,11 @@ class Profile:
         compute_ms: compute operation -> milliseconds.
         sent_bytes: launch -> bytes.
         byte_ms: read or write of rows beyond memory -> milliseconds per byte.
-        step_ms: milliseconds from one backward's begin to the next.
     """
 
     compute_ms: dict[OperationId, float]
     sent_bytes: dict[OperationId, int]
     byte_ms: dict[OperationId, float] = field(default_factory=dict)
-    step_ms: float = 0.0
 
 
 def profile(recording: Recording) -> Profile:
@@ -341,12 +334,10 @@ def profile(recording: Recording) -> Profile:
         if transfer.launch.lane == "storage":
             took = (transfer.ended_s - transfer.started_s) * 1e3
             took_ms[transfer.launch] = took_ms.get(transfer.launch, 0.0) + took
-    begun_s = [at for operation, _, at in recording.marks if operation is None]
     return Profile(
         {operation: median(values) for operation, values in spans.items()},
         {launch: round(median(values)) for launch, values in sent.items()},
         {launch: ms / sum(sent[launch]) for launch, ms in took_ms.items()},
-        median((end - begin) * 1e3 for begin, end in pairwise(begun_s)) if len(begun_s) > 1 else 0.0,
     )
 
 
@@ -357,7 +348,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
     moved = {launch for each in everyone for launch in each.byte_ms}
     paces = {launch: max(each.byte_ms.get(launch, 0.0) for each in everyone) for launch in moved}
-    return Profile(slowest.compute_ms, sent, paces, max(each.step_ms for each in everyone))
+    return Profile(slowest.compute_ms, sent, paces)
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:

@@ -142,7 +142,4 @@ class ModelWatch:
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_keys, _values = (
-    methodcaller("keys"),
-    methodcaller("values"),
-)  # a method, because TorchScript's modules have another type of dict
+_keys, _values = methodcaller("keys"), methodcaller("values")  # methods: TorchScript's modules have another dict

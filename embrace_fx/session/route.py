@@ -96,7 +96,7 @@ def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
     layers = [
-        (f"{prefix}{name}".removeprefix("."), parameter)
+        (f"{prefix}{name}".removeprefix("."), parameter)  # the root's prefix is "."
         for prefix, module in named
         if isinstance(module, _LAYERS) or not type(module).__module__.startswith("torch.nn.")
         for name, parameter in module._parameters.items()

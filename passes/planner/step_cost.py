@@ -86,11 +86,8 @@ def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
 
 
 def _clearly_shorter(one: Added, other: Added) -> bool:
-    gain_ms, differs_ms = (
-        other.step_ms - one.step_ms,
-        abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms),
-    )
-    return one.step_ms < SHORTER * other.step_ms and gain_ms > ERROR * differs_ms
+    differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
+    return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
 
 
 @dataclass(frozen=True)

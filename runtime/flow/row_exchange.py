@@ -214,16 +214,18 @@ class RowExchange:
         waits = self.gradient.step is not None or self.table.has_resting_rows
         return torch.equal(self.table.as_they_are(ids), before if waits else after)
 
-    def note_step(self, *, moved_all: bool, of_all: bool = True) -> None:
+    def note_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
         """Compares a step that has been taken with the one that early rows were sent for.
 
         Args:
             moved_all: it has moved rows without a gradient too.
             of_all: it is of all tables of a stack; early rows were sent as if it were.
+            rewritten: the loop may have given a gradient to rows that the batch does not read, early ones among them.
         """
         expected, self._expected = self._expected, None
         if not self.sent:
             return
+        self._stale |= rewritten
         if expected is None:
             self._stale |= moved_all
             return

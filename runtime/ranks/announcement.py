@@ -154,7 +154,6 @@ class Announcements:
     Attributes:
         form: their form on the wire, under the plan in use.
         of_step: this rank's announcement of the next step, without sizes.
-        made: number of announcements so far, the same on every rank.
         asked_to_plan: in the last announcement, some rank asked for another plan.
         buffers_differ: in the last one, ranks would share different buffers, or a rank has changed its own.
         trouble: returns why this rank cannot take the next step, found by another thread; None: it can.
@@ -165,7 +164,6 @@ class Announcements:
         self.communicator = communicator
         self.form = Form()
         self.of_step = Announcement()
-        self.made = 0
         self.asked_to_plan = False
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
@@ -230,7 +228,6 @@ class Announcements:
     def _begin(self, own: Announcement) -> tuple[Tensor, Any]:
         communicator = self.communicator
         communicator.check_open()
-        self.made += 1
         self._met += 1
         communicator.progress.begin_step()
         self._look_out()
@@ -290,7 +287,6 @@ class Announcements:
         own = Announcement(failure=failure)
         with contextlib.suppress(PeerFailure):  # a rank that asks a question has been told by then
             self._meet(own, self.launch(own))
-            self.made += 1
             self.communicator.reports(failure)
 
     def _read(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:

@@ -299,6 +299,7 @@ class Stepping:
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
         """Steps tables by the gradients that were hidden from torch's own step, and notes it at their exchanges."""
         moved_all = {id(table) for table in step.own + step.dense}
+        rewritten = {id(table) for table in step.dense + step.rows if table.open_gradient().is_dense}  # by the loop
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
@@ -311,11 +312,10 @@ class Stepping:
             table.step_dense()
         for table, gradient in step.replicas:
             table.begin_step().finish([_rows_of(gradient, every=table.is_read_densely)])
-        stepped = step.own + step.dense + step.rows
-        for exchange in self._exchanges(stepped):
-            tables = exchange.table.members
-            of_all = all(any(table is each for each in stepped) for table in tables)
-            exchange.note_step(moved_all=not moved_all.isdisjoint(map(id, tables)), of_all=of_all)
+        for exchange in self._exchanges(stepped := step.own + step.dense + step.rows):
+            tables = set(map(id, exchange.table.members))
+            of_all, rewrote = tables.issubset(map(id, stepped)), bool(tables & rewritten)
+            exchange.note_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _Step) -> None:
         """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.
