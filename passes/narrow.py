@@ -82,7 +82,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
 def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
     """Returns the narrower dtype that all lookups are cast to and all gradients are cast from; None: there is none."""
     casts = [user for lookup in lookups for user in lookup.users]
-    dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
+    dtypes = {user.kwargs.get("dtype") if is_plain_cast(user) else None for user in casts}
     if len(dtypes) != 1:
         return None
     (dtype,) = dtypes
@@ -91,7 +91,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
     return dtype if all(_grad_comes_from(gradient, dtype) for gradient in gradients) else None
 
 
-def _is_plain_cast(node: fx.Node) -> bool:
+def is_plain_cast(node: fx.Node) -> bool:
     """Tells whether a node casts the dtype alone, not device or layout."""
     return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
 

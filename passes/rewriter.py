@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph, ancestors
 from embrace_fx.vocabulary.operation_id import OperationId
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -145,6 +145,17 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
     """Returns the first node that is not a placeholder."""
     found: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return found
+
+
+def hoist(nodes: Sequence[fx.Node]) -> fx.Node:
+    """Moves what computes `nodes` to the head of the graph; returns the node behind it."""
+    head = first_after_placeholders(nodes[0].graph)
+    for needed in sorted(ancestors(nodes)):
+        if needed is head:
+            head = head.next
+        else:
+            head.prepend(needed)
+    return head
 
 
 def rewrite_each(

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
+from embrace_fx.passes.rewriter import Rewriter, hoist
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, RENORM, SAMPLE_WEIGHTS_BACKWARD
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -49,7 +49,6 @@ from embrace_fx.vocabulary.graph import (
     Shard,
     Table,
     TrainingGraph,
-    ancestors,
     parameters_of,
     set_outputs,
 )
@@ -134,7 +133,7 @@ def _exchange_ids(
 ) -> dict[str, _Ids]:
     """Inserts one exchange of ids for all tables, as early as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
-    head, world_size = _hoist([node for nodes in id_nodes.values() for node in nodes]), options.world_size
+    head, world_size = hoist([node for nodes in id_nodes.values() for node in nodes]), options.world_size
     uniques: list[fx.Node] = []
     wheres: dict[str, dict[fx.Node, fx.Node]] = {}
     with rewriter.before(head):
@@ -165,17 +164,6 @@ def _exchange_ids(
             counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
             found_ids[table.parameter] = _Ids(wheres[table.parameter], all_ids, counts)
     return found_ids
-
-
-def _hoist(nodes: list[fx.Node]) -> fx.Node:
-    """Moves what computes `nodes` to the head of the graph; returns the node before which the exchange goes."""
-    head = first_after_placeholders(nodes[0].graph)
-    for needed in sorted(ancestors(nodes)):
-        if needed is head:
-            head = head.next
-        else:
-            head.prepend(needed)
-    return head
 
 
 def _shard(
@@ -329,7 +317,9 @@ def _row_gradient(
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         sizes.expect(ids_K, ceil(read.together / route.grid.rows))
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
-    return [(ids_K, GradientOfRows(table.parameter, "ids")), (rows_Kd, GradientOfRows(table.parameter, "rows"))]
+    parts = ((ids_K, "ids"), (rows_Kd, "rows"))
+    members = graph.members(table.parameter)
+    return [(value, GradientOfRows(table.parameter, part, members)) for value, part in parts]
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:

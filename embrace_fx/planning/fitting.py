@@ -13,7 +13,8 @@ from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.vocabulary.graph import TrainingGraph, parameters_of
-from embrace_fx.vocabulary.plan import Decision, Plan, Stack
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.row_space import RowSpace
 
 LATE = "first used after the plan was made"
 RENAMED = (
@@ -87,12 +88,12 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
     told = (replace(d, sparse=d.sparse or d.parameter in sparse) for d in plan)
     decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in told)
-    stacks = (stack_of(plan, [name for name in stack.tables if name not in whole]) for stack in plan.stacks)
+    spaces = (space_of(plan, [name for name in space.tables if name not in whole]) for space in plan.spaces)
     return replace(
         plan,
         decisions=decisions,
         buckets=(*plan.buckets, *((name,) for name in reasons)) if plan.world_size > 1 else (),
-        stacks=tuple(stack for stack in stacks if len(stack.tables) > 1),
+        spaces=tuple(space for space in spaces if len(space.tables) > 1),
     )
 
 
@@ -119,6 +120,6 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
     )
 
 
-def stack_of(plan: Plan, tables: Sequence[str]) -> Stack:
-    """Makes a stack of tables in this order."""
-    return Stack.of({name: plan[name].shape[0] for name in tables})
+def space_of(plan: Plan, tables: Sequence[str]) -> RowSpace:
+    """Makes a row space of tables in this order."""
+    return RowSpace.of({name: plan[name].shape[0] for name in tables})

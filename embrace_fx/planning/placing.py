@@ -16,7 +16,7 @@ from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
-from embrace_fx.runtime.tiers.tiered_stack import rest_together
+from embrace_fx.runtime.tiers.tiered_stack import rest_together, stacked
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
@@ -41,11 +41,11 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
                 setting.state.tables[name] = tiered[-1]
             else:
                 _shard(setting, name, plan, shapes[name], made.get(name))
-        for stack in plan.stacks:
-            if members := [table for table in tiered if table.name in stack.tables]:
+        for space in plan.spaces:
+            if members := [table for table in tiered if table.name in space.tables]:
                 rest_together(members)
         if tiered:
-            setting.state.hints = RowsAhead(setting.state.tables, setting.communicator)
+            setting.state.hints = RowsAhead(setting.state, setting.communicator)
     if setting.communicator.world_size > 1:
         buffers = setting.options.shares_buffers
         apart = setting.state.ignored.union(plan.sharded)
@@ -128,4 +128,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     exchanged = (*plan.sharded, *plan.renormed)
     tables = setting.state.tables
     setting.announcements.trouble = lambda: next((each.failure for each in tables.values() if each.failure), None)
-    setting.announcements.form = Form(len(exchanged), tuple(name for name in plan.watched if name not in exchanged))
+    setting.state.spaces = {space.name: stacked([tables[name] for name in space.tables]) for space in plan.spaces}
+    setting.announcements.form = Form(
+        len(plan.row_exchanges) + len(plan.renormed), tuple(name for name in plan.watched if name not in exchanged)
+    )

@@ -84,7 +84,7 @@ class Drift:
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
         """Adds one step's announced rows, by table and rank (below 0: unknown), to the means."""
         for name, mean in self._means.items():
-            rows = rows_read.get(name, ())
+            rows = self._plan.rows_read(name, rows_read)
             if rows and min(rows) >= 0:
                 for rank, n in enumerate(rows):
                     mean[rank] += WEIGHT * (n - mean[rank])

@@ -43,8 +43,6 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.memory.resident import bytes_in_use
-from embrace_fx.runtime.tables.stacks import OptimizerStacks
-from embrace_fx.runtime.tiers.tiered_stack import stacked
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -137,9 +135,7 @@ class Scheduling:
         communicator.in_turn = queue.in_turn
         pieces = dict(self._cuts.pieces)
         communicator.rounding.forget()  # drops the residuals of other buckets
-        state.optimizer_stacks = OptimizerStacks(joins=plan.schedule_name == "none")
-        stacks = {stack.name: stacked([state.tables[t] for t in stack.tables]) for stack in plan.stacks}
-        tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
+        tables = {name: state.table(name) for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
         self._flow = Flow(
             self._setting.announcements,

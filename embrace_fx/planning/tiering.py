@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.planning.fitting import stack_of
+from embrace_fx.planning.fitting import space_of
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
@@ -39,7 +39,8 @@ from embrace_fx.runtime.tiers.tiered_table import (
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import STILL, semantics
-from embrace_fx.vocabulary.plan import Decision, Grid, Plan, Stack
+from embrace_fx.vocabulary.plan import Decision, Grid, Plan
+from embrace_fx.vocabulary.row_space import RowSpace
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def fit_plan(
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """Splits stacks by working sets, and adds the prediction for rows of tables beyond memory. Collective.
+    """Splits row spaces by working sets, and adds the prediction for rows of tables beyond memory. Collective.
 
     Args:
         sparsity: on rank 0.
@@ -102,7 +103,7 @@ def fit_plan(
     for name in asked:
         _check(setting, name, plan)
     found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
-    stacks = [each for stack in plan.stacks for each in _by_working_set(setting, plan, stack, found)]
+    spaces = [each for space in plan.spaces for each in _by_working_set(setting, plan, space, found)]
     if setting.options.spill_to is None:
         _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
@@ -117,21 +118,21 @@ def fit_plan(
                 f"{memory.at_once:,}, all ranks together. Raise it, or make batches smaller."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
-    stacks = setting.communicator.gather(stacks, list[Stack])[0]
-    return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
+    spaces = setting.communicator.gather(spaces, list[RowSpace])[0]
+    return replace(plan, decisions=decisions, spaces=tuple(space for space in spaces if len(space.tables) > 1))
 
 
-def _by_working_set(setting: Setting, plan: Plan, stack: Stack, beyond: Mapping[str, Tier]) -> list[Stack]:
-    """Splits a stack: tables beyond the host's memory stay together that have the same columns, behind the first of
+def _by_working_set(setting: Setting, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
+    """Splits a row space: tables beyond the host's memory stay together that have the same columns, behind the first of
     them those in memory; beyond a device's, each is by itself."""
     on_host = setting.device.type == "cpu"
     sets: dict[object, list[str]] = {}
-    for name in stack.tables:
+    for name in space.tables:
         if name in beyond:
             sets.setdefault(tuple(beyond[name].columns.items()) if on_host else name, []).append(name)
-    in_memory = [name for name in stack.tables if name not in beyond]
+    in_memory = [name for name in space.tables if name not in beyond]
     first, *others = sets.values() if on_host and sets else ([], *sets.values())
-    return [stack_of(plan, tables) for tables in ([*first, *in_memory], *others) if tables]
+    return [space_of(plan, tables) for tables in ([*first, *in_memory], *others) if tables]
 
 
 def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
@@ -266,19 +267,23 @@ def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag
 
 
 def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables beyond memory, one for those of a stack; returns each table's, and its first row
-    there. Collective: fails on all ranks or on none."""
-    stacked = {stack.tables[0]: stack for stack in plan.stacks if stack.tables[0] in beyond}  # others come behind
-    among = {name for stack in stacked.values() for name in stack.tables[1:]}
+    """Makes the working sets of tables beyond memory, one for those of a row space.
+
+    Collective: fails on all ranks or on none.
+
+    Returns: each table's, and its first row there.
+    """
+    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others come behind
+    among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, setting.options.spill_to
     for first_table in [name for name in beyond if name not in among]:
-        stack = stacked.get(first_table, Stack((first_table,), (0,)))
-        first_rows = {t: first for t, first in zip(stack.tables, stack.first_rows, strict=True) if t in beyond}
+        space = joined.get(first_table) or space_of(plan, [first_table])
+        first_rows = {table: space.rows_of(table).start for table in space.tables if table in beyond}
         initial = FirstOfTables({first: _initial(setting, name, plan[name]) for name, first in first_rows.items()})
         columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
         slots = sum(plan.memory[name].slots for name in first_rows)
-        name, device = stack.name if first_table in stacked else first_table, _device_of(setting, first_table)
+        name, device = space.name if first_table in joined else first_table, _device_of(setting, first_table)
         try:
             memory = WorkingSet(
                 name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device

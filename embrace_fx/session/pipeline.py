@@ -11,6 +11,7 @@ from torch import fx
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.join_exchanges import JoinExchanges
+from embrace_fx.passes.join_tables import JoinTables
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import RecomputeRegions
@@ -19,7 +20,6 @@ from embrace_fx.passes.overlap.await_late import AwaitRowsLate
 from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
 from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.overlap.split import SplitRows
-from embrace_fx.passes.overlap.stacks import StackRows
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
@@ -79,10 +79,12 @@ def training_passes(
         memory: the pass that keeps the step within a budget; None: there is no budget.
     """
     joined = join.exchanged if join is not None else ()  # on a single process, none
-    sharded = tuple(name for name in plan.sharded if name in present or name in joined)
+    exchanged = plan.row_exchanges.items()
+    sharded = tuple(name for name, tables in exchanged if any(t in present or t in joined for t in tables))
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
         *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
+        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # the tables of a row space become one
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
@@ -118,7 +120,6 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
         SubmitRows(),  # rows and their gradients are submitted, awaited and applied
-        StackRows(plan.stacks, rank),  # stacked tables share one exchange
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them

@@ -294,10 +294,8 @@ class PlanInUse:
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
-            exchanges = () if (flow := self.flow) is None else flow.exchanges.values()
             return [
-                *(memory for exchange in exchanges for memory in exchange.table.joined),
-                *state.optimizer_stacks.joined,
+                *(memory for space in state.spaces.values() for memory in space.joined),
             ]
 
         dense = Updates(lambda: () if (flow := self.flow) is None else flow.buckets.stepped, apply_dense, lock)

@@ -64,7 +64,7 @@ class Views:
         if tables:
             memory = self.plan.memory if builder is None or builder.scheduling is None else builder.scheduling.memory
             step_ms = self._beside_storage_ms(schedule)
-            first = {stack.name: stack.tables[0] for stack in self.plan.stacks}
+            first = {space.name: space.tables[0] for space in self.plan.spaces}
             beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in memory.items()}
             told += f"\n\n{tables_report(tables, setting.communicator.world_size, beyond)}"
         if held is not None:

@@ -335,7 +335,7 @@ def labels(operation: Operation) -> tuple[str, ...]:
 
 
 def _of_stack(name: str) -> str:
-    """Shortens the name of a table, or of a stack, which becomes its first table and the number of the others.
+    """Shortens the name of a table, or of a row space, which becomes its first table and the number of the others.
 
     >>> _of_stack("user.weight and 2 more")
     'user +2'

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
 
@@ -103,10 +104,21 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """One part of a table's coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d)."""
+    """One part of a coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
+
+    Attributes:
+        table: a table, or a row space.
+        members: the tables of a space.
+    """
 
     table: str
     part: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The parameters that the gradient belongs to."""
+        return self.members or (self.table,)
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The row gradient, in flight to its owners, of a table or of a stack of tables (`embrace_fx.plan.Stack`)."""
+    """The row gradient, in flight to its owners, of a table or of a row space with these members."""
 
     table: str
     members: tuple[str, ...] = ()
@@ -211,7 +223,8 @@ class TrainingGraph:
     saved), "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient
     comes from. `varied`: the phase that is of another variant than the steady one; None: no phase is.
     `memory_limit`: bytes that a step may hold; None: no limit.
-    `expected`: numbers in place of data-dependent sizes; equal on all ranks.
+    `expected`: numbers in place of data-dependent sizes; equal on all ranks. `spaces`: name of a parameter -> the
+    row space that it is, where tables have become one.
     """
 
     module: fx.GraphModule
@@ -221,6 +234,12 @@ class TrainingGraph:
     varied: Varied | None = None
     memory_limit: int | None = None
     expected: ExpectedSizes = NOTHING_EXPECTED
+    spaces: Mapping[str, RowSpace] = field(default_factory=dict)
+
+    def members(self, parameter: str) -> tuple[str, ...]:
+        """Returns the tables of a row space; of anything else, ()."""
+        space = self.spaces.get(parameter)
+        return () if space is None else space.tables
 
     @property
     def graph(self) -> fx.Graph:

@@ -60,7 +60,7 @@ class OperationId(NamedTuple):
 
     Attributes:
         kind: what it does.
-        what: the table, stack or bucket it is for.
+        what: the table, row space or bucket it is for.
         part: the part of `what`.
         number: the number of a chunk or a piece, from 0.
         lane: where it runs.

@@ -149,6 +149,28 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
     return min(rank * width, embedding_dim), min((rank + 1) * width, embedding_dim)
 
 
+@op("join_ids", "(Tensor[] ids, int[] tables, int[] first_rows, int[] num_rows, int joined) -> Tensor[]")
+def _(
+    ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
+) -> list[Tensor]:
+    """Turns ids of tables into rows of their row space (`embrace_fx.plan.RowSpace`), int64.
+
+    Takes for each of `ids` the number of its table in the space, the table's first row there, and its number of rows.
+    Returns the rows of the first `joined` of them as one tensor (N,), if there are any, and those of each other one, of
+    the shape of its ids. An id outside its table becomes a number outside the space, from which `RowSpace.outside`
+    finds both.
+
+    Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of one of 5 behind it, joined 2 -> [2, 5, 10, 13];
+    joined 1 -> [2, 5], [[10], [13]].
+    """
+    sizes = [i.numel() for i in ids]
+    rows = empty_as(ids[0], (sum(sizes),), dtype=torch.int64)
+    if joined == len(ids):
+        return [rows]
+    flat, *apart = rows.split_with_sizes([sum(sizes[:joined]), *sizes[joined:]])
+    return [*([flat] if joined else []), *(part.view(i.shape) for part, i in zip(apart, ids[joined:], strict=True))]
+
+
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     """Finds the unique rows this rank reads, and for each id the position of its row.
@@ -188,28 +210,6 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     for _ in range(tables):
         out += [empty_as(packed, (unknown_size(),)), torch.empty((group_size,), dtype=packed.dtype, device="cpu")]
     return out
-
-
-@op("stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) -> Tensor[]")
-def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
-    """Joins the ids that all ranks read of several tables into ids of their stack (`embrace_fx.plan.Stack`).
-
-    Takes `ids` (R,) and `counts` (N,) of `unpack_ids` for each table, and the row of the stack at which it begins.
-    Returns [ids of the stack (sum of R,), rank by rank and for each rank table by table; counts (N,) on the host].
-
-    Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
-    reads [5]; of the second one [0] and [3, 4] -> [2, 5, 10, 5, 13, 14], [3, 3].
-    """
-    return [empty_as(ids[0], (unknown_size(),)), torch.empty_like(counts[0])]
-
-
-@op("unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
-def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """Splits the rows of a stack that this rank reads, flat (U * D,), into those of each table, flat.
-
-    Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
-    """
-    return [empty_as(flat, (unknown_size(),)) for _ in counts]
 
 
 @op("route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")

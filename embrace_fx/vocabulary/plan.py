@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,7 @@ from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
 from embrace_fx.vocabulary.plain_data import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
+from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import FULL
 from embrace_fx.vocabulary.sizes import RowCounts
 
@@ -64,41 +64,6 @@ class Grid:
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.columns} grid"
-
-
-STACK_BYTES = 2**30
-"""Of a rank's part of a stack: what a rank holds twice for a moment, when its tables become one."""
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Sharded tables of one width, stacked into one table: their rows and gradients travel together.
-
-    Attributes:
-        tables: parameter names, in the order of their rows.
-        first_rows: the row of the stack at which each table begins.
-    """
-
-    tables: tuple[str, ...]
-    first_rows: tuple[int, ...]
-
-    @staticmethod
-    def of(rows: Mapping[str, int]) -> Stack:
-        """Makes a stack of tables in this order: parameter name -> number of rows.
-
-        >>> Stack.of({"user.weight": 10, "item.weight": 20})
-        Stack(tables=('user.weight', 'item.weight'), first_rows=(0, 10))
-        """
-        return Stack(tuple(rows), tuple(accumulate(rows.values(), initial=0))[:-1])
-
-    @property
-    def name(self) -> str:
-        """The name of the stack in launches and updates.
-
-        >>> Stack(("user.weight", "item.weight", "shop.weight"), (0, 10, 30)).name
-        'user.weight and 2 more'
-        """
-        return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
 
 @dataclass(frozen=True)
@@ -203,7 +168,7 @@ class Plan:
         links_are: the origin of the links.
         watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
         history: why earlier plans were replaced, one line each.
-        stacks: tables of `sharded` whose rows travel together wherever communication overlaps the next step.
+        spaces: tables of `sharded` that are one row space.
         schedule_name: the schedule that steps follow, one of `SCHEDULES`.
         chosen_because: why it was chosen, in one line; "": it was not weighed.
     """
@@ -216,7 +181,7 @@ class Plan:
     links_are: LinksAre = "assumed"
     watched: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
-    stacks: tuple[Stack, ...] = ()
+    spaces: tuple[RowSpace, ...] = ()
     schedule_name: str = FULL
     chosen_because: str = ""
 
@@ -232,8 +197,12 @@ class Plan:
 
     @property
     def rows(self) -> dict[str, RowCounts]:
-        """Table -> how many rows a step is expected to read, where known."""
-        return {d.parameter: d.rows for d in self.decisions if d.rows is not None}
+        """Table or row space -> how many rows a step is expected to read, where known."""
+        found = {d.parameter: d.rows for d in self.decisions if d.rows is not None}
+        for space in self.spaces:
+            if all(table in found for table in space.tables):
+                found[space.name] = RowCounts.of_all([found[table] for table in space.tables])
+        return found
 
     @property
     def memory(self) -> dict[str, RowMemory]:
@@ -249,14 +218,25 @@ class Plan:
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Sharded table or stack that has an exchange of rows -> the tables that this serves; "none" has no stacks."""
-        stacks = self.stacks if self.schedule_name != "none" else ()
-        stacked = {table: stack for stack in stacks for table in stack.tables}
+        """Sharded table or row space, each of which has an exchange of rows -> its tables."""
+        of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
         for table in self.sharded:
-            stack = stacked.get(table)
-            found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
+            space = of.get(table)
+            found |= {table: (table,)} if space is None else {space.name: space.tables}
         return found
+
+    def rows_read(self, table: str, announced: Mapping[str, Sequence[int]]) -> Sequence[int]:
+        """Returns how many rows of a table each rank reads, below 0: unknown; () where nothing is announced of it.
+
+        Args:
+            announced: rows by rank, by table or row space: of a space's rows, a table has the share that is planned.
+        """
+        for space in self.spaces:
+            if table in space.tables and space.name in announced and space.name in self.rows:
+                share = self.rows[table].own / max(self.rows[space.name].own, 1)
+                return [rows if rows < 0 else round(share * rows) for rows in announced[space.name]]
+        return announced.get(table, ())
 
     @property
     def exchanged(self) -> tuple[str, ...]:
@@ -288,7 +268,7 @@ class Plan:
     def digest(self) -> str:
         """Hashes everything the ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
-        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks, self.schedule_name)
+        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.spaces, self.schedule_name)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:

@@ -60,7 +60,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
         "",
         f"{len(plan.buckets)} bucket(s)",
     )
-    told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
+    told = [f"one row space: {', '.join(space.tables)}" for space in plan.spaces]
     told += [f"schedule {plan.chosen_because}"] if plan.chosen_because else []
     told += _formats(plan)
     if not any(d.is_table for d in plan.decisions):

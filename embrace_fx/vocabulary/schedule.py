@@ -47,7 +47,7 @@ class Cuts:
 
     Attributes:
         chunks: for each bucket, the elements of each chunk.
-        pieces: (table or stack, number of pieces of its delayed gradients).
+        pieces: (table or row space, number of pieces of its delayed gradients).
     """
 
     chunks: tuple[tuple[int, ...], ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,11 @@ class RowCounts:
         """Makes counts for a table of which a plan says nothing."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
+
+    @classmethod
+    def of_all(cls, tables: Sequence[RowCounts]) -> RowCounts:
+        """Adds up the counts of tables, none of which has a row in common with another."""
+        return cls(*(sum(counts) for counts in zip(*((t.own, t.all, t.together) for t in tables), strict=True)))
 
 
 @dataclass(frozen=True)

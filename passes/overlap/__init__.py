@@ -1,7 +1,6 @@
 """Overlaps communication with the next step, by nodes in the phases (EmbRace, ICPP 2022, section 4).
 
     SubmitRows         a table's rows and gradients are submitted and awaited, and updated before they are read again
-    StackRows         the tables of a stack share their nodes
     SplitRows         rows: early and late; gradients: prior and delayed, in pieces (vertical scheduling)
     ChunkBuckets      a bucket travels in chunks
     UpdateBeforeRead      a bucket is updated where the next forward first reads it (horizontal scheduling)

@@ -49,12 +49,12 @@ def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
 
 
 def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
-    """Maps each table or stack to its call of an op."""
+    """Maps each table or row space to its call of an op."""
     return {table: nodes[-1] for table, nodes in all_by_table(module, target).items()}
 
 
 def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[fx.Node]]:
-    """Maps each table or stack to all of its calls of an op."""
+    """Maps each table or row space to all of its calls of an op."""
     found: dict[str, list[fx.Node]] = {}
     for node in nodes_of(module, target):
         found.setdefault(id_of(node).what, []).append(node)

@@ -4,7 +4,7 @@ Autograd fixes one order of a backward; the dependences allow many. Only its All
 can therefore be computed after the nodes that a table's gradient depends on, or before them.
 
 Contract
-    Same nodes, same values, bit for bit. A unit is all submissions of one table, stack or bucket. The units'
+    Same nodes, same values, bit for bit. A unit is all submissions of one table, row space or bucket. The units'
     submissions follow each other in the given order; each node that computes stands with the first unit that needs it,
     and within a unit in its old order. Nodes with effects (random draws, awaits, updates, recomputed nodes, ops that
     write into their arguments) keep their order.
@@ -37,7 +37,7 @@ class OrderCompute:
     """Puts the backward's units into an order.
 
     Attributes:
-        units: names of tables, stacks and buckets; the backward's other units follow in their old order.
+        units: names of tables, row spaces and buckets; the backward's other units follow in their old order.
     """
 
     units: tuple[str, ...]
@@ -128,7 +128,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """Returns the table, stack or bucket whose gradients a node submits or hands over; None: any other node."""
+    """Returns the table, row space or bucket whose gradients a node submits or hands over; None: any other node."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])

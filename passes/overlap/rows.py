@@ -103,7 +103,7 @@ def _await_rows(
 def submit_rows(
     rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
 ) -> fx.Node:
-    """Inserts the update of a table or stack, if it is trained, and the submission of its rows; returns the latter.
+    """Inserts the update of a table or row space, if it is trained, and the submission of its rows; returns the latter.
 
     Args:
         given: shard, ids and counts.
@@ -117,7 +117,7 @@ def submit_rows(
 
 
 def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
-    """Inserts the await of the rows of a table or stack, and joins them.
+    """Inserts the await of the rows of a table or row space, and joins them.
 
     Args:
         read: ids and counts.
@@ -130,7 +130,7 @@ def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torc
 def submit_gradients(
     rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], padding_idx: Any, scale: Any
 ) -> fx.Node:
-    """Inserts the submission of the row gradients of a table or stack.
+    """Inserts the submission of the row gradients of a table or row space.
 
     Args:
         given: the gradients, ids and counts.
@@ -167,10 +167,10 @@ def _submit_gradients(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     assert isinstance(ids, fx.Node)
-    table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
+    role = next(role for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):
-        token = submit_gradients(rewriter, table, (split.all_input_nodes[0], ids, counts), padding_idx, scale)
+        token = submit_gradients(rewriter, role.table, (split.all_input_nodes[0], ids, counts), padding_idx, scale)
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
-    return [*kept, (token, PendingRows(table))]
+    return [*kept, (token, PendingRows(role.table, role.members))]

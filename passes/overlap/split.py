@@ -40,7 +40,7 @@ class SplitRows:
     """Cuts every exchange of rows in two, and delayed gradients into pieces.
 
     Attributes:
-        pieces: (table or stack, number of pieces of its delayed gradients).
+        pieces: (table or row space, number of pieces of its delayed gradients).
     """
 
     pieces: tuple[tuple[str, int], ...]

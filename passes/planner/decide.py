@@ -15,7 +15,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
-from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
@@ -114,8 +114,7 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
         and wanted[fact.name] == "auto"
         and _depends_on_rows(pricing, tables[fact.name], fact)
     )
-    if findings.schedule != "none":
-        choices |= _travelling(tables, choices, pricing)
+    choices |= _travelling(tables, choices, pricing)
     decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
@@ -127,9 +126,9 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
     )
     buckets = plan_buckets(graph, reduced, {fact.name: fact.nbytes for fact in facts}, links, world_size, alone)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
-    fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if findings.schedule != "none"]
-    stacks = plan_stacks(graph, fit)
-    plan = Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, stacks=stacks)
+    fit = [_joinable(tables[fact.name], fact, world_size) for fact in sharded]
+    spaces = plan_spaces(graph, fit, overlaps=findings.schedule != "none")
+    plan = Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, spaces=spaces)
     return replace(plan, schedule_name=findings.schedule)
 
 
@@ -190,9 +189,9 @@ def _rows(table: Table, findings: Findings) -> RowCounts | None:
 
 
 def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
-    """Finds whole tables that should be sharded because shards of a stack share their start-ups.
+    """Finds whole tables that should be sharded because tables of a row space share their start-ups.
 
-    Without start-ups, their AlltoAll adds less to a step than their AllReduce. They are sharded where their stack has a
+    Without start-ups, their AlltoAll adds less to a step than their AllReduce. They are sharded where their space has a
     table that is sharded anyway, or where together they save more than the start-ups of one table.
     """
     facts = pricing.findings.facts
@@ -201,14 +200,15 @@ def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pri
     better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
     fit = [fact for fact in facts if fact.name in better or _by_columns(choices[fact.name])]
     travelling = {}
-    stackable = [_stackable(tables[fact.name], fact, pricing.world_size) for fact in fit]
-    for stack in plan_stacks(pricing.findings.graph, stackable):
-        joining = better.intersection(stack.tables)
+    joinable = [_joinable(tables[fact.name], fact, pricing.world_size) for fact in fit]
+    overlaps = pricing.findings.schedule != "none"
+    for space in plan_spaces(pricing.findings.graph, joinable, overlaps=overlaps):
+        joining = better.intersection(space.tables)
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
-        if len(joining) < len(stack.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
+        if len(joining) < len(space.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
             for name in joining:
                 priced, read = whole[name].priced, whole[name].may_travel
-                sharing = f"shares start-ups with {len(stack.tables) - 1} others; {read}"
+                sharing = f"shares start-ups with {len(space.tables) - 1} others; {read}"
                 travelling[name] = _Choice(priced["alltoall"], sharing, priced)
     return travelling
 
@@ -230,8 +230,8 @@ def _by_columns(choice: _Choice) -> bool:
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
-def _stackable(table: Table, fact: ParameterFacts, world_size: int) -> Stackable:
-    return Stackable(table, fact.param_group, ceil(fact.nbytes / world_size))
+def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
+    return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
@@ -304,7 +304,7 @@ def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: s
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
-    """Tells whether the best strategy, alone or in a stack, depends on how many rows are read."""
+    """Tells whether the best strategy, alone or in a row space, depends on how many rows are read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]

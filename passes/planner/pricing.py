@@ -73,8 +73,7 @@ class Findings:
         facts: every parameter of the model.
         rows: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
-        schedule: the schedule that steps will follow. Under "none" each table's rows travel alone, so that gradients
-            can be summed in the order of the reference.
+        schedule: the schedule that steps will follow.
         sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for as
             many random rows as `rows` says.
         local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
@@ -112,7 +111,7 @@ class Priced:
 
     Attributes:
         predicted_ms: the time it adds to a step that exchanges nothing else.
-        sharing_ms: the same where an AllReduce shares its start-ups with its bucket, and an AlltoAll with its stack.
+        sharing_ms: the same where an AllReduce shares its start-ups with its bucket, an AlltoAll with its row space.
         blocker: why the strategy is not legal, or None.
         rests: shards whose rows without gradient are updated when they are next read.
         norm_bytes: the part of the sent bytes that is squares of rows.

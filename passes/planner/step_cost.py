@@ -106,7 +106,7 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The transfers of a table or stack: of rows one way, and of ids; and when the last of its gradients is there."""
+    """The transfers of a table or row space, of rows one way and ids; and when the last of its gradients is there."""
 
     one_way_ms: float
     ids_ms: float

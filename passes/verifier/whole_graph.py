@@ -94,9 +94,11 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
     for role in _output_roles(graph):
         match role:
             case Gradient(of=Parameter(name)):
-                found.setdefault(name, Counter())["dense"] += 1
-            case GradientOfRows(table, part):
-                found.setdefault(table, Counter())[part] += 1
+                for each in graph.members(name) or (name,):
+                    found.setdefault(each, Counter())["dense"] += 1
+            case GradientOfRows():
+                for name in role.tables:
+                    found.setdefault(name, Counter())[role.part] += 1
             case PendingGradients(parameters=names):
                 for name in names:
                     found.setdefault(name, Counter())["dense"] += 1

@@ -16,7 +16,7 @@ from torch import fx
 
 from embrace_fx.passes.verifier.under_way import crosses, under_way_agrees, window
 from embrace_fx.passes.verifier.violation import Violation
-from embrace_fx.vocabulary.graph import PendingGradients, PendingRows, TrainingGraph, outputs_of, parameters_of
+from embrace_fx.vocabulary.graph import PendingGradients, TrainingGraph, outputs_of, parameters_of
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, id_of, launch_of, op_name
 from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
@@ -27,19 +27,15 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
     """An overlapped graph has each exchange of the joint graph: as itself, as a submission, or as an await.
 
-    A stack's exchange counts for each of its tables. Early and delayed parts, and further chunks, are not counted.
+    Early and delayed parts, and further chunks, are not counted.
     """
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
     after: Counter[str] = Counter()
     for module in graph.phases.values():
-        of_submitted = {value: role for value, role in outputs_of(module) if isinstance(role, PendingRows)}
         for node in module.graph.nodes:
             launch = launch_of(node)
-            if launch is not None and (launch.part == "delayed" or launch.number > 0):
-                continue
-            stacked = [len(user.args[1]) for user in node.users if op_name(user) == "embrace::unstack_rows"]
-            tables = len(of_submitted[node].tables) if node in of_submitted else sum(stacked) or 1
-            after[op_name(node)] += tables
+            if launch is None or (launch.part != "delayed" and launch.number == 0):
+                after[op_name(node)] += 1
     for handed, launches in _HANDED_OVER.items():
         expected_count, left = (sum(counts[launch] for launch in launches) for counts in (before, after))
         if expected_count != left + after[handed]:

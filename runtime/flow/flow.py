@@ -33,7 +33,7 @@ class Flow:
     """Everything under way between two steps.
 
     Args:
-        exchanges: by table, or by stack.
+        exchanges: by table, or by row space.
         buckets: those of the plan.
         looks_ahead: whether rows are cut into prior and delayed ones.
         warn: called where a batch was not the one that was prepared.
@@ -41,7 +41,7 @@ class Flow:
         streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
 
     Attributes:
-        of_table: exchanges by table alone: those of a stack have one.
+        of_table: exchanges by table alone: those of a row space share one.
         awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
     """
 

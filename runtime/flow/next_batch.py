@@ -36,6 +36,7 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
+from embrace_fx.vocabulary.row_space import RowSpace
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
@@ -54,11 +55,10 @@ class IdsProgram:
             their numbers, by table.
         rows_of_batch: values -> what `all_gather_ids` sends, by table.
         routing: (values, what `unpack_ids` yields) -> None: adds the values of the ids phase.
-        tables, num_rows: of the tables in `rows_of_batch`.
-        routes: table, or stack, whose rows the forward awaits -> names of the saved ids of all ranks, and of their
-            counts.
-        parts: table, or stack -> the tables that it is made of, with the row in which each begins.
-        paddings: table, or stack -> its row without gradient, where it has one.
+        tables, num_rows: of the tables, or row spaces, in `rows_of_batch`.
+        spaces: those of them that are row spaces.
+        routes: table whose rows the forward awaits -> names of the saved ids of all ranks, and of their counts.
+        paddings: table -> its row without gradient, where it has one.
         is_pure: whether it finds the same a step earlier: it draws nothing, and reads nothing that a forward writes.
         reads: indices of what `unique` reads of a batch.
     """
@@ -68,9 +68,9 @@ class IdsProgram:
     rows_of_batch: Callable[[Values], list[Tensor]]
     routing: Callable[[Values, list[Tensor]], None]
     tables: tuple[str, ...]
+    spaces: Mapping[str, RowSpace]
     num_rows: tuple[int, ...]
     routes: Mapping[str, tuple[str, str]]
-    parts: Mapping[str, tuple[tuple[str, int], ...]]
     paddings: Mapping[str, int]
     is_pure: bool
     reads: tuple[int, ...]
@@ -80,8 +80,12 @@ class IdsProgram:
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def rows_of_ranks(self, values: Values) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns the ids that all ranks read of each table, or stack, and their counts by rank."""
+        """Returns the ids that all ranks read of each table, and their counts by rank."""
         return {table: (values[ids], values[counts]) for table, (ids, counts) in self.routes.items()}
+
+    def bad_id(self, values: Values) -> str | None:
+        """Reports an id of the batch outside of its table; None: there is none."""
+        return bad_id_report(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
 
 
 class NextBatch:
@@ -124,7 +128,7 @@ class NextBatch:
     def sizes(self) -> list[int]:
         """Counts its rows by table; -1 where it holds an id that is to fail at its turn."""
         unique = self.program.rows_of_batch(self.values)
-        if bad_id_report(unique, self.program.tables, self.program.num_rows) is not None:
+        if self.program.bad_id(self.values) is not None:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
@@ -196,14 +200,14 @@ class DeviceBatch(NextBatch):
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
-        self._tables = [routed(packed, self.announced, [(table, 0)]) for table in range(len(self.program.tables))]
+        self._tables = [routed(packed, self.announced, table) for table in range(len(self.program.tables))]
         for table in self.program.routes:
             exchange = exchanges[table]
             if table in current and exchange.splits_ahead:
                 self._streams.keep(current[table].ids)
                 self._splits[table] = SplitAhead(
                     current[table],
-                    self._routed(packed, table),
+                    self._routed(table),
                     exchange.among,
                     exchange.table.shape[0],
                     exchange.delayed_chunks,
@@ -214,14 +218,11 @@ class DeviceBatch(NextBatch):
         for table in self.program.routes:
             (first, *others) = exchanges[table].table.members
             if first.needs_host and not others:
-                self._for_host.append((table, first, self._streams.to_host(self._routed(packed, table).ids)))
+                self._for_host.append((table, first, self._streams.to_host(self._routed(table).ids)))
         return InFlight(packed, None, reads=launched.reads)
 
-    def _routed(self, packed: Tensor, table: str) -> Routed:
-        parts = [(self.program.tables.index(part), first) for part, first in self.program.parts[table]]
-        if len(parts) == 1 and parts[0][1] == 0:
-            return self._tables[parts[0][0]]
-        return routed(packed, self.announced, parts)
+    def _routed(self, table: str) -> Routed:
+        return self._tables[self.program.tables.index(table)]
 
     def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
         assert isinstance(ticket, StreamTicket)
@@ -331,4 +332,4 @@ def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequen
     except Exception as error:  # whatever it is, the other ranks must hear of it
         announcements.announce_step((), unreadable(error))
         raise
-    return values, bad_id_report(program.rows_of_batch(values), program.tables, program.num_rows)
+    return values, program.bad_id(values)

@@ -210,28 +210,27 @@ class Routed:
     counts: Tensor
 
 
-def routed(packed: Tensor, capacities: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> Routed:
-    """Finds the rows that all ranks read of a table, or of a stack of several.
+def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int) -> Routed:
+    """Finds the rows that all ranks read of a table.
 
     Args:
         packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
         capacities: C by rank, by table.
-        parts: the tables, with the row in which each begins.
+        table: its number.
     """
-    starts = [list(accumulate(of_rank, initial=len(of_rank))) for of_rank in capacities]
-    pieces = [(rank, table, first) for rank in range(len(capacities)) for table, first in parts]
-    ids = [packed[rank, starts[rank][table] : starts[rank][table + 1]].to(torch.int64) for rank, table, _ in pieces]
-    flat = torch.cat([own + first if first else own for own, (_, _, first) in zip(ids, pieces, strict=True)])
-    piece, number = by_rank([capacities[rank][table] for rank, table, _ in pieces], flat)
-    of_pieces = torch.stack([packed[:, table] for table, _ in parts], 1).to(torch.int64)
-    is_row = number < of_pieces.view(-1).index_select(0, piece)
+    starts = [len(of_rank) + sum(of_rank[:table]) for of_rank in capacities]
+    of_table = [of_rank[table] for of_rank in capacities]
+    spans = zip(packed.unbind(0), starts, of_table, strict=True)
+    flat = torch.cat([of_rank[start : start + length] for of_rank, start, length in spans]).to(torch.int64)
+    owner, number = by_rank(of_table, flat)
+    counts = packed[:, table].to(torch.int64)
+    is_row = number < counts.index_select(0, owner)
     order = first_true(is_row)
-    total = is_row.sum()
     return Routed(
         flat.index_select(0, order),
-        piece.index_select(0, order) // len(parts),
-        torch.arange(order.numel(), device=order.device) < total,
-        of_pieces.sum(1),
+        owner.index_select(0, order),
+        torch.arange(order.numel(), device=order.device) < is_row.sum(),
+        counts,
     )
 
 

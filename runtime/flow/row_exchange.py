@@ -1,4 +1,4 @@
-"""One sharded table's communication, or one stack's, when it runs into the next step (EmbRace, ICPP 2022, section 4.2).
+"""The communication of a table or row space that runs into the next step (EmbRace, ICPP 2022, section 4.2).
 
     backward t      early rows   rows of batch t+1 that batch t does not read: looked up, sent
                     prior rows   gradients of rows of batch t that batch t+1 reads, on any rank: sent first
@@ -47,7 +47,7 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """The rows of one table, or of the tables of a stack, on their way to batches.
+    """The rows of one table, or of the tables of a row space, on their way to batches.
 
     Args:
         table: the shard.
@@ -219,7 +219,7 @@ class RowExchange:
 
         Args:
             moved_all: it has moved rows without a gradient too.
-            of_all: it is of all tables of a stack; early rows were sent as if it were.
+            of_all: it is of all tables of a row space; early rows were sent as if it were.
             rewritten: the loop may have given a gradient to rows that the batch does not read, early ones among them.
         """
         expected, self._expected = self._expected, None

@@ -1,4 +1,4 @@
-"""The gradient of a table's rows, or of a stack's, on its way from a backward to the table.
+"""The gradient of the rows of a table or a row space, on its way from a backward to the table.
 
     sent        its parts leave: prior rows first (row 5, which batch 2 reads), then delayed ones (row 2), in chunks
     delivered   `.grad` of each table is on its way; whoever looks at it waits, and has an ordinary gradient
@@ -30,7 +30,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held import GONE, Late, Rows
 from embrace_fx.runtime.tables.held_gradient import merged
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.row_table import RowTable, deliver
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
@@ -44,7 +44,7 @@ How = tuple[torch.dtype, int, int, float]
 
 
 class RowGradient:
-    """The row gradient of one table, or of the tables of a stack: of one backward at a time.
+    """The row gradient of one table, or of the tables of a row space: of one backward at a time.
 
     Args:
         table: whose it is.
@@ -143,18 +143,10 @@ class RowGradient:
         """Makes it what `.grad` of the tables is, or adds it to what that was.
 
         Args:
-            absent: names of tables that this backward gives no gradient, of those of a stack.
+            absent: names of tables that this backward gives no gradient, of those of a row space.
         """
-        late = self._late = Late(self._landing())
-        for k, table in enumerate(self._table.members):
-            if table.name in absent:
-                continue
-            held = table.open_gradient()
-            if held.is_zero:
-                held.will_be(late, k)
-            else:
-                for rows in late.now()[k]:
-                    held.add_rows(*rows)
+        self._late = Late(self._landing())
+        deliver(self._table.members, self._late, absent)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Makes what waits for the rows of each table; it refers to the model weakly."""

@@ -6,7 +6,7 @@ Worked examples: `embrace_fx/vocabulary/ops.py`, `again_ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,12 +15,58 @@ from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.row_space import OUTSIDE
 
 
 def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.unique` with the inverse, without the five calls of Python on the way to it."""
     unique, inverse, _ = torch._unique2(ids, True, True)
     return unique, inverse
+
+
+def join_ids(
+    ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
+) -> list[Tensor]:
+    flat = torch.cat([i.reshape(-1) for i in ids])
+    sizes = [i.numel() for i in ids]
+    first, last, shift, outside = _places(
+        tuple(tables), tuple(first_rows), tuple(num_rows), _lengths(sizes), flat.device
+    )
+    if first.dim() == 2:
+        flat = flat.view(len(sizes), sizes[0])
+    # As many kernels as an addition, a comparison with each bound and a selection need, less one.
+    rows = (flat + torch.where(flat.clamp(first, last) == flat, shift, outside)).view(-1)
+    if joined == len(ids):
+        return [rows]
+    parts = torch.split_with_sizes(rows, [sum(sizes[:joined]), *sizes[joined:]])
+    apart = [part.view(i.shape) for part, i in zip(parts[1:], ids[joined:], strict=True)]
+    return [parts[0], *apart] if joined else apart
+
+
+def _lengths(sizes: list[int]) -> tuple[int, ...]:
+    """Returns the lengths of ids in turn, or () where all are equal: then what is known of tables needs no copies."""
+    return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
+
+
+@lru_cache(maxsize=16)
+def _places(
+    tables: tuple[int, ...],
+    first_rows: tuple[int, ...],
+    num_rows: tuple[int, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns, for each id, the first and the last id of its table, what to add to it, and to one outside its table.
+
+    Of shape (N,), or (T, 1) where `sizes` is (): each table has as many ids.
+    """
+    last = [rows - 1 for rows in num_rows]
+    outside = [-(table + 1) * OUTSIDE for table in tables]
+    known = torch.tensor([[0] * len(last), last, first_rows, outside], dtype=torch.int64, device="cpu")
+    if sizes:
+        known = known.repeat_interleave(torch.tensor(sizes, device="cpu"), 1)
+        return tuple(known.to(device).unbind(0))  # type: ignore[return-value]
+    return tuple(known.unsqueeze(2).to(device).unbind(0))  # type: ignore[return-value]
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
@@ -208,21 +254,6 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     return out
 
 
-def stack_ids(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
-    per_rank = [of_table.tolist() for of_table in counts]
-    shifted = [(i + first).split(sizes) for i, first, sizes in zip(ids, first_rows, per_rank, strict=True)]
-    return [
-        torch.cat([piece for of_rank in zip(*shifted, strict=True) for piece in of_rank]),
-        torch.stack([*counts]).sum(0),
-    ]
-
-
-def unstack_rows(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
-    rows = [of_table.tolist()[rank] for of_table in counts]  # counts are on the host
-    width = flat.numel() // max(sum(rows), 1)
-    return [part.clone() for part in flat.split([each * width for each in rows])]
-
-
 def random_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
@@ -241,12 +272,11 @@ def end_replay(state: Tensor, device: torch.device) -> None:
 
 
 LOCAL: dict[str, Callable[..., object]] = {
+    "embrace::join_ids": join_ids,
     "embrace::unique_ids": unique_ids,
     "embrace::lookup": lookup,
     "embrace::join_columns": join_columns,
     "embrace::split_columns": split_columns,
-    "embrace::stack_ids": stack_ids,
-    "embrace::unstack_rows": unstack_rows,
     "embrace::route_grid": route_grid,
     "embrace::join_grid": join_grid,
     "embrace::split_grid": split_grid,

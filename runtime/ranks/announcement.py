@@ -27,6 +27,7 @@ from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 from embrace_fx.runtime.ranks.questions import Question
 from embrace_fx.runtime.ranks.step_checks import check_activities, check_programs, check_steps
+from embrace_fx.vocabulary.row_space import RowSpace
 
 STEP, BACKWARD, GAVE_UP, JOIN, QUESTION = range(5)
 """The kinds of an announcement: at the head of a step; at the head of a backward; in an announced forward that the rank
@@ -361,10 +362,16 @@ class Announcements:
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(
-        self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int, tables: Sequence[str]
+        self,
+        unique: Sequence[Tensor],
+        num_rows: Sequence[int],
+        group: str,
+        group_size: int,
+        tables: Sequence[str],
+        spaces: Mapping[str, RowSpace],
     ) -> InFlight:
         """Implements the op `all_gather_ids`; the announcement exchanges the sizes."""
         counts = [u.numel() for u in unique]
-        everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows))
+        everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows, spaces))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_ids
+from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def unreadable(error: Exception) -> str:
@@ -14,10 +15,20 @@ def unreadable(error: Exception) -> str:
     return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
 
 
-def bad_id_report(ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int]) -> str | None:
-    """Reports the first id outside of its table; None: all are inside."""
+def bad_id_report(
+    ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, RowSpace] = {}
+) -> str | None:
+    """Reports the first id outside of its table; None: all are inside.
+
+    Args:
+        ids: rows of tables, or of row spaces, of which `tables` are the names.
+        spaces: those of them that are row spaces, by name.
+    """
     for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:
+            if (space := spaces.get(table)) is not None:
+                table, found = space.outside(found)
+                rows = rows if table == space.name else len(space.rows_of(table))
             return (
                 f"expected ids from 0 to {rows - 1}, in a lookup of {table} ({rows} rows), found {found}; "
                 "look at the batch, or give the table more rows"

@@ -26,7 +26,7 @@ from embrace_fx.runtime.step.missing_launches import MissingLaunches
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
-from embrace_fx.vocabulary.graph import Saved, Shard, TrainingGraph
+from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
@@ -45,7 +45,6 @@ class Bindings:
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
         of_forward, of_backward: the launches that other ranks wait for in these phases.
-        lookups: table -> what is saved of the ids of its rows that the forward reads.
     """
 
     def __init__(  # noqa: PLR0913
@@ -61,7 +60,7 @@ class Bindings:
         *,
         keeps_buckets: bool = False,
     ) -> None:
-        self._state = state
+        self._state, self._spaces = state, graph.spaces
         self._keeps_buckets = keeps_buckets
         self._copies, self._recorder = copies, recorder if flow is None else flow.recorder
         self._announcements = announcements
@@ -70,7 +69,6 @@ class Bindings:
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = SingleProcessRows(on, state.tables) if on is not None and runs_uncounted(graph) else None
-        self.lookups: dict[str, str] = {}
         self.of_forward, self.of_backward = (MissingLaunches(communicator, flow) for _ in range(2))
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
@@ -104,14 +102,11 @@ class Bindings:
         """Rows of a table that may have skipped steps take them before they are read."""
         if op_name(node) != "embrace::lookup":
             return None
-        role, tables = node.all_input_nodes[0].meta["role"], self._state.tables
+        role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
-        ids = node.args[1]
-        if isinstance(ids, fx.Node) and isinstance(role := ids.meta.get("role"), Saved):
-            self.lookups[name] = role.name
 
         def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
-            table = tables.get(name)
+            table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
         return _named(caught_up, node.name)
@@ -163,10 +158,10 @@ class Bindings:
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) != "embrace::all_gather_ids":
             return None
-        announcements, names = self._announcements, node.meta["tables"]
+        announcements, names, spaces = self._announcements, node.meta["tables"], self._spaces
 
         def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-            return announcements.all_gather_ids(unique, num_rows, group, group_size, names)
+            return announcements.all_gather_ids(unique, num_rows, group, group_size, names, spaces)
 
         return all_gather_ids
 

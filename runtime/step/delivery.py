@@ -26,11 +26,11 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
     found: dict[str, None] = {}
     for role in roles:
         match role:
-            case Gradient(Parameter(name)) | GradientOfRows(name, _):
+            case Gradient(Parameter(name)):
                 found[name] = None
             case PendingGradients(_, names):
                 found |= dict.fromkeys(names)
-            case PendingRows():
+            case GradientOfRows() | PendingRows():
                 found |= dict.fromkeys(role.tables)
     return list(found)
 
@@ -41,15 +41,16 @@ class _Sorted:
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept: they are known by identity
         self.dense: list[tuple[int, str]] = []
-        self.of_rows: list[tuple[int, GradientOfRows]] = []
+        self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}  # of a table or space: its tables, ids, rows
         self.pending: list[PendingGradients] = []
         self.pending_rows: list[tuple[int, PendingRows]] = []
+        parts = {(role.table, role.part): k for k, role in enumerate(roles) if isinstance(role, GradientOfRows)}
         for place, role in enumerate(roles):
             match role:
                 case Gradient(Parameter(name)):
                     self.dense.append((place, name))
-                case GradientOfRows():
-                    self.of_rows.append((place, role))
+                case GradientOfRows(table, "rows"):
+                    self.of_rows[table] = role.tables, parts[table, "ids"], place
                 case PendingGradients():
                     self.pending.append(role)
                 case PendingRows():
@@ -90,13 +91,10 @@ class Delivery:
         if sorted_ is None:
             sorted_ = self._sorted[id(roles)] = _Sorted(roles)
         self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
-        rows: dict[str, dict[str, Tensor]] = {}
-        for place, role in sorted_.of_rows:
-            if role.table not in absent:
-                rows.setdefault(role.table, {})[role.part] = outputs[place]
-        for table, parts in rows.items():
-            self.state.tables[table].add_gradient(parts["ids"], parts["rows"])
-        self._note_sums(rows)
+        for table, (tables, ids, rows) in sorted_.of_rows.items():
+            if not absent.issuperset(tables):
+                self.state.table(table).add_gradient(outputs[ids], outputs[rows], absent)
+                self._note_sums(name for name in tables if name not in absent)
         self._deliver_buckets(sorted_.pending, absent)
         for place, pending in sorted_.pending_rows:
             if not absent.issuperset(pending.tables):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import draws, op_name
 
 
@@ -30,7 +29,6 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
         if op_name(node) == "embrace::submit_gradients"
     }
     tables = tuple(table for gather in gathers for table in gather.meta["tables"])
-    parts = _parts_of_ids(graph.phases["ids"], tables)
     routes = {
         node.args[3]: (node.args[1].meta["role"].name, node.args[2].meta["role"].name)
         for node in graph.phases["forward"].graph.nodes
@@ -42,29 +40,13 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
         rows_of_batch=lambda values: [values[name] for name in sent],
         routing=_routing(graph, state),
         tables=tables,
+        spaces=graph.spaces,
         num_rows=tuple(size for gather in gathers for size in gather.args[1]),
         routes=routes,
-        parts={table: parts[ids] for table, (ids, _) in routes.items()},
         paddings=paddings,
         is_pure=_are_pure(graph.phases["unique"], graph.phases["forward"]),
         reads=tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
     )
-
-
-def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Name of the ids that a phase saves for an exchange -> the tables whose they are, with their first rows."""
-    found: dict[str, tuple[tuple[str, int], ...]] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_function" or node.target is not operator.getitem:
-            continue
-        source, index = node.args
-        if op_name(source) == "embrace::unpack_ids" and index % 2 == 0:
-            found[node.name] = ((tables[index // 2], 0),)
-        elif op_name(source) == "embrace::stack_ids" and index == 0:
-            ids, _, first_rows = source.args
-            found[node.name] = tuple((found[i.name][0][0], first) for i, first in zip(ids, first_rows, strict=True))
-    saved = ((n, role) for n, role in outputs_of(module) if n is not None and isinstance(role, Saved))
-    return {role.name: found[n.name] for n, role in saved if n.name in found}
 
 
 def _unique_on_device(

@@ -135,7 +135,6 @@ class Program:
         self.has_backward = "backward" in phases
         self._lowered: dict[StepVariant | str, LoweredPhase] = {}
         self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
-        self._lookups = bound.lookups
         if self.has_backward:
             self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
         asks = self.flow is not None or state.hints is not None
@@ -215,10 +214,6 @@ class Program:
         if self.flow is None:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
-
-    def catch_up(self, values: Values) -> None:
-        """Has rows of tables that step together take what they have skipped, before the forward reads them."""
-        self.state.optimizer_stacks.catch_up({table: values[ids] for table, ids in self._lookups.items()})
 
     def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
         """Returns the tensors that the backward reads: views of parameters and results among them."""

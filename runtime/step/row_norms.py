@@ -20,7 +20,7 @@ from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 
 Step = tuple[RowsAlone, Rows]
-"""Of a table or a stack, and the gradient that it takes."""
+"""Of a table or a row space, and the gradient that it takes."""
 
 
 def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:

@@ -160,7 +160,6 @@ class Step:
         if not program.announces:
             program.announcements.announce_step(())
         program.ids.saved(self._leaves, values)
-        program.catch_up(values)
         program.let_go(values, "ids")
         if program.flow is not None:
             program.flow.after_announcement()

@@ -191,13 +191,30 @@ class Stepping:
         step.late = self._in_flight(tables) if may_wait else []
         for exchange in self._exchanges(tables):
             exchange.gradient.apply_pending()  # of the last step
+        self._sort_tables(step, tables, optimizer)
+        step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]
+        for table, _ in step.replicas:
+            step.hide(table.parameter)
+        if self._flow is not None:
+            if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
+                hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
+                step.buckets = {id(parameter) for parameter, _ in hidden}
+                step.hidden += [(parameter, gradient, None) for parameter, gradient in hidden]
+            else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
+                self._flow.buckets.release(optimizer)
+
+    def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
         are_late = {id(table) for exchange in step.late for table in exchange.table.members}
+        are_whole = {id(t) for space in self._state.spaces.values() if space.gradient() for t in space.members}
         for table in tables:
             if table.parameter.grad is None:
                 continue
             held = table.open_gradient()
             if id(table) in are_late:
                 step.hide(table.parameter)
+            elif id(table) in are_whole and table.rule is not Sweep:
+                step.hide(table.parameter)
+                step.rows.append(table)
             elif (rule := table.rule) is RowWise or not (held.is_of_all_rows or rule is Sweep):
                 held.land()
                 step.hide(table.parameter)
@@ -212,16 +229,6 @@ class Stepping:
                 if table.layout.mesh is None:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
-        step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]
-        for table, _ in step.replicas:
-            step.hide(table.parameter)
-        if self._flow is not None:
-            if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
-                hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
-                step.buckets = {id(parameter) for parameter, _ in hidden}
-                step.hidden += [(parameter, gradient, None) for parameter, gradient in hidden]
-            else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
-                self._flow.buckets.release(optimizer)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """Returns the sharded tables that an optimizer is about to step, which are its from now on."""
@@ -299,11 +306,12 @@ class Stepping:
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
         """Steps tables by the gradients that were hidden from torch's own step, and notes it at their exchanges."""
         moved_all = {id(table) for table in step.own + step.dense}
-        rewritten = {id(table) for table in step.dense + step.rows if table.open_gradient().is_dense}  # by the loop
+        gradients = [(table, table.open_gradient()) for table in step.dense + step.rows]
+        rewritten = {id(table) for table, held in gradients if not held.is_late and held.is_dense}  # by the loop
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for table, rows in self._state.optimizer_stacks.of(step.rows):
+            for table, rows in self._state.joined(step.rows):
                 rule = table.begin_step()
                 rule.finish([rows])
                 if rule.moves_all:
@@ -318,7 +326,7 @@ class Stepping:
             exchange.note_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _Step) -> None:
-        """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.
+        """Takes a step of RowWiseAdagrad: of row spaces as one, and table by table where someone has looked at one.
 
         Who has looked differs by rank: rows are in one order all the same.
         """

@@ -135,7 +135,7 @@ GONE = (
 
 
 class Late(Generic[Landed]):
-    """Gradients on their way, of a table or a stack or a bucket, as what stands in for them in `.grad` knows them.
+    """Gradients on their way, of a table, a row space or a bucket, as what stands in for them in `.grad` knows them.
 
     Args:
         land: waits for them. It refers to the model weakly: autograd's owner of `.grad` is nothing that the garbage

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
+from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import OptimizerStacks
+from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
@@ -56,8 +57,8 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.hints: Hints | None = None
         """Takes what rows batches to come read, where tables lie beyond memory."""
-        self.optimizer_stacks = OptimizerStacks(joins=False)
-        """Tables whose rows travel by themselves, and which their optimizer steps together."""
+        self.spaces: dict[str, StackedTable] = {}
+        """Tables that are one row space, by the name of the space."""
         self.reads = ParameterReads()
         """How often the training loop reads all parameters."""
         self.pending = PendingUpdates()
@@ -76,6 +77,20 @@ class ModelState:
         """Of what this rank gives to a mean, beyond what the graph says (`join` with fewer ranks)."""
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
+
+    def table(self, name: str) -> RowTable | StackedTable:
+        """Returns a table, or a row space, by its name in launches."""
+        return self.spaces.get(name) or self.tables[name]
+
+    def joined(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | StackedTable, Rows]]:
+        """Yields tables with their gradients: row spaces where one update is what the optimizer does to each table."""
+        left = dict.fromkeys(tables)
+        for space in self.spaces.values():
+            if left.keys() >= set(space.members) and space.can_wait():
+                yield space, space.gradient() or space.join([table.open_gradient().rows() for table in space.members])
+                for table in space.members:
+                    del left[table]
+        yield from ((table, table.open_gradient().rows()) for table in left)
 
     def gradients(self) -> list[HeldGradient]:
         """Lists the gradients that wait at tables, in the order of the plan."""
@@ -162,6 +177,8 @@ class ModelState:
         return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
+        if name in self.spaces:
+            return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
         def read() -> Tensor:  # another parameter may be there by then

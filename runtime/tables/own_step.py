@@ -1,4 +1,4 @@
-"""An optimizer's own step, taken over tensors that are not its parameters: some rows of a table, or all of a stack.
+"""An optimizer's own step, taken over tensors that are not its parameters: some rows of a table, or all of a row space.
 
 Whatever the class computes of an element depends on that element alone (`embrace_fx.vocabulary.exactness`), so that
 its step over some rows and their state is its step over the table, as far as these rows go.

@@ -53,7 +53,7 @@ class SupposedStep:
 
 
 class RestingRows:
-    """The resting rows of one table, or of a stack: which have skipped steps, and how many."""
+    """The resting rows of one table, or of a row space: which have skipped steps, and how many."""
 
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None
@@ -110,7 +110,7 @@ class RestingRows:
         """Lets rows take the steps they have skipped, and returns whether any row may have been written.
 
         Args:
-            local, state: of all rows, or of a table of a stack, whose first row is `first`; `ids` are rows of these.
+            local, state: of all rows, or of one of several tables, whose first row is `first`; `ids` are rows of these.
         """
         if not self.rest:
             return False

@@ -8,7 +8,7 @@ How a step moves its rows is a value of each step (`update_rule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Part
@@ -174,7 +174,7 @@ class RowTable:
         self.parameter.grad = Part(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
-    def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
+    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = ()) -> None:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
         self.open_gradient().add_rows(ids, rows)
 
@@ -360,3 +360,21 @@ class RowTable:
         if self._stack is None:
             self._resting.suppose(step)
         return step.rows, step.options
+
+
+def deliver(tables: Sequence[RowTable], late: Late[Sequence[Rows]], absent: Collection[str] = ()) -> None:
+    """Makes gradients on their way those of the `.grad` of tables, or adds them to what that was.
+
+    Args:
+        late: one for each table, in their order.
+        absent: names of tables that get none.
+    """
+    for k, table in enumerate(tables):
+        if table.name in absent:
+            continue
+        held = table.open_gradient()
+        if held.is_zero:
+            held.will_be(late, k)
+        else:
+            for rows in late.now()[k]:
+                held.add_rows(*rows)

@@ -1,16 +1,16 @@
-"""Tables below each other as one (`embrace_fx.plan.Stack`): their parts and their optimizer's state in one memory.
+"""Tables of a row space as one table: their parts and their optimizer's state in one memory, one gradient, one step.
 
 Contract
-    Each table's parameter and state stay the tensors they are to everyone else: views of the stack's rows. Whoever puts
+    Each table's parameter and state stay the tensors they are to everyone else: views of the space's rows. Whoever puts
     others in their place (a checkpoint, `Module.to`) is noticed at the next use, and their values are taken over.
     What concerns one table alone, its waiting gradient and its number of steps, stays with the table.
 
-Shape legend: V' rows of the stack, d columns that this rank owns; K rows with gradient.
+Shape legend: V' rows of the space, d columns that this rank owns; K rows with gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,34 +20,34 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part_state import state_of
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.row_table import RowTable, deliver
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
-from embrace_fx.vocabulary.plan import STACK_BYTES, Stack
+from embrace_fx.vocabulary.row_space import RowSpace
 
 
 class StackedTable:
-    """Sharded tables of a stack, to their exchange and their updates one table.
+    """The tables of a row space, to their exchange and their updates one table.
 
     Args:
-        stack: what it is of.
+        space: what it is of.
         members: its tables, each by columns.
     """
 
     grid = None
 
-    def __init__(self, stack: Stack, members: Sequence[RowTable]) -> None:
-        self.name = stack.name
+    def __init__(self, space: RowSpace, members: Sequence[RowTable]) -> None:
+        self.name = space.name
         self.members = tuple(members)
-        rows = sum(member.shape[0] for member in members)
-        self.shape = torch.Size((rows, members[0].shape[1]))
-        self._bounds = (*stack.first_rows, rows)
+        self._bounds = space.bounds
+        self.shape = torch.Size((space.bounds[-1], members[0].shape[1]))
+        self._gradient: tuple[Late[Sequence[Rows]], Rows] | None = None
         self.split = partial(_split, self._bounds)
-        """Returns each table's own of rows (K, d) of the stack, whose ids (K,) are sorted; keeps no table."""
+        """Returns each table's own of rows (K, d) of the space, whose ids (K,) are sorted; keeps no table."""
         self._weights = _Joined(self._bounds)
         self._states: dict[str, _Joined] = {}
         self._resting: RestingRows | None = None  # of all tables, where they rest together
@@ -60,18 +60,37 @@ class StackedTable:
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
-        """Tensors besides the parameters that hold the stack's memory."""
+        """Tensors besides the parameters that hold the space's memory."""
         return () if self._weights.all is None else (self._weights.all,)
 
     def note(self, ids: Tensor, among: Tensor) -> None:
-        """As of a table: none of a stack needs its host."""
+        """As of a table: none of a space needs its host."""
+
+    # -- the gradient --------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = ()) -> None:
+        """Adds a coalesced row gradient, ids (K,), rows (K, d), to the `.grad` of its tables, but of those `absent`."""
+        split = self.split
+        late: Late[Sequence[Rows]] = Late(lambda: [[part] for part in split(ids, rows)])
+        self._gradient = late, (ids, rows)
+        deliver(self.members, late, absent)
+
+    def gradient(self) -> Rows | None:
+        """Returns the row gradient of all tables, as it was added; None: `.grad` of any of them is another by now."""
+        if (found := self._gradient) is None:
+            return None
+        late, rows = found
+        if all((held := member.held) is not None and held.waits_for(late) for member in self.members):
+            return rows
+        self._gradient = None
+        return None
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """Puts rows of the tables, in their order, together as rows of the stack."""
+        """Puts rows of the tables, in their order, together as rows of the space."""
         return self.shifted([ids for ids, _ in parts]), torch.cat([rows for _, rows in parts])
 
     def shifted(self, ids: Sequence[Tensor | None]) -> Tensor:
-        """Rows of the stack that are rows `ids` (K,) of its tables, in their order; None: there are none."""
+        """Rows of the space that are rows `ids` (K,) of its tables, in their order; None: there are none."""
         found = [each + first for each, first in zip(ids, self._bounds, strict=False) if each is not None]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=self.local.device)
 
@@ -85,7 +104,7 @@ class StackedTable:
         return self._is_one() and self.members[0].can_wait()
 
     def _is_one(self) -> bool:
-        """Whether one update of the stack is what the optimizer does to each table: options and state are alike."""
+        """Whether one update of the space is what the optimizer does to each table: options and state are alike."""
         first, *others = self.members
         if first.optimizer is None:
             return False
@@ -152,7 +171,7 @@ class StackedTable:
         """As `RowTable.places`."""
         return ids
 
-    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `RowTable.look_up`."""
         self.catch_up(ids)
         return lookup(self.local, ids, dtype)
@@ -197,62 +216,6 @@ class StackedTable:
         if (together := self._together) is not None:
             together.suppose(step)
         return step.rows, step.options
-
-
-class OptimizerStacks:
-    """Tables whose gradients are there when their optimizer steps: in stacks, as far as they step together.
-
-    Args:
-        joins: whether any are; their rows travel by themselves then. Else those of the plan's stacks alone are one.
-    """
-
-    def __init__(self, *, joins: bool) -> None:
-        self._joins = joins
-        self._stack_of: dict[RowTable, StackedTable] = {}
-        self._apart: set[RowTable] = set()  # have stepped without others of their stack
-
-    @property
-    def joined(self) -> Iterator[Tensor]:
-        """Tensors besides the parameters that hold the stacks' memory."""
-        return (memory for stack in dict.fromkeys(self._stack_of.values()) for memory in stack.joined)
-
-    def of(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | StackedTable, Rows]]:
-        """Tables that are about to step, as stacks where one update is what the optimizer does to each; and their
-        gradients."""
-        runs: dict[object, list[RowTable]] = {}
-        for table in tables:
-            local = table.local
-            alone = not self._joins or table.grid is not None or table in self._apart or type(table) is not RowTable
-            key = table if alone else (id(table.param_group()), local.shape[1], local.dtype)
-            runs.setdefault(key, []).append(table)
-        for run in runs.values():
-            stack = self._stack(run)
-            if stack is not None and stack.can_wait():
-                yield stack, stack.join([table.open_gradient().rows() for table in run])
-            else:
-                yield from ((table, table.open_gradient().rows()) for table in run)
-
-    def _stack(self, run: list[RowTable]) -> StackedTable | None:
-        """The stack of tables that step together; None: they are apart, from here on, or too large."""
-        known = {self._stack_of.get(table) for table in run}
-        stack = known.pop()
-        if stack is None and not known and len(run) > 1 and sum(t.local.nbytes for t in run) <= STACK_BYTES:
-            stack = StackedTable(Stack.of({table.name: len(table.local) for table in run}), run)
-            self._stack_of |= dict.fromkeys(run, stack)
-        if known or (stack is not None and stack.members != tuple(run)):
-            self._apart.update(run, *(each.members for each in (stack, *known) if each is not None))
-            return None
-        return stack
-
-    def catch_up(self, read: Mapping[str, Tensor]) -> None:
-        """Has rows take the steps they have skipped, before a forward reads them.
-
-        Args:
-            read: ids (K,) by table.
-        """
-        for stack in dict.fromkeys(self._stack_of.values()):
-            if stack.has_resting_rows:
-                stack.catch_up(stack.shifted([read.get(table.name) for table in stack.members]))
 
 
 def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:

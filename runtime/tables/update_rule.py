@@ -47,7 +47,7 @@ Options = Mapping[str, Any]
 
 
 class Stepped(PartAndState, Protocol):
-    """A table, or a stack of them; its state as plain tensors; `keep` keeps others."""
+    """A table, or a row space; its state as plain tensors; `keep` keeps others."""
 
     @property
     def shape(self) -> torch.Size:
@@ -200,7 +200,7 @@ class RowWise(RowsAlone):
         """Updates rows by their gradients (K, d), given the sums of squares over all columns (K,)."""
         table, options = self.table, self.options
         ids = table.places(ids, to_write=True)
-        local, state = table.local, table.state  # of a stack, each takes all of its tables
+        local, state = table.local, table.state  # of a row space, each takes all of its tables
         if not state:
             state = {"sum": new_sums(local, dict(options))}
             table.keep(state)
@@ -211,10 +211,10 @@ class RowWise(RowsAlone):
 
 
 class OfMembers:
-    """The step of a stack whose tables, or parts of several tables, step each by itself.
+    """The step of a row space whose tables, or parts of several tables, step each by itself.
 
     Args:
-        split: yields each one's own of rows of the stack.
+        split: yields each one's own of rows of the space.
         rules: one for each.
     """
 

@@ -58,7 +58,7 @@ class Histories(RestingRows):
         rows: of the table, in the working set.
 
     Attributes:
-        together: of the stack that it is in.
+        together: of the row space that it is in.
     """
 
     def __init__(self, memory: WorkingSet, rows: range) -> None:
@@ -190,7 +190,7 @@ class Histories(RestingRows):
 
 
 class TogetherHistories(Histories):
-    """The resting rows of a stack's tables: their open history counts on from one number for all of them.
+    """The resting rows of a space's tables: their open history counts on from one number for all of them.
 
     Args:
         tables: the first row of each in the working set, and its own histories.

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.model_state import ToCome
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.model_state import ModelState, ToCome
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -29,12 +28,12 @@ class RowsAhead:
     """Gathers the rows of future batches.
 
     Args:
-        tables: the model's tables; those beyond memory are told.
+        state: the model's, of whose tables those beyond memory are told.
         communicator: the ranks'. Making this is collective if there are several.
     """
 
-    def __init__(self, tables: Mapping[str, RowTable], communicator: Communicator) -> None:
-        self._tables = tables
+    def __init__(self, state: ModelState, communicator: Communicator) -> None:
+        self._state = state
         self._number = 0
         self._to_come: deque[tuple[int, ToCome]] = deque()  # of one rank: what its calls will be, by number
         self._coming: deque[tuple[int, Future[list[Tensor]]]] = deque()
@@ -66,7 +65,11 @@ class RowsAhead:
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
-        places = {name: (sets[table.memory], table.rows.start) for name, table in beyond.items()}
+        places = {name: (sets[table.memory], table.rows) for name, table in beyond.items()}
+        for name, space in self._state.spaces.items():  # its tables beyond memory come first
+            rows = [beyond[table.name].rows for table in space.members if table.name in beyond]
+            if rows:
+                places[name] = sets[beyond[space.members[0].name].memory], range(rows[-1].stop)
         self._jobs.put((coming, places, len(sets), found))
         while self._coming and self._coming[0][1].done():
             due, done = self._coming.popleft()
@@ -81,7 +84,7 @@ class RowsAhead:
             table.expect(None)
 
     def _beyond(self) -> dict[str, TieredTable]:
-        return {name: table for name, table in self._tables.items() if isinstance(table, TieredTable)}
+        return {name: table for name, table in self._state.tables.items() if isinstance(table, TieredTable)}
 
     def _step_alone(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
         """Reads ahead what is known of calls to come; of a device, what had been known a call before."""
@@ -108,9 +111,9 @@ class RowsAhead:
             memory.unless_failed(memory.read_ahead)(torch.cat(numbers), due)
 
 
-_Job = tuple[ToCome | None, Mapping[str, tuple[int, int]], int, Future[list[Tensor]]]
-"""A batch to come; by table, the number of its working set and its first row there; how many sets there are; and what
-the rows in each are to be told to."""
+_Job = tuple[ToCome | None, Mapping[str, tuple[int, range]], int, Future[list[Tensor]]]
+"""A batch to come; by table or row space, the number of its working set and its rows there; how many sets there are;
+and what the rows in each are to be told to."""
 
 
 def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
@@ -122,8 +125,9 @@ def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
             of_sets = [[none] for _ in range(sets)]
             for name, rows in ({} if coming is None else coming.rows()).items():
                 if name in places:
-                    number, first = places[name]
-                    of_sets[number].append(rows.to(torch.int64) + first)
+                    number, there = places[name]
+                    rows = rows[rows < len(there)]  # of a space, others are in memory
+                    of_sets[number].append(rows.to(torch.int64) + there.start)
             own = [torch.cat(of_set) for of_set in of_sets]
             counts = torch.tensor([rows.numel() for rows in own], device="cpu")
             everyone = [torch.empty_like(counts) for _ in range(size)]

@@ -1,6 +1,6 @@
 """Tables beyond memory, below each other as one: one exchange, one update, one working set; others share the exchange.
 
-Shape legend: V' rows of the stack, d columns that this rank owns; K rows.
+Shape legend: V' rows of the space, d columns that this rank owns; K rows.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, UpdateRule
 from embrace_fx.runtime.tiers.histories import Histories, TogetherHistories
 from embrace_fx.runtime.tiers.tiered_table import InSlots, TieredTable
-from embrace_fx.vocabulary.plan import Stack
+from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def stacked(tables: Sequence[RowTable]) -> StackedTable:
-    """Makes a stack of tables that travel together, of which those beyond memory come first."""
+    """Makes one table of those of a row space, of which those beyond memory come first."""
     beyond = [table for table in tables if isinstance(table, TieredTable)]
     others = tables[len(beyond) :]
-    stack = Stack.of({table.name: table.shape[0] for table in tables})
+    space = RowSpace.of({table.name: table.shape[0] for table in tables})
     if beyond and others:
-        return MixedStack(stack, (stacked(beyond), stacked(others)))
-    return TieredStack(stack, beyond) if beyond else StackedTable(stack, tables)
+        return MixedStack(space, (stacked(beyond), stacked(others)))
+    return TieredStack(space, beyond) if beyond else StackedTable(space, tables)
 
 
 def rest_together(tables: Sequence[TieredTable]) -> None:
-    """Has the tables of a stack, in one working set, keep what their rows skip together."""
+    """Has the tables of a row space, in one working set, keep what their rows skip together."""
     TogetherHistories(tables[0].memory, {each.rows.start: each.histories for each in tables})
 
 
 class TieredStack(InSlots, StackedTable):
-    """Tables beyond memory that travel together; ids are rows of the stack.
+    """Tables beyond memory that travel together; ids are rows of the space.
 
     Args:
-        members: in one working set, in the order of the stack.
+        members: in one working set, in the order of the space.
     """
 
     members: tuple[TieredTable, ...]
 
-    def __init__(self, stack: Stack, members: Sequence[TieredTable]) -> None:
-        super().__init__(stack, members)
+    def __init__(self, space: RowSpace, members: Sequence[TieredTable]) -> None:
+        super().__init__(space, members)
         self.memory = members[0].memory
         together = members[0].histories.together
         assert together is not None
@@ -82,12 +82,12 @@ class MixedStack(StackedTable):
     Rows of both are in the same messages; each part looks its own up, and takes its own step.
 
     Args:
-        parts: those beyond memory and the others. A part of one table is a stack, too: its rows rest as in one.
+        parts: those beyond memory and the others. A part of one table is a row space, too: its rows rest as in one.
     """
 
-    def __init__(self, stack: Stack, parts: tuple[StackedTable, StackedTable]) -> None:
+    def __init__(self, space: RowSpace, parts: tuple[StackedTable, StackedTable]) -> None:
         beyond, others = self._parts = parts
-        super().__init__(stack, [*beyond.members, *others.members])
+        super().__init__(space, [*beyond.members, *others.members])
         self._first = beyond.shape[0]  # row of the others
 
     @property
@@ -105,7 +105,7 @@ class MixedStack(StackedTable):
     def begin_step(self) -> UpdateRule:
         return OfMembers(self._by_part, [part.begin_step() for part in self._parts])
 
-    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self._gathered(ids, lambda part, own, _: part.look_up(own, dtype))
 
     def as_they_are(self, ids: Tensor) -> Tensor:
@@ -134,6 +134,6 @@ class MixedStack(StackedTable):
         return found.index_copy_(0, beyond, first).index_copy_(0, others, second)
 
     def _by_part(self, ids: Tensor, rows: Tensor) -> list[Rows]:
-        """Splits rows (K, d) of the stack, whose ids (K,) are sorted."""
+        """Splits rows (K, d) of the space, whose ids (K,) are sorted."""
         cut = int(torch.searchsorted(ids, self._first))
         return [(ids[:cut], rows[:cut]), (ids[cut:] - self._first, rows[cut:])]

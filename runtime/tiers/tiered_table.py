@@ -65,7 +65,7 @@ class HeldInFile(Held):
 
 
 class InSlots:
-    """Of a table or a stack beyond memory: rows are read and stepped in slots.
+    """Of a table or a row space beyond memory: rows are read and stepped in slots.
 
     Attributes:
         memory: its working set.
@@ -109,7 +109,7 @@ class InSlots:
 
     def as_they_are(self, ids: Tensor) -> Tensor:
         none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
-        found = self.memory.unless_failed(super().as_they_are)(ids)  # type: ignore[misc]  # of a table or a stack
+        found = self.memory.unless_failed(super().as_they_are)(ids)  # type: ignore[misc]  # of a table or a row space
         return none if found is None else found
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:

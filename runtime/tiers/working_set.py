@@ -48,7 +48,7 @@ class WorkingSet(MayFail):
     """The rows of a table's part that are in memory.
 
     Args:
-        table: its name, or that of a stack, whose rows are numbered one table after the other.
+        table: its name, or that of a row space, whose rows are numbered one table after the other.
         rows: of the part.
         slots: of rows in memory.
         columns: what there is of a row; weights begin as `initial` says.

@@ -13,7 +13,6 @@ from embrace_fx.passes.overlap.await_late import AwaitRowsLate
 from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
 from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.overlap.split import SplitRows
-from embrace_fx.passes.overlap.stacks import StackRows
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
@@ -96,7 +95,7 @@ def test_which_schedule_overlaps_what(schedule: str) -> None:
     cuts = Cuts(((10,),), ((TABLE, 3),))
     passes = overlap_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
 
-    rows, chunks = [SubmitRows(), StackRows((), 0)], ChunkBuckets(cuts.chunks)
+    rows, chunks = [SubmitRows()], ChunkBuckets(cuts.chunks)
     split, updates = SplitRows(cuts.pieces), UpdateBeforeRead((DENSE,), cuts.chunks)
     moved = [AwaitRowsLate(), SubmitGradientsEarly()]
     expected = {

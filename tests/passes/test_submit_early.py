@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly, made_for
-from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.scheduler.step_graph import blocks
 from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -112,7 +112,7 @@ def test_what_others_read_stays() -> None:
     assert made_for([reader]) == {reader, mine}
 
 
-def test_tables_whose_gradients_can_be_had_at_different_places_are_not_stacked() -> None:
+def test_tables_whose_gradients_can_be_had_at_different_places_are_no_space() -> None:
     graph = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
 
-    assert plan_stacks(graph, [Stackable(table, 0, 1000) for table in graph.tables]) == ()
+    assert plan_spaces(graph, [Joinable(table, 0, 1000) for table in graph.tables], overlaps=True) == ()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.fitting import LATE, WHOLE, Misfit, fitted, misfit
-from embrace_fx.vocabulary.plan import Plan, Stack
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.row_space import RowSpace
 from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned
 
 SHAPES = {TABLE: (1_000_000, 4), OTHER: (10, 4), "linear.weight": (4, 4), "linear.bias": (4,)}
@@ -64,11 +65,11 @@ def test_the_order_in_which_ranks_lack_things_does_not_matter() -> None:
     assert fitted(old, needed) == fitted(old, needed[::-1])
 
 
-def test_a_stack_goes_on_without_a_table_that_is_made_whole() -> None:
+def test_a_row_space_goes_on_without_a_table_that_is_made_whole() -> None:
     old = planned(strategy="alltoall")
     names = (TABLE, OTHER, "third.weight")
     third = replace(old[OTHER], parameter=names[2], shape=(7, 4))
-    stacked = replace(old, decisions=(*old, third), stacks=(Stack(names, (0, 1_000_000, 1_000_010)),))
+    joined = replace(old, decisions=(*old, third), spaces=(RowSpace(names, (0, 1_000_000, 1_000_010, 1_000_017)),))
 
-    assert fitted(stacked, [Misfit(whole=(OTHER,))]).stacks == (Stack((TABLE, names[2]), (0, 1_000_000)),)
-    assert fitted(stacked, [Misfit(whole=(OTHER, TABLE))]).stacks == ()  # one table is no stack
+    assert fitted(joined, [Misfit(whole=(OTHER,))]).spaces == (RowSpace((TABLE, names[2]), (0, 1_000_000, 1_000_007)),)
+    assert fitted(joined, [Misfit(whole=(OTHER, TABLE))]).spaces == ()  # one table is no space

@@ -169,12 +169,12 @@ def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.long
-def test_a_table_leaves_its_stack_and_comes_back() -> None:
+def test_a_table_leaves_its_row_space_and_comes_back() -> None:
     case = Case(2, "adagrad", model=Together)
     reference = expected(case)
     for found in run_ranks(2, train, case):
         assert_same(found.parameters, reference, torch.float64)
-        assert [len(plan.stacks) for plan in _distinct(found.plans)] == [1, 0, 1]
+        assert [len(plan.spaces) for plan in _distinct(found.plans)] == [1, 0, 1]
 
 
 def _distinct(plans: list[Plan]) -> list[Plan]:

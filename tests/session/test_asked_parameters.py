@@ -79,7 +79,7 @@ def test_clipping_by_the_model_asks_for_none() -> None:
     assert not any(ASKED in line for told, _ in run_ranks(2, train, True) for line in told)
 
 
-def asks_where_tables_are_stacked(rank: int, world_size: int) -> int:
+def asks_where_tables_are_joined(rank: int, world_size: int) -> int:
     """How often all that was pending was applied in steps that asked for nothing."""
     plain = Many(6)
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
@@ -104,5 +104,5 @@ def asks_where_tables_are_stacked(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.long
-def test_a_stack_is_not_taken_for_memory_that_others_share() -> None:
-    assert run_ranks(2, asks_where_tables_are_stacked) == [0, 0]
+def test_a_row_space_is_not_taken_for_memory_that_others_share() -> None:
+    assert run_ranks(2, asks_where_tables_are_joined) == [0, 0]

@@ -85,7 +85,7 @@ def ids_program() -> IdsProgram:
         tables=("t",),
         num_rows=(ROWS,),
         routes={"t": ("ids", "counts")},
-        parts={"t": (("t", 0),)},
+        spaces={},
         paddings={},
         is_pure=True,
         reads=(0,),

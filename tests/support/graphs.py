@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str
     names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
     def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-        return Announcements(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0])
+        return Announcements(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0], {})
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 
@@ -206,7 +207,7 @@ def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
     whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, GradientOfRows)}
     for role, ids in found.items():
         if isinstance(role, GradientOfRows) and role.part == "ids":
-            rows = found[GradientOfRows(role.table, "rows")]
+            rows = found[replace(role, part="rows")]
             assert bool((ids[1:] > ids[:-1]).all()), f"expected sorted unique ids, found {ids}"
             num_rows = model.get_parameter(role.table).shape[0]
             whole[Gradient(Parameter(role.table))] = rows.new_zeros((num_rows, rows.shape[1])).index_add_(0, ids, rows)

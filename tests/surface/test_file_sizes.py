@@ -6,10 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("embrace_fx", "passes", "runtime", "tests", "benchmarks", "examples")
-MOST_LINES = 400
+MOST_LINES = 500
 
 
-def test_no_source_file_is_longer_than_400_lines() -> None:
+def test_no_source_file_is_longer_than_500_lines() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
 

@@ -17,7 +17,8 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.step_cost import Added, cheapest, compared, has_compute, prices
 from embrace_fx.session.gradient_graph import gradient_graph
-from embrace_fx.vocabulary.plan import Plan, Stack
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
 from tests.support.ranks import run_ranks
@@ -68,7 +69,6 @@ def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
     plan = planned(SHARED)
 
     assert plan.schedule_name == "none"
-    assert plan.stacks == ()
     assert plan.chosen_because.startswith('"none": "2d" would hide ')
 
 
@@ -169,13 +169,12 @@ def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
     assert horizontal > none
 
 
-def test_under_none_each_table_has_its_own_messages() -> None:
-    stack = Stack(("table.weight", "other.weight"), (0, ROWS))
-    tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in stack.tables)
-    plan = replace(planned(SHORT), decisions=tables, stacks=(stack,))
+def test_a_row_space_has_one_exchange() -> None:
+    space = RowSpace(("table.weight", "other.weight"), (0, ROWS, 2 * ROWS))
+    tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in space.tables)
+    plan = replace(planned(SHORT), decisions=tables, spaces=(space,))
 
-    assert plan.row_exchanges == {stack.name: stack.tables}
-    assert replace(plan, schedule_name="none").row_exchanges == {name: (name,) for name in stack.tables}
+    assert plan.row_exchanges == {space.name: space.tables}
 
 
 # ---- on ranks ----

@@ -1,4 +1,4 @@
-"""The planner on tables that would share the start-ups of a stack, and would not be sharded each for itself."""
+"""The planner on tables that would share the start-ups of a row space, and would not be sharded each for itself."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_small_tables_travel_with_one_that_is_sharded_anyway() -> None:
     plan = planned(ONE_LARGE, FEW)
 
     assert sharded(plan) == {0, 1, 2, 3, 4}
-    assert [set(stack.tables) for stack in plan.stacks] == [set(NAMES)]
+    assert [set(space.tables) for space in plan.spaces] == [set(NAMES)]
     assert plan[NAMES[3]].reason == (
         "shares start-ups with 4 others; 20 of 200 rows read (10.00%), 16 columns per rank"
     )
@@ -93,7 +93,7 @@ def test_what_is_read_densely_stays_whole() -> None:
     assert sharded(planned(ONE_LARGE, (20, 20, SMALL, 20, 20))) == {0, 1, 3, 4}
 
 
-def test_what_cannot_be_in_the_stack_stays_whole() -> None:
+def test_what_cannot_be_in_the_space_stays_whole() -> None:
     assert sharded(planned(ONE_LARGE, FEW, padded=2)) == {0, 1, 3, 4}
     assert sharded(planned(ONE_LARGE, FEW, blocked=2)) == {0, 1, 3, 4}
     assert sharded(planned(ONE_LARGE, FEW, strategy={NAMES[2]: "allreduce"})) == {0, 1, 3, 4}
@@ -127,7 +127,7 @@ def test_a_single_process_has_nothing_to_share() -> None:
     assert plan[NAMES[0]].candidates == ()
 
 
-def test_a_naive_schedule_has_no_stacks_to_share() -> None:
+def test_tables_share_start_ups_under_every_schedule() -> None:
     facts = tuple(replace(FACTS, name=name, shape=(500, DIM)) for name in NAMES)
     tables = tuple(replace(table, num_rows=500) for table in graph().tables)
     rows = dict.fromkeys(NAMES, (20,) * 4)
@@ -136,5 +136,5 @@ def test_a_naive_schedule_has_no_stacks_to_share() -> None:
         for schedule in ("none", "2d")
     )
 
-    assert (sharded(naive), naive.stacks) == (set(), ())
-    assert (sharded(looking_ahead), len(looking_ahead.stacks)) == ({0, 1, 2, 3, 4}, 1)
+    assert (sharded(naive), len(naive.spaces)) == ({0, 1, 2, 3, 4}, 1)
+    assert (sharded(looking_ahead), len(looking_ahead.spaces)) == ({0, 1, 2, 3, 4}, 1)

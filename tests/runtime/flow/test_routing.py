@@ -78,7 +78,7 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     among = membership(V, CPU)
     expected = cut(current, following, among, chunks)
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), among, V, chunks, padding_idx)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, 0), among, V, chunks, padding_idx)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
     found = ahead.cut(following, ahead.sizes().tolist())

@@ -222,12 +222,7 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::lookup": (rows, torch.tensor([3, 3, 0])),
         "embrace::join_columns": (rows.view(-1), 5, 2),
         "embrace::split_columns": (rows, 2),
-        "embrace::stack_ids": (
-            [torch.tensor([2, 5, 5]), torch.tensor([0, 3, 4])],
-            [torch.tensor([2, 1]), torch.tensor([1, 2])],
-            [0, 9],
-        ),
-        "embrace::unstack_rows": (numbered(6), [torch.tensor([2, 1]), torch.tensor([1, 2])], 0),
+        "embrace::join_ids": ([torch.tensor([2, 5, 5]), torch.tensor([[0], [3]])], [0, 1], [0, 9], [9, 5], 1),
         "embrace::route_grid": (torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), 1, 2, 1),
         "embrace::join_grid": (rows.view(-1), torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 5, 0),
         "embrace::split_grid": (rows, torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 0),

@@ -47,7 +47,7 @@ class Bound:
 
 def bound(flow: Flow | None = None, table: Listening | None = None) -> Bound:
     state, announcements = ModelState(Layer()), Announcements(Communicator(None))
-    graph = cast(TrainingGraph, None)  # looked at on a device alone
+    graph = TrainingGraph(fx.GraphModule(nn.Module(), fx.Graph()))
     bindings = Bindings(graph, state, announcements, (("weight", "bias"),), flow, Cluster())
     return Bound(bindings, state, table or Listening(), flow)
 

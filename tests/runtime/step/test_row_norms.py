@@ -107,7 +107,7 @@ def test_squares_have_a_place_in_every_schedule(schedule: ScheduleName) -> None:
 def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleName) -> list[Tensor]:
     """Tables after some steps; rank 0 alone looks at a gradient in each."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a row space
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     how: dict[str, Any] = {"strategy": {"tables.*": "alltoall"}, "schedule": schedule}
@@ -122,7 +122,7 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
         for each in (optimizer, rest):
             each.step()
             each.zero_grad()
-    assert [len(stack.tables) for stack in model.plan.stacks] == ([] if schedule == "none" else [2])
+    assert [len(space.tables) for space in model.plan.spaces] == [2]
     with model.whole():
         return [parameter.detach().clone() for parameter in plain.parameters()]
 
@@ -132,9 +132,9 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_are_those_of_one_process(ranks: int, looks: bool, schedule: ScheduleName) -> None:
-    """A rank that has looked at one steps a stack table by table, the others as one: the squares are in one order."""
+    """A rank that has looked at one steps table by table, the others the space: squares are in one order."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a row space
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     for step in range(6):

@@ -1,9 +1,10 @@
-"""Finds sharded tables whose rows and gradients can travel in shared messages.
+"""Finds sharded tables that can be one row space.
 
 Contract
-    Tables of a stack lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
-    from the same results. No node computes between their lookups, nor between the places where their gradients are
-    complete (`passes/overlap/submit_early.py` moves them there): none waits longer for another than packing takes.
+    Tables of a space lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
+    from the same results. Where communication overlaps compute, no node computes between their lookups, nor between
+    the places where their gradients are complete (`passes/overlap/submit_early.py` moves them there): none waits longer
+    for another than packing takes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import fx
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import STACK_BYTES, Stack
+from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 
 
 @dataclass(frozen=True)
-class Stackable:
-    """A sharded table, and the properties that tables of a stack must share.
+class Joinable:
+    """A sharded table, and the properties that tables of a row space must share.
 
     Attributes:
         param_group: the number of the param group that updates it.
@@ -33,29 +34,31 @@ class Stackable:
     part_bytes: int
 
 
-def plan_stacks(graph: TrainingGraph, tables: Collection[Stackable]) -> tuple[Stack, ...]:
-    """Finds the stacks of two or more tables, in the order of their lookups.
+def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool) -> tuple[RowSpace, ...]:
+    """Finds the row spaces of two or more tables, in the order of their lookups.
 
     Args:
         graph: the captured graph.
         tables: the tables sharded by columns.
+        overlaps: whether communication overlaps compute.
     """
     fit = [each for each in tables if all(use.padding_idx < 0 for use in each.table.uses)]
     if len(fit) < 2:
         return ()
     order = _Order(graph)
-    runs: list[list[Stackable]] = []
+    runs: list[list[Joinable]] = []
     for each in sorted(fit, key=lambda each: order.lookup(each.table)):
-        run = next((run for run in runs if order.follows(run[-1], each) and _room(run, each)), None)
+        alike = (run for run in runs if order.common(run[-1]) == order.common(each) and _room(run, each))
+        run = next((run for run in alike if not overlaps or order.follows(run[-1], each)), None)
         if run is None:
             runs.append([each])
         else:
             run.append(each)
-    return tuple(Stack.of({s.table.parameter: s.table.num_rows for s in run}) for run in runs if len(run) > 1)
+    return tuple(RowSpace.of({s.table.parameter: s.table.num_rows for s in run}) for run in runs if len(run) > 1)
 
 
-def _room(run: list[Stackable], table: Stackable) -> bool:
-    return sum(each.part_bytes for each in run) + table.part_bytes <= STACK_BYTES
+def _room(run: list[Joinable], table: Joinable) -> bool:
+    return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
 
 
 class _Order:
@@ -81,14 +84,13 @@ class _Order:
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
-    def follows(self, one: Stackable, other: Stackable) -> bool:
-        """Tells whether one table can follow the other in a stack."""
+    def follows(self, one: Joinable, other: Joinable) -> bool:
+        """Returns whether nothing is computed between the lookups, nor between the gradients, of two tables."""
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
-        return self._common(one) == self._common(other) and not any(
-            first < 0 or any(first < at < last for at in self._computes) for first, last in between
-        )
+        return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
-    def _common(self, each: Stackable) -> tuple[object, ...]:
+    def common(self, each: Joinable) -> tuple[object, ...]:
+        """Returns what tables of a space must have in common."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (

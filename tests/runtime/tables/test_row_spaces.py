@@ -1,4 +1,4 @@
-"""Tables whose rows travel together: which ones, how ids and rows are joined, and that training stays what it is."""
+"""Tables that are one row space: which ones, how ids are joined, and that training stays what it is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
-from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.runtime.flow.routing import routed
-from embrace_fx.runtime.kernels import stack_ids, unstack_rows
-from embrace_fx.runtime.tables import stacks as stacks_module
-from embrace_fx.vocabulary.plan import STACK_BYTES, Stack
+from embrace_fx.runtime.kernels import join_ids
+from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.cases import long_but
 from tests.support.graphs import analysed
@@ -50,12 +49,16 @@ class ManyWorkload:
 # ---- which tables ----
 
 
-def stacks(
-    model: nn.Module, *batch: Tensor, groups: dict[str, int] | None = None, part_bytes: int = 1
+def spaces(
+    model: nn.Module,
+    *batch: Tensor,
+    groups: dict[str, int] | None = None,
+    part_bytes: int = 1,
+    overlaps: bool = True,
 ) -> list[set[str]]:
     graph = analysed(model, *batch)
-    tables = [Stackable(table, (groups or {}).get(table.parameter, 0), part_bytes) for table in graph.tables]
-    return [set(stack.tables) for stack in plan_stacks(graph, tables)]
+    tables = [Joinable(table, (groups or {}).get(table.parameter, 0), part_bytes) for table in graph.tables]
+    return [set(space.tables) for space in plan_spaces(graph, tables, overlaps=overlaps)]
 
 
 def names(*numbers: int) -> set[str]:
@@ -65,30 +68,30 @@ def names(*numbers: int) -> set[str]:
 BATCH = ManyWorkload().batches(0, 0, 0)
 
 
-def test_tables_read_together_are_one_stack() -> None:
-    assert stacks(Many(6).double(), *BATCH) == [names(0, 1, 2, 3, 4)]
+def test_tables_read_together_are_one_space() -> None:
+    assert spaces(Many(6).double(), *BATCH) == [names(0, 1, 2, 3, 4)]
 
 
 def test_their_rows_are_below_each_other() -> None:
     graph = analysed(Many(6).double(), *BATCH)
-    (stack,) = plan_stacks(graph, [Stackable(table, 0, 1) for table in graph.tables])
+    (space,) = plan_spaces(graph, [Joinable(table, 0, 1) for table in graph.tables], overlaps=True)
 
-    assert stack.tables[0] == "tables.0.weight"
-    rows = [ROWS[int(name.split(".")[1])] for name in stack.tables]
-    assert stack.first_rows == tuple(sum(rows[:k]) for k in range(len(rows)))
-    assert stack.name == "tables.0.weight and 4 more"
+    assert space.tables[0] == "tables.0.weight"
+    rows = [ROWS[int(name.split(".")[1])] for name in space.tables]
+    assert space.bounds == tuple(sum(rows[:k]) for k in range(len(rows) + 1))
+    assert space.name == "tables.0.weight and 4 more"
 
 
 def test_each_of_a_kind() -> None:
     model = Many(6).double()
     model.tables[3] = nn.Embedding(ROWS[3], 6, padding_idx=0).double()
 
-    assert stacks(model, *BATCH) == [names(0, 1, 2, 4)]
-    assert stacks(Many(6).double(), *BATCH, groups={"tables.2.weight": 1, "tables.3.weight": 1}) == [
+    assert spaces(model, *BATCH) == [names(0, 1, 2, 4)]
+    assert spaces(Many(6).double(), *BATCH, groups={"tables.2.weight": 1, "tables.3.weight": 1}) == [
         names(0, 1, 4),
         names(2, 3),
     ]
-    assert stacks(Many(6).double(), *BATCH, part_bytes=STACK_BYTES // 3) == [names(0, 1, 2), names(3, 4)]
+    assert spaces(Many(6).double(), *BATCH, part_bytes=SPACE_BYTES // 3) == [names(0, 1, 2), names(3, 4)]
 
 
 class Apart(nn.Module):
@@ -105,36 +108,47 @@ class Apart(nn.Module):
         return loss
 
 
-def test_not_across_computation() -> None:
-    assert stacks(Apart(), torch.randint(9, (5,))) == []
+def test_not_across_computation_that_hides_communication() -> None:
+    assert spaces(Apart(), torch.randint(9, (5,))) == []
+    assert spaces(Apart(), torch.randint(9, (5,)), overlaps=False) == [{"first.weight", "second.weight"}]
 
 
-# ---- ids and rows ----
+# ---- ids ----
 
 
-def test_ids_and_rows_of_two_tables() -> None:
-    ids = [torch.tensor([2, 5, 5]), torch.tensor([0, 3, 4])]
-    counts = [torch.tensor([2, 1]), torch.tensor([1, 2])]
-
-    stacked, of_ranks = stack_ids(ids, counts, [0, 10])
-
-    assert stacked.tolist() == [2, 5, 10, 5, 13, 14]
-    assert of_ranks.tolist() == [3, 3]
-    flat = torch.arange(6.0)  # rank 0's three rows of two columns
-    assert [part.tolist() for part in unstack_rows(flat, counts, 0)] == [[0, 1, 2, 3], [4, 5]]
-    assert [part.tolist() for part in unstack_rows(flat, counts, 1)] == [[0, 1], [2, 3, 4, 5]]
-    assert [part.tolist() for part in unstack_rows(flat[:0], [torch.tensor([0, 3])] * 2, 0)] == [[], []]
-
-
-def test_ids_are_joined_alike_before_their_sizes_are_known() -> None:
+def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     # Two ranks, three tables with room for 3, 2 and 2 ids.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
-    found = routed(packed, [[3, 2, 2], [3, 2, 2]], [(0, 0), (2, 10)])
+    found = routed(packed, [[3, 2, 2], [3, 2, 2]], 2)
 
-    assert found.counts.tolist() == [4, 1]
-    assert found.ids[:5].tolist() == [2, 5, 11, 13, 5]
-    assert found.owner[:5].tolist() == [0, 0, 0, 0, 1]
-    assert found.is_row.tolist() == [True] * 5 + [False] * 5
+    assert found.counts.tolist() == [2, 0]
+    assert found.ids[:2].tolist() == [1, 3]
+    assert found.owner[:2].tolist() == [0, 0]
+    assert found.is_row.tolist() == [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor([[0], [3]]), torch.tensor([4, 0, 1]), torch.tensor([], dtype=torch.int64)]
+)
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_ids_of_tables_are_rows_of_their_space(other: Tensor, joined: int) -> None:
+    first = torch.tensor([2, 5], dtype=torch.int32)
+    expected = [first.long(), other + 10]
+
+    found = join_ids([first, other], [0, 1], [0, 10], [10, 5], joined)
+
+    flat = [torch.cat([each.view(-1) for each in expected[:joined]])] if joined else []
+    for one, wanted in zip(found, [*flat, *expected[joined:]], strict=True):
+        assert torch.equal(one, wanted)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, -(2**40), 2**40])
+def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
+    space = RowSpace(("one", "other"), (0, 10, 15))
+    (found,) = join_ids([torch.tensor([2, 5]), torch.tensor([bad, 4])], [0, 1], [0, 10], [10, 5], 2)
+
+    assert [row for row in found.tolist() if 0 <= row < 15] == [2, 5, 14]
+    assert space.outside(int(found[2])) == ("other", bad)
 
 
 # ---- training ----
@@ -187,9 +201,11 @@ def reload(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) 
 
 
 def move_group(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """From the fourth step on one table learns faster than its stack."""
+    """From the fourth step on one table learns faster than its space."""
     if step == 3:
-        moved = optimizer.param_groups[0]["params"].pop(1)
+        moved = dict(compiled.module.named_parameters())["tables.1.weight"]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not moved]
         optimizer.add_param_group({"params": [moved], "lr": 0.2})
 
 
@@ -222,7 +238,7 @@ def read(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) ->
 def leave_out(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
     """Two steps that one table does not take."""
     if step in (3, 5):
-        optimizer.param_groups[0]["params"][1].grad = None
+        dict(compiled.module.named_parameters())["tables.1.weight"].grad = None
 
 
 ACTS: dict[str, tuple[Act, bool]] = {  # and whether gradients of two batches are summed up
@@ -238,19 +254,12 @@ ACTS: dict[str, tuple[Act, bool]] = {  # and whether gradients of two batches ar
 
 
 def _train(
-    rank: int, size: int, act: str, schedule: Any, kind: type[Optimizer], row_updates: Any, stack_bytes: int
-) -> tuple[dict[str, Tensor], int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacks_module, "STACK_BYTES", stack_bytes)  # of those that are found as tables step
-        return _train_under(rank, act, schedule, kind, row_updates)
-
-
-def _train_under(
-    rank: int, act: str, schedule: Any, kind: type[Optimizer], row_updates: Any
+    rank: int, size: int, act: str, schedule: Any, kind: type[Optimizer], row_updates: Any, together: bool
 ) -> tuple[dict[str, Tensor], int]:
     workload = ManyWorkload()
     model = workload.make(DTYPE, SEED)
-    optimizer = kind(model.parameters(), lr=0.05, eps=1e-3)  # type: ignore[call-arg]
+    groups = [{"params": [*model.parameters()]}] if together else [{"params": [each]} for each in model.parameters()]
+    optimizer = kind(groups, lr=0.05, eps=1e-3)  # type: ignore[call-arg]
     compiled = embrace_fx.compile(
         model, optimizer=optimizer, strategy="alltoall", schedule=schedule, row_updates=row_updates
     )
@@ -263,9 +272,7 @@ def _train_under(
         do(compiled, optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
-    tables: Any = model.tables
-    shards = [table.weight for table in tables]
-    return whole_parameters(compiled), len({shard.to_local().untyped_storage().data_ptr() for shard in shards})
+    return whole_parameters(compiled), len(compiled.plan.spaces)
 
 
 @pytest.mark.parametrize(
@@ -279,17 +286,16 @@ def _train_under(
         },
     ),
 )
-def test_what_users_do_between_steps_does_to_a_stack_what_it_does_to_tables(
+def test_what_users_do_between_steps_does_to_a_space_what_it_does_to_tables(
     act: str, kind: type[Optimizer], row_updates: str
 ) -> None:
-    """Schedule "none" exchanges table by table."""
-    by_table = run_ranks(2, _train, act, "none", kind, row_updates, 0)
+    """Tables of groups of their own are exchanged each by itself."""
+    by_table = run_ranks(2, _train, act, "none", kind, row_updates, False)
     for schedule in ("none", "2d"):
-        stacked = run_ranks(2, _train, act, schedule, kind, row_updates, STACK_BYTES)
+        joined = run_ranks(2, _train, act, schedule, kind, row_updates, True)
 
-        for (found, memories), (expected, apart) in zip(stacked, by_table, strict=True):
-            assert memories == 1
-            assert apart == len(ROWS)
+        for (found, spaces_found), (expected, apart) in zip(joined, by_table, strict=True):
+            assert (spaces_found, apart) == (1, 0)
             assert_same(found, expected, DTYPE)
 
 
@@ -319,15 +325,15 @@ def _train_narrow(rank: int, size: int, schedule: Any) -> tuple[dict[str, Tensor
         compiled.optimizer.step()
         compiled.optimizer.zero_grad()
     awaited = {str(n.args[3]) for n in compiled.graphs["forward"].graph.nodes if "await_rows" in str(n.target)}
-    return whole_parameters(compiled), awaited, len(compiled.plan.stacks)
+    return whole_parameters(compiled), awaited, len(compiled.plan.spaces)
 
 
 @pytest.mark.long
-def test_a_stack_travels_in_the_narrow_dtype_of_its_tables() -> None:
-    stacked, by_table = (run_ranks(2, _train_narrow, schedule) for schedule in ("2d", "none"))
-    for (found, awaited, stacks_found), (expected, _, _) in zip(stacked, by_table, strict=True):
+def test_a_space_travels_in_the_narrow_dtype_of_its_tables() -> None:
+    overlapped, naive = (run_ranks(2, _train_narrow, schedule) for schedule in ("2d", "none"))
+    for (found, awaited, spaces_found), (expected, _, _) in zip(overlapped, naive, strict=True):
         assert awaited == {"torch.bfloat16"}
-        assert stacks_found == 1
+        assert spaces_found == 1
         assert_same(found, expected, torch.float32)
 
 
@@ -338,7 +344,7 @@ def _bad_id(rank: int, size: int) -> None:
     for step in range(3):
         ids, wanted = workload.batches(step, rank, SEED)
         if step == 2 and rank == 1:
-            ids[0, 3] = ROWS[3]  # another table's row of the stack
+            ids[0, 3] = ROWS[3]  # another table's row of the space
         compiled(ids, wanted).backward()
         compiled.optimizer.step()
         compiled.optimizer.zero_grad()
@@ -359,9 +365,9 @@ def _launched(rank: int, size: int, schedule: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_stack_launches_what_one_table_does() -> None:
-    stack = Stack(tuple(f"tables.{k}.weight" for k in range(5)), (0, 23, 27, 28, 59)).name
+def test_a_space_launches_what_one_table_does() -> None:
+    space = "tables.0.weight and 4 more"
     for found in run_ranks(2, _launched, "2d"):
-        assert set(found) == {f"{stack} {what}" for what in ("rows", "early rows", "prior", "delayed [0]")}
+        assert set(found) == {f"{space} {what}" for what in ("rows", "early rows", "prior", "delayed [0]")}
     for found in run_ranks(2, _launched, "none"):
-        assert len(found) == 2 * len(ROWS)
+        assert set(found) == {f"{space} {what}" for what in ("rows", "gradients")}

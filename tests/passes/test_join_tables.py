@@ -1,0 +1,168 @@
+"""Joining the tables of a row space: the same values, one lookup and one gradient where all are plain lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.capture import capture
+from embrace_fx.passes.join_tables import JoinTables
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.session.pipeline import analyse
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.row_space import RowSpace
+from tests.support.golden import check_golden
+from tests.support.graphs import (
+    BAG,
+    IDS,
+    OFFSETS,
+    D,
+    Outputs,
+    Tables,
+    V,
+    analysed,
+    assert_equal_outputs,
+    run_graph,
+    sharding,
+    tables_model,
+    targets,
+    text,
+)
+from tests.support.table_cases import bag
+
+SPACE = RowSpace.of({"table.weight": V, "other.weight": V + 3})
+OTHER_IDS = torch.tensor([[12, 0, 5], [5, 1, 12]])
+
+
+def model_of(forward: Callable[..., Any]) -> Tables:
+    model = tables_model(forward)
+    model.other = nn.Embedding(V + 3, D).double()
+    return model
+
+
+def joined(model: Tables, *args: Tensor, train: bool = True) -> tuple[TrainingGraph, TrainingGraph]:
+    graph = analysed(model, *args, train=train)
+    result = JoinTables((SPACE,))(graph)
+    verify(result, after="JoinTables", captured=graph, previous=graph)
+    return graph, result
+
+
+def below_each_other(model: Tables, outputs: Outputs) -> Outputs:
+    """Outputs in which the gradients of both tables are one, as is the model's space from now on."""
+    owner, name = SPACE.name.split(".")
+    space = nn.Parameter(torch.cat([model.table.weight.detach(), model.other.weight.detach()]))
+    getattr(model, owner).register_parameter(name, space)
+    of_tables = [Gradient(Parameter(each)) for each in SPACE.tables]
+    if of_tables[0] in outputs:
+        outputs = {**outputs, Gradient(Parameter(SPACE.name)): torch.cat([outputs[each] for each in of_tables])}
+    return {role: value for role, value in outputs.items() if role not in of_tables}
+
+
+def both(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
+    pairs: Tensor = model.linear(model.table(ids)) * model.other(others)
+    return pairs
+
+
+def without_gradient(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale: Tensor = model.table(others % V).sum()
+    return both(model, ids, others).mul(scale)
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "one lookup of each": (both, (IDS, OTHER_IDS)),
+    "the same ids": (lambda m, x: m.table(x) * m.other(x), (IDS,)),
+    "one dimension": (both, (IDS[0], OTHER_IDS[0])),
+    "sizes that differ": (lambda m, x, y: m.table(x).sum(1) * m.other(y), (IDS, OTHER_IDS[:, 0])),
+    "a single id": (lambda m, x, y: m.table(x) * m.other(y), (IDS[0, 0], OTHER_IDS)),
+    "three lookups": (lambda m, x, y: m.table(x) * m.other(y) + m.table((x + 1) % V), (IDS, OTHER_IDS)),
+    "int32 ids beside int64": (both, (IDS.int(), OTHER_IDS)),
+    "int32 ids": (both, (IDS.int(), OTHER_IDS.int())),
+    "no ids of one": (lambda m, x, y: m.table(x).sum() + m.other(y).sum(), (IDS, OTHER_IDS[:0])),
+    "no ids": (both, (IDS[:0], OTHER_IDS[:0])),
+    "a lookup without gradient": (without_gradient, (IDS, OTHER_IDS)),
+    "ids computed from ids": (lambda m, x, y: both(m, (x * 3 + y) % V, (x + y) % V), (IDS, OTHER_IDS)),
+    "a bag": (lambda m, x, o, y: bag(m, x, o).sum() * m.other(y), (BAG, OFFSETS, OTHER_IDS)),
+    "a bag of rows": (lambda m, x, y: bag(m, x, mode="mean") * m.other(y)[:, 0], (IDS, OTHER_IDS)),
+    "a bag's maximum": (lambda m, x, y: bag(m, x, mode="max") * m.other(y)[:, 0], (IDS, OTHER_IDS)),
+    "a weighted bag": (
+        lambda m, x, o, y: bag(m, x, o, per_sample_weights=m.vector).sum() * m.other(y),
+        (BAG, OFFSETS, OTHER_IDS),
+    ),
+    "bags alone": (
+        lambda m, x, y: bag(m, x) * nn.functional.embedding_bag(y, m.other.weight, mode="sum"),
+        (IDS, OTHER_IDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["joined", "then sharded"])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, shards: bool) -> None:
+    forward, args = CASES[name]
+    model = model_of(forward)
+    before, after = joined(model, *args)
+    expected = below_each_other(model, run_graph(before, model, *args))
+
+    after = sharding(SPACE.name)(after) if shards else after
+
+    assert_equal_outputs(run_graph(after, model, *args), expected)
+
+
+def test_values_of_a_forward_alone_that_reads_one_of_the_tables() -> None:
+    model = model_of(lambda m, x: m.linear(m.other(x)))
+    before, after = joined(model, OTHER_IDS, train=False)
+    expected = below_each_other(model, run_graph(before, model, OTHER_IDS))
+
+    assert_equal_outputs(run_graph(sharding(SPACE.name)(after), model, OTHER_IDS), expected)
+
+
+def test_values_of_a_batch_of_another_size() -> None:
+    model, shorter = model_of(lambda m, x, y: both(m, x, y).sum()), (IDS[:1], OTHER_IDS[:1])
+    graph = analyse(capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)})))
+    joined = JoinTables((SPACE,))(graph)
+    verify(joined, after="JoinTables", captured=graph, previous=graph)
+    expected = below_each_other(model, run_graph(graph, model, *shorter))
+
+    assert_equal_outputs(run_graph(joined, model, *shorter), expected)
+
+
+def test_plain_lookups_are_one() -> None:
+    _, after = joined(model_of(CASES["three lookups"][0]), IDS, OTHER_IDS)
+
+    found = targets(after.graph)
+    for target in ("embrace::join_ids", "aten::embedding", "aten::embedding_dense_backward"):
+        assert found.count(target) == 1
+    (table,) = after.tables
+    assert (table.parameter, table.num_rows, len(table.uses)) == (SPACE.name, 2 * V + 3, 1)
+
+
+def test_lookups_that_are_all_cast_are_cast_as_one() -> None:
+    def forward(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
+        product: Tensor = (model.table(ids).bfloat16() * model.other(others).bfloat16()).double()
+        return product
+
+    model = model_of(forward)
+    before, after = joined(model, IDS, OTHER_IDS)
+    expected = below_each_other(model, run_graph(before, model, IDS, OTHER_IDS))
+
+    assert targets(after.graph).count("aten::_to_copy") == 4  # two of the product, one of rows, one of gradients
+    assert_equal_outputs(run_graph(after, model, IDS, OTHER_IDS), expected)
+
+
+def test_golden_of_two_tables() -> None:
+    graph = analysed(model_of(both), IDS, OTHER_IDS)
+    before = text(graph.module)
+
+    check_golden("join_tables", text(JoinTables((SPACE,))(graph).module))
+    assert text(graph.module) == before
+
+
+def test_a_graph_that_reads_none_of_the_tables_is_unchanged() -> None:
+    graph = analysed(tables_model(lambda m, x: m.linear(x)), torch.ones(1, 4).double())
+
+    assert JoinTables((SPACE,))(graph) is graph
