@@ -15,8 +15,8 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tiers.joined_tiers import rest_together, stacked
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
-from embrace_fx.runtime.tiers.tiered_stack import rest_together, stacked
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
@@ -127,7 +127,8 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = setting.state.tables
-    setting.announcements.trouble = lambda: next((each.failure for each in tables.values() if each.failure), None)
+    beyond = [table for table in tables.values() if isinstance(table, TieredTable)]
+    setting.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
     setting.state.spaces = {space.name: stacked([tables[name] for name in space.tables]) for space in plan.spaces}
     setting.announcements.form = Form(
         len(plan.row_exchanges) + len(plan.renormed), tuple(name for name in plan.watched if name not in exchanged)

@@ -38,9 +38,8 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.own_step import hyperparameters, same_options
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import Options
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
@@ -60,7 +59,7 @@ class RowExchange:
 
     def __init__(
         self,
-        table: RowTable | StackedTable,
+        table: RowTable | JoinedTable,
         communicator: Communicator,
         launcher: Launcher,
         delayed_chunks: int,
@@ -171,8 +170,7 @@ class RowExchange:
     def can_split(self, ids: Tensor | None) -> bool:
         """Tells whether the gradient of the batch with these ids will be all that the coming step applies."""
         batch = self.gradient.batch
-        has_none = all(each.held is None for each in self.table.members)
-        return batch is not None and batch.ids is ids and has_none
+        return batch is not None and batch.ids is ids and not self.table.has_gradient
 
     def cut(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
         """Cuts both batches at the start of a backward, with the next batch's routing.
@@ -229,11 +227,7 @@ class RowExchange:
         if expected is None:
             self._stale |= moved_all
             return
-        optimizer, options = expected
-        self._stale |= not of_all or not all(
-            table.optimizer is optimizer and same_options(options, hyperparameters(table.param_group()))
-            for table in self.table.members
-        )
+        self._stale |= not of_all or not self.table.steps_by(*expected)
 
     def drop(self) -> None:
         """Forgets rows that nobody will read."""

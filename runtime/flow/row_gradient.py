@@ -30,8 +30,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held import GONE, Late, Rows
 from embrace_fx.runtime.tables.held_gradient import merged
-from embrace_fx.runtime.tables.row_table import RowTable, deliver
-from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
@@ -57,7 +57,7 @@ class RowGradient:
         step: the step that has taken it; None before one.
     """
 
-    def __init__(self, table: RowTable | StackedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
+    def __init__(self, table: RowTable | JoinedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
         self._table, self._communicator = table, communicator
         self._launcher, self._recorder = launcher, launcher.recorder
         self._grid = grid
@@ -139,14 +139,18 @@ class RowGradient:
             (flat.numel() - kept) * flat.element_size(),
         )
 
-    def deliver(self, absent: Collection[str] = ()) -> None:
+    def deliver(self, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
         """Makes it what `.grad` of the tables is, or adds it to what that was.
 
         Args:
             absent: names of tables that this backward gives no gradient, of those of a row space.
+            unreduced: whether it is this rank's alone.
         """
         self._late = Late(self._landing())
-        deliver(self._table.members, self._late, absent)
+        if isinstance(self._table, JoinedTable):
+            self._table.deliver(self._late, absent, unreduced=unreduced)
+        else:
+            self._table.deliver(self._late, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Makes what waits for the rows of each table; it refers to the model weakly."""
@@ -167,23 +171,20 @@ class RowGradient:
 
     # -- until a step has taken it -------------------------------------------------------------------------------------
 
-    def _stands_at(self, table: RowTable) -> bool:
-        """Tells whether a table's `.grad` is this one, nobody having looked at it."""
-        held = table.held
-        return held is not None and self._late is not None and held.waits_for(self._late)
-
     @property
     def waiting(self) -> bool:
         """Tells whether it is on its way, no step has taken it, and `.grad` of any of the tables still is of it."""
         if self.step is not None or self._late is None:
             return False
-        if not any(map(self._stands_at, self._table.members)):  # dropped, or someone has looked at it
+        if not self._table.standing(self._late):  # dropped, or someone has looked at it
             self._forget()
         return self._late is not None
 
     def may_wait(self) -> bool:
         """Tells whether a step can take it as it is, on its way, and leave the update to the next forward."""
-        return self.waiting and all(map(self._stands_at, self._table.members)) and self._table.can_wait()
+        if not self.waiting or self._late is None:
+            return False
+        return self._table.standing(self._late) == len(self._table.members) and self._table.can_wait()
 
     def begin_step(self) -> UpdateRule:
         """Keeps the options of this moment for its update: the optimizer has stepped."""
@@ -192,9 +193,9 @@ class RowGradient:
 
     def materialise(self) -> None:
         """Waits for it, if no step has taken it: it was asked for, or is summed up."""
-        if self.waiting:
+        if self.waiting and self._late is not None:
             for table in self._table.members:
-                if self._stands_at(table):
+                if table.standing(self._late):
                     table.open_gradient().land()
         self.discard()
 
@@ -273,7 +274,7 @@ def summed(
     return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
 
 
-def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
+def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
     """Returns the rows of parts, once they are here."""
     found = []
     for ticket, routing in parts:
@@ -283,6 +284,6 @@ def _arrived(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: La
     return found
 
 
-def _in_a_hurry(parts: Iterable[Sent], table: RowTable | StackedTable, launcher: Launcher, how: How) -> list[Rows]:
+def _in_a_hurry(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
     with launcher.hurrying():  # rows of a forward to come may stand before them
         return _arrived(parts, table, launcher, how)

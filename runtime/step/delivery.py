@@ -5,7 +5,7 @@ Gradients have the layouts that autograd makes; an optimizer's class may take ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,13 +93,12 @@ class Delivery:
         self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
         for table, (tables, ids, rows) in sorted_.of_rows.items():
             if not absent.issuperset(tables):
-                self.state.table(table).add_gradient(outputs[ids], outputs[rows], absent)
-                self._note_sums(name for name in tables if name not in absent)
+                found = self.state.table(table)
+                found.add_gradient(outputs[ids], outputs[rows], absent, unreduced=not self.synchronised)
         self._deliver_buckets(sorted_.pending, absent)
         for place, pending in sorted_.pending_rows:
             if not absent.issuperset(pending.tables):
-                outputs[place].deliver(absent)
-                self._note_sums(name for name in pending.tables if name not in absent)
+                outputs[place].deliver(absent, unreduced=not self.synchronised)
 
     def _deliver_dense(
         self,
@@ -147,10 +146,6 @@ class Delivery:
         for parameter, gradient in kept.items():
             if parameter.grad is not None:
                 parameter.grad = gradient.copy_(parameter.grad)
-
-    def _note_sums(self, tables: Iterable[str]) -> None:
-        for name in tables:
-            self.state.tables[name].open_gradient().unreduced = not self.synchronised
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:

@@ -32,6 +32,7 @@ from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
 from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -51,6 +52,7 @@ class _Step:
         hidden: parameters, what `.grad` of each is to be again after it, and what it is meanwhile.
         buckets: ids of parameters whose update is left to the next forward.
         late: exchanges of tables whose update is.
+        joined: row spaces to be updated by rows, at once, and their gradients.
         rows: tables to be updated by rows, at once.
         dense: tables to be updated by gradients of all rows, at once.
         own: tables that the class steps by itself.
@@ -60,6 +62,7 @@ class _Step:
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
     buckets: set[int] = field(default_factory=set)
     late: list[RowExchange] = field(default_factory=list)
+    joined: list[tuple[JoinedTable, Rows]] = field(default_factory=list)
     rows: list[RowTable] = field(default_factory=list)
     dense: list[RowTable] = field(default_factory=list)
     own: list[RowTable] = field(default_factory=list)
@@ -70,6 +73,14 @@ class _Step:
         assert parameter.grad is not None
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
+
+    def hide_all(self, tables: Sequence[RowTable]) -> None:
+        """Does `hide` to each table's gradient, if there is one."""
+        parameters = [table.parameter for table in tables]
+        found = [(parameter, parameter.grad, None) for parameter in parameters]
+        self.hidden += [each for each in found if each[1] is not None]  # type: ignore[misc]
+        for parameter in parameters:
+            parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
         """Puts gradients back; of a step that raised, those that nobody has cleared or made anew since."""
@@ -204,18 +215,21 @@ class Stepping:
                 self._flow.buckets.release(optimizer)
 
     def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
-        are_late = {id(table) for exchange in step.late for table in exchange.table.members}
-        are_whole = {id(t) for space in self._state.spaces.values() if space.gradient() for t in space.members}
+        done = {id(table) for exchange in step.late for table in exchange.table.members}
+        for exchange in step.late:
+            step.hide_all(exchange.table.members)
+        own = set(map(id, tables)) if optimizer.__dict__.get("grad_scale") is None else set[int]()
+        for space in self._state.spaces.values() if type(optimizer) is not RowWiseAdagrad else ():
+            rows = space.gradient() if own.issuperset(map(id, space.members)) else None
+            if rows is not None and space.can_wait():
+                step.hide_all(space.members)
+                step.joined.append((space, rows))
+                done.update(map(id, space.members))
         for table in tables:
-            if table.parameter.grad is None:
+            if id(table) in done or table.parameter.grad is None:
                 continue
             held = table.open_gradient()
-            if id(table) in are_late:
-                step.hide(table.parameter)
-            elif id(table) in are_whole and table.rule is not Sweep:
-                step.hide(table.parameter)
-                step.rows.append(table)
-            elif (rule := table.rule) is RowWise or not (held.is_of_all_rows or rule is Sweep):
+            if (rule := table.rule) is RowWise or not (held.is_of_all_rows or rule is Sweep):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
@@ -311,7 +325,7 @@ class Stepping:
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for table, rows in self._state.joined(step.rows):
+            for table, rows in (*step.joined, *self._state.joined(step.rows)):
                 rule = table.begin_step()
                 rule.finish([rows])
                 if rule.moves_all:
@@ -320,7 +334,8 @@ class Stepping:
             table.step_dense()
         for table, gradient in step.replicas:
             table.begin_step().finish([_rows_of(gradient, every=table.is_read_densely)])
-        for exchange in self._exchanges(stepped := step.own + step.dense + step.rows):
+        of_spaces = [table for space, _ in step.joined for table in space.members]
+        for exchange in self._exchanges(stepped := step.own + step.dense + step.rows + of_spaces):
             tables = set(map(id, exchange.table.members))
             of_all, rewrote = tables.issubset(map(id, stepped)), bool(tables & rewritten)
             exchange.note_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
@@ -345,7 +360,8 @@ class Stepping:
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Counts a step that moves anything; ranks compare their counts."""
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
             self._state.reads.stepped(optimizer)
 

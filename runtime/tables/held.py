@@ -21,7 +21,7 @@ class Held:
 
     def __init__(self, local: Tensor, keeps: object = None) -> None:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
-        self._local: Tensor | None = local
+        self.local: Tensor | None = local
         self.on_use: Callable[[], None] | None = None
         """Called before anyone reads or writes it, while an update of it is still to come."""
         self._keeps = keeps
@@ -34,8 +34,8 @@ class Held:
 
     def now(self) -> Tensor:
         """This rank's part as it is, for who knows what is to come."""
-        assert self._local is not None
-        return self._local
+        assert self.local is not None
+        return self.local
 
     def memory(self) -> Tensor:
         """This rank's part, to be written or viewed: what is written is kept."""
@@ -51,12 +51,12 @@ class Held:
     def replace(self, local: Tensor) -> None:
         """Puts other memory in the place of what there is."""
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
-        self._local = local
+        self.local = local
 
     def note_write(self) -> None:
         """Counts a write by an op of the part: below autograd, memory does not count by itself."""
-        if self._local is not None:
-            torch.autograd.graph.increment_version(self._local)
+        if self.local is not None:
+            torch.autograd.graph.increment_version(self.local)
 
     def check_write(self) -> None:
         """Raises `RuntimeError` where a write would be lost."""

@@ -48,6 +48,7 @@ class HeldGradient(Held):
 
     Attributes:
         unreduced: whether it is of backwards under `no_sync` alone, of this rank.
+        late: what it is on its way with, and which of those it is; None: it is here.
     """
 
     of_gradient, unreduced = True, False
@@ -60,13 +61,13 @@ class HeldGradient(Held):
         no_dense: str = "",
     ) -> None:
         super().__init__(like)
-        self._local = None
+        self.local = None
         self._no_dense = no_dense
         self.layout = layout
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
         self._seen = AsSeen()  # its memory, as the norms are of it
-        self._late: tuple[Late[Sequence[Rows]], int] | None = None  # and which of those it is
+        self.late: tuple[Late[Sequence[Rows]], int] | None = None  # and which of those it is
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
@@ -76,21 +77,21 @@ class HeldGradient(Held):
     @property
     def is_late(self) -> bool:
         """Whether it is on its way, and nobody has looked at it."""
-        return self._late is not None
+        return self.late is not None
 
     @property
     def is_zero(self) -> bool:
         """Whether it has been zeroed, or never been anything else."""
-        return self._is_zero and self._late is None
+        return self._is_zero and self.late is None
 
     def waits_for(self, late: Late[Sequence[Rows]]) -> bool:
         """Whether it is one of these, and nobody has looked at it."""
-        return self._late is not None and self._late[0] is late
+        return self.late is not None and self.late[0] is late
 
     def will_be(self, late: Late[Sequence[Rows]], k: int) -> None:
         """Makes it the k-th of gradients on their way."""
         self.set_zero()
-        self._late, self._is_zero = (late, k), False
+        self.late, self._is_zero = (late, k), False
 
     def land(self) -> None:
         """Waits for what is on its way.
@@ -98,10 +99,10 @@ class HeldGradient(Held):
         Raises:
             RuntimeError: rows have been written that are no longer its memory.
         """
-        if self._late is not None:
-            late, k = self._late
+        if self.late is not None:
+            late, k = self.late
             self._rows = list(late.now()[k])
-            self._late = None
+            self.late = None
         if self._left.tensors and self._left.written():
             raise RuntimeError(_WRITTEN_TOO_LATE)
 
@@ -109,10 +110,10 @@ class HeldGradient(Held):
         """Adds a row gradient, its ids unique."""
         self.land()
         self._changed()
-        if self._local is None:
+        if self.local is None:
             self._rows.append((ids, rows))
             return
-        self._local.index_add_(0, ids, rows)
+        self.local.index_add_(0, ids, rows)
         if self._read is not None:
             self._read.append(ids)
 
@@ -122,11 +123,11 @@ class HeldGradient(Held):
     def set_zero(self) -> None:
         """Makes it zero, in its memory if there are views of it."""
         self.unreduced = False
-        if self._local is not None and self._viewer() is not None:
-            self._local.zero_()
+        if self.local is not None and self._viewer() is not None:
+            self.local.zero_()
             self._read = []
             return
-        self._late, self._rows, self._local, self._read, self._is_zero = None, [], None, None, True
+        self.late, self._rows, self.local, self._read, self._is_zero = None, [], None, None, True
         self._norms, self._seen, self._left = {}, AsSeen(), AsSeen()
 
     def set_dense(self, dense: Tensor) -> None:
@@ -134,13 +135,13 @@ class HeldGradient(Held):
         self._check_dense()
         self.unreduced = False
         self.replace(dense)
-        self._late, self._rows, self._read = None, [], None
+        self.late, self._rows, self._read = None, [], None
         self._changed()
 
     @property
     def is_dense(self) -> bool:
         self.land()
-        return self._local is not None
+        return self.local is not None
 
     @property
     def is_of_all_rows(self) -> bool:
@@ -150,12 +151,12 @@ class HeldGradient(Held):
     def rows(self) -> Rows:
         """Returns the gradient, coalesced; of a dense one the rows that are read or not zero."""
         self.land()
-        if self._local is not None and self._read is None:
-            return torch.arange(self.shape[0], device=self.device), self._local
-        if self._local is not None:
+        if self.local is not None and self._read is None:
+            return torch.arange(self.shape[0], device=self.device), self.local
+        if self.local is not None:
             assert self._read is not None
-            ids = torch.cat([*self._read, self._local.ne(0).any(dim=1).nonzero().view(-1)]).unique()
-            return ids, self._local.index_select(0, ids)
+            ids = torch.cat([*self._read, self.local.ne(0).any(dim=1).nonzero().view(-1)]).unique()
+            return ids, self.local.index_select(0, ids)
         if not self._rows:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
@@ -165,8 +166,8 @@ class HeldGradient(Held):
     def dense(self) -> Tensor:
         """Returns the gradient (V', d), to be read."""
         self.land()
-        if self._local is not None:
-            return self._local
+        if self.local is not None:
+            return self.local
         self._check_dense()
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for ids, rows in self._rows:
@@ -182,18 +183,18 @@ class HeldGradient(Held):
         if not self.is_dense:
             self._left = AsSeen.of(self._shown())  # whoever has these rows must not write them any more
             dense, read = self.dense(), [ids for ids, _ in self._rows]
-            self._rows, self._local, self._read, self._is_zero = [], dense, read, False
+            self._rows, self.local, self._read, self._is_zero = [], dense, read, False
             self._seen = AsSeen.of([dense])  # the norms are of the same values
-        assert self._local is not None
-        return self._local
+        assert self.local is not None
+        return self.local
 
     def shown_rows(self) -> Rows | None:
         """Returns its rows, in memory that whoever has them may write; None: views of all elements are held."""
         self.land()
-        if self._local is not None and (self._read is None or self._viewer() is not None):
+        if self.local is not None and (self._read is None or self._viewer() is not None):
             return None
         rows = self.rows()
-        self._rows, self._local, self._read, self._are_shown = [rows], None, None, True
+        self._rows, self.local, self._read, self._are_shown = [rows], None, None, True
         return rows
 
     def _shown(self) -> tuple[Tensor, ...]:
@@ -215,13 +216,13 @@ class HeldGradient(Held):
 
     def values(self) -> Tensor:
         """Elements of which all others are zero."""
-        return self._local if self.is_dense and self._local is not None else self.rows()[1]
+        return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Changes each element by itself, where zero stays zero. What a step has taken by rows is not changed."""
         if self.is_dense:
-            assert self._local is not None
-            self._local.copy_(change(self._local))
+            assert self.local is not None
+            self.local.copy_(change(self.local))
         elif self._rows:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
@@ -234,9 +235,9 @@ class HeldGradient(Held):
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
         other._siblings, other._are_shown, other._left = (lambda: ()), False, AsSeen()
         other._viewer = weakref.ref(_Viewer(other))
-        if self._local is not None:
-            other.replace(self._local.clone())
-            other._seen = AsSeen.of((other._local,))
+        if self.local is not None:
+            other.replace(self.local.clone())
+            other._seen = AsSeen.of((other.local,))
             other._read = None if self._read is None else list(self._read)
         return other
 
@@ -251,7 +252,7 @@ class HeldGradient(Held):
 
     def _known_norms(self) -> dict[float, Tensor]:
         """Norms of the present values, by order; empties the dict after a write."""
-        of = self._shown() if self._local is None else (self._local,)
+        of = self._shown() if self.local is None else (self.local,)
         if not self._seen.is_of(of) or any(each.is_inference() for each in of):
             self._norms, self._seen = {}, AsSeen.of(of)
         return self._norms

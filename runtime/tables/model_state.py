@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
@@ -57,7 +57,7 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.hints: Hints | None = None
         """Takes what rows batches to come read, where tables lie beyond memory."""
-        self.spaces: dict[str, StackedTable] = {}
+        self.spaces: dict[str, JoinedTable] = {}
         """Tables that are one row space, by the name of the space."""
         self.reads = ParameterReads()
         """How often the training loop reads all parameters."""
@@ -78,19 +78,25 @@ class ModelState:
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
-    def table(self, name: str) -> RowTable | StackedTable:
+    def table(self, name: str) -> RowTable | JoinedTable:
         """Returns a table, or a row space, by its name in launches."""
         return self.spaces.get(name) or self.tables[name]
 
-    def joined(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | StackedTable, Rows]]:
+    def units(self) -> list[RowTable | JoinedTable]:
+        """Lists the row spaces, and the tables that are in none."""
+        joined = {id(table) for space in self.spaces.values() for table in space.members}
+        return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
+
+    def joined(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | JoinedTable, Rows]]:
         """Yields tables with their gradients: row spaces where one update is what the optimizer does to each table."""
-        left = dict.fromkeys(tables)
-        for space in self.spaces.values():
-            if left.keys() >= set(space.members) and space.can_wait():
-                yield space, space.gradient() or space.join([table.open_gradient().rows() for table in space.members])
-                for table in space.members:
-                    del left[table]
-        yield from ((table, table.open_gradient().rows()) for table in left)
+        left = {id(table): table for table in tables}
+        for space in self.spaces.values() if left else ():
+            own = list(map(id, space.members))
+            if left.keys() >= set(own) and space.can_wait():
+                yield space, space.join([table.open_gradient().rows() for table in space.members])
+                for number in own:
+                    del left[number]
+        yield from ((table, table.open_gradient().rows()) for table in left.values())
 
     def gradients(self) -> list[HeldGradient]:
         """Lists the gradients that wait at tables, in the order of the plan."""
@@ -113,12 +119,12 @@ class ModelState:
     @property
     def has_resting_rows(self) -> bool:
         """Whether any table has rows that have skipped a step."""
-        return any(table.has_resting_rows for table in self.tables.values())
+        return any(table.has_resting_rows for table in self.units())
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
         with outside_of_modes():
-            for table in self.tables.values():
+            for table in self.units():
                 table.settle()
         self.reads.note()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
@@ -311,11 +312,11 @@ class _Closed(contextlib.AbstractContextManager[None]):
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
     """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
     _, alone = _holders(torch.empty(0, device="cpu"))  # the tensor, and what asking takes
-    free: dict[int, int] = {}  # how many more would have to hold a memory than are known to
-    for tensor in [*[p.held.now() if isinstance(p, Part) else p for p in parameters], *own]:
-        address, holders = _holders(tensor)
-        free[address] = free.get(address, alone - holders) + 1
-    return min(free.values(), default=1) <= 0
+    tensors: list[Any] = [*[p.held.local if isinstance(p, Part) else p for p in parameters], *own]
+    known = [id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata for tensor in tensors]
+    one_of = dict(zip(known, tensors, strict=True))
+    counts = Counter(known)
+    return any(_holders(tensor)[1] >= alone + counts[address] for address, tensor in one_of.items())
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:

@@ -56,14 +56,14 @@ class RestingRows:
     """The resting rows of one table, or of a row space: which have skipped steps, and how many."""
 
     def __init__(self) -> None:
-        self._skipped: SkippedSteps | None = None
+        self.skipped: SkippedSteps | None = None
         self._taken: Tensor | None = None  # (V',) how many steps of the history each row has taken
         self._supposed: SupposedStep | None = None
 
     @property
     def rest(self) -> bool:
         """Whether any row may have skipped a step."""
-        return self._skipped is not None and self._skipped.count > 0
+        return self.skipped is not None and self.skipped.count > 0
 
     def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
         """Begins a step that `form_of` can skip, before its first part."""
@@ -71,18 +71,18 @@ class RestingRows:
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
         form, _ = found
-        if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
+        if self.skipped is not None and not (isinstance(self.skipped, form) and self.skipped.fits(options)):
             self.settle(local, table.state)
-        if self._skipped is None:
-            self._skipped = form(local.device)
+        if self.skipped is None:
+            self.skipped = form(local.device)
             if self._taken is None:
                 self._taken = torch.zeros(local.shape[0], dtype=torch.int32, device=local.device)
 
     def took(self, ids: Tensor) -> None:
         """Rows `ids` (K,), caught up before, have taken the step that is under way."""
-        assert self._skipped is not None
+        assert self.skipped is not None
         assert self._taken is not None
-        self._taken.index_fill_(0, ids, self._skipped.count + 1)
+        self._taken.index_fill_(0, ids, self.skipped.count + 1)
 
     def suppose(self, step: SupposedStep) -> None:
         """Keeps what the next step makes of rows without gradient, for `note`. Whoever writes them has all settled."""
@@ -90,7 +90,7 @@ class RestingRows:
 
     def note(self, options: Mapping[str, Any], table: PartAndState) -> None:
         """All other rows have had no gradient in this step, before which a table's state is as it is."""
-        skipped, taken, supposed = self._skipped, self._taken, self._supposed
+        skipped, taken, supposed = self.skipped, self._taken, self._supposed
         assert skipped is not None
         skipped.note(options, {} if skipped.count else table.state)
         self._supposed = None
@@ -103,7 +103,7 @@ class RestingRows:
 
     def shorten(self, table: PartAndState) -> None:
         """Begins a new history where this one is long."""
-        if self._skipped is not None and self._skipped.count == MOST_STEPS:
+        if self.skipped is not None and self.skipped.count == MOST_STEPS:
             self.settle(table.local, table.state)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
@@ -114,9 +114,9 @@ class RestingRows:
         """
         if not self.rest:
             return False
-        assert self._skipped is not None
+        assert self.skipped is not None
         assert self._taken is not None
-        self._skipped.take(local, state, ids, self._taken[first : first + len(local)])
+        self.skipped.take(local, state, ids, self._taken[first : first + len(local)])
         return True
 
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
@@ -126,4 +126,4 @@ class RestingRows:
                 self.catch_up(local, state, ids)
         if self._taken is not None:
             self._taken.zero_()
-        self._skipped = self._supposed = None
+        self.skipped = self._supposed = None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
-from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
+from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, same_options, step_tensor
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
@@ -56,6 +56,7 @@ class RowTable:
         optimizer: whichever steps it, once that is known.
         is_read_densely: whether, of a replica, rows without a gradient of a lookup have one.
         has_sparse_gradient: whether `.grad` looks sparse (COO), as its lookups ask for.
+        resting: the history by which its rows rest.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RowTable:
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
-        self._resting = RestingRows()
+        self.resting = RestingRows()
         self._stack: PartAndState | None = None  # whose history that is; None: its own
         self._first = 0  # of its rows in the history
 
@@ -174,9 +175,31 @@ class RowTable:
         self.parameter.grad = Part(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
-    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = ()) -> None:
+    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
-        self.open_gradient().add_rows(ids, rows)
+        held = self.open_gradient()
+        held.add_rows(ids, rows)
+        held.unreduced = unreduced
+
+    def deliver(self, late: Late[Sequence[Rows]], k: int = 0, *, unreduced: bool = False) -> None:
+        """Makes the k-th of gradients on their way that of `.grad`, or adds it to what that was."""
+        held = self.open_gradient()
+        if held.is_zero:
+            held.will_be(late, k)
+        else:
+            for rows in late.now()[k]:
+                held.add_rows(*rows)
+        held.unreduced = unreduced
+
+    def standing(self, late: Late[Sequence[Rows]]) -> int:
+        """Counts, 0 or 1, whether `.grad` is one of these, nobody having looked at it."""
+        held = self.held
+        return int(held is not None and held.waits_for(late))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `.grad` is not zero."""
+        return self.held is not None
 
     def whole_gradient(self) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
@@ -250,6 +273,10 @@ class RowTable:
             "Do not remove or replace parameters of an optimizer after compile."
         )
 
+    def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
+        """Whether a step, at this moment, is one of this optimizer's under these options."""
+        return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
+
     @property
     def holder(self) -> Optimizer:
         """The optimizer that steps it."""
@@ -276,7 +303,7 @@ class RowTable:
         if rule is Replay:
             if self._stack is not None:
                 self.rest_by(RestingRows())
-            return Replay(self, self._resting)
+            return Replay(self, self.resting)
         self.settle()
         return rule(self)
 
@@ -287,26 +314,22 @@ class RowTable:
             stack: whose it is, with this table's rows from `first` on; None: it is the table's own.
         """
         self.settle()
-        self._resting, self._stack, self._first = history, stack, first
-
-    def rests_by(self, history: RestingRows) -> bool:
-        """Whether its rows rest by this history."""
-        return self._resting is history
+        self.resting, self._stack, self._first = history, stack, first
 
     @property
     def has_resting_rows(self) -> bool:
         """Whether any row may have skipped a step."""
-        return self._resting.rest
+        return self.resting.rest
 
     def catch_up(self, ids: Tensor) -> bool:
         """Lets rows take skipped steps before they are read; returns whether any may have been written."""
-        return self._resting.rest and self._resting.catch_up(self.local, self.state, ids, self._first)
+        return self.resting.rest and self.resting.catch_up(self.local, self.state, ids, self._first)
 
     def settle(self) -> None:
         """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
-        if self._resting.rest:
+        if self.resting.rest:
             table = self if self._stack is None else self._stack
-            self._resting.settle(table.local, table.state)
+            self.resting.settle(table.local, table.state)
 
     @property
     def lacks_state(self) -> bool:
@@ -358,23 +381,5 @@ class RowTable:
             return rows, None
         step = suppose(self, ids, rows)
         if self._stack is None:
-            self._resting.suppose(step)
+            self.resting.suppose(step)
         return step.rows, step.options
-
-
-def deliver(tables: Sequence[RowTable], late: Late[Sequence[Rows]], absent: Collection[str] = ()) -> None:
-    """Makes gradients on their way those of the `.grad` of tables, or adds them to what that was.
-
-    Args:
-        late: one for each table, in their order.
-        absent: names of tables that get none.
-    """
-    for k, table in enumerate(tables):
-        if table.name in absent:
-            continue
-        held = table.open_gradient()
-        if held.is_zero:
-            held.will_be(late, k)
-        else:
-            for rows in late.now()[k]:
-                held.add_rows(*rows)

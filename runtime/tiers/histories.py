@@ -71,7 +71,7 @@ class Histories(RestingRows):
 
     @property
     def _open(self) -> SkippedSteps | None:
-        return self._skipped or (None if self.together is None else self.together._skipped)
+        return self.skipped or (None if self.together is None else self.together.skipped)
 
     @property
     def rest(self) -> bool:
@@ -86,10 +86,10 @@ class Histories(RestingRows):
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
         form, _ = found
-        known = self._skipped
+        known = self.skipped
         if known is None or not (isinstance(known, form) and known.fits(options)):
             self.close()
-            self._skipped = form(local.device)
+            self.skipped = form(local.device)
 
     def note(self, options: Mapping[str, Any], table: Any) -> None:
         supposed = self._supposed
@@ -114,7 +114,7 @@ class Histories(RestingRows):
         self._add(_FirstStep(optimizer, options, counters))
 
     def shorten(self, table: PartAndState) -> None:
-        if self._skipped is not None and self._skipped.count == MOST_STEPS:
+        if self.skipped is not None and self.skipped.count == MOST_STEPS:
             self.close()
 
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Histories(RestingRows):
         """Closes the history: rows in slots take the rest of it now, all others before anything else."""
         if self.together is not None:
             self.together.close()
-        skipped, self._skipped, self._supposed = self._skipped, None, None
+        skipped, self.skipped, self._supposed = self.skipped, None, None
         if skipped is not None and skipped.count:
             skipped.end()
             self._add(skipped)
@@ -208,7 +208,7 @@ class TogetherHistories(Histories):
         return any(each.rest for each in self._tables)
 
     def begin(self, optimizer: Any, options: Mapping[str, Any], table: PartAndState) -> None:
-        if self._skipped is None:
+        if self.skipped is None:
             for each in self._tables:
                 each.close()
             self._before = max(each._before for each in self._tables)
@@ -217,7 +217,7 @@ class TogetherHistories(Histories):
         super().begin(optimizer, options, table)
 
     def close(self) -> None:
-        skipped, self._skipped, self._supposed = self._skipped, None, None
+        skipped, self.skipped, self._supposed = self.skipped, None, None
         if skipped is not None and skipped.count:
             skipped.end()
             self._before += skipped.count
@@ -229,7 +229,7 @@ class TogetherHistories(Histories):
             each.arrived(own, taken)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, first: int = 0) -> bool:
-        if self._skipped is not None:
+        if self.skipped is not None:
             return super().catch_up(local, state, ids)
         for each, own in self._by_tables(ids) if self.rest else ():
             each.catch_up(local, state, own)

@@ -139,7 +139,7 @@ class TieredTable(InSlots, RowTable):
         self.rows, self._stepped = range(first, first + self.shape[0]), 0
         self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
         self._expected: Tensor | None = None
-        self.histories = self._resting = Histories(memory, self.rows)
+        self.histories = self.resting = Histories(memory, self.rows)
         self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
 
     def numbers(self, ids: Tensor) -> Tensor:

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.own_step import same_options
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, UpdateRule
 from embrace_fx.runtime.tiers.histories import Histories, TogetherHistories
 from embrace_fx.runtime.tiers.tiered_table import InSlots, TieredTable
 from embrace_fx.vocabulary.row_space import RowSpace
 
 
-def stacked(tables: Sequence[RowTable]) -> StackedTable:
+def stacked(tables: Sequence[RowTable]) -> JoinedTable:
     """Makes one table of those of a row space, of which those beyond memory come first."""
     beyond = [table for table in tables if isinstance(table, TieredTable)]
     others = tables[len(beyond) :]
     space = RowSpace.of({table.name: table.shape[0] for table in tables})
     if beyond and others:
-        return MixedStack(space, (stacked(beyond), stacked(others)))
-    return TieredStack(space, beyond) if beyond else StackedTable(space, tables)
+        return MixedTable(space, (stacked(beyond), stacked(others)))
+    return JoinedTiers(space, beyond) if beyond else JoinedTable(space, tables)
 
 
 def rest_together(tables: Sequence[TieredTable]) -> None:
@@ -36,7 +36,7 @@ def rest_together(tables: Sequence[TieredTable]) -> None:
     TogetherHistories(tables[0].memory, {each.rows.start: each.histories for each in tables})
 
 
-class TieredStack(InSlots, StackedTable):
+class JoinedTiers(InSlots, JoinedTable):
     """Tables beyond memory that travel together; ids are rows of the space.
 
     Args:
@@ -76,7 +76,7 @@ class TieredStack(InSlots, StackedTable):
         return super().begin_step()
 
 
-class MixedStack(StackedTable):
+class MixedTable(JoinedTable):
     """Tables that travel together, of which the first ones are beyond memory, and the others in it.
 
     Rows of both are in the same messages; each part looks its own up, and takes its own step.
@@ -85,7 +85,7 @@ class MixedStack(StackedTable):
         parts: those beyond memory and the others. A part of one table is a row space, too: its rows rest as in one.
     """
 
-    def __init__(self, space: RowSpace, parts: tuple[StackedTable, StackedTable]) -> None:
+    def __init__(self, space: RowSpace, parts: tuple[JoinedTable, JoinedTable]) -> None:
         beyond, others = self._parts = parts
         super().__init__(space, [*beyond.members, *others.members])
         self._first = beyond.shape[0]  # row of the others
@@ -116,7 +116,7 @@ class MixedStack(StackedTable):
             return rows, None
         supposed: list[Options | None] = []
 
-        def moved(part: StackedTable, own: Tensor, at: Tensor) -> Tensor:
+        def moved(part: JoinedTable, own: Tensor, at: Tensor) -> Tensor:
             found, options = part.preview(own, rows.index_select(0, at))
             supposed.append(options)
             return found
@@ -124,7 +124,7 @@ class MixedStack(StackedTable):
         found, (one, other) = self._gathered(ids, moved), supposed
         return (rows, None) if one is None or other is None or not same_options(one, other) else (found, one)
 
-    def _gathered(self, ids: Tensor, ask: Callable[[StackedTable, Tensor, Tensor], Tensor]) -> Tensor:
+    def _gathered(self, ids: Tensor, ask: Callable[[JoinedTable, Tensor, Tensor], Tensor]) -> Tensor:
         """Puts together (K, d) what each part answers to its own of ids (K,), and to their places among them."""
         is_beyond = ids < self._first
         beyond, others = is_beyond.nonzero().view(-1), is_beyond.logical_not_().nonzero().view(-1)

@@ -1,0 +1,456 @@
+"""Tables of a row space as one table: their parts and their optimizer's state in one memory, one gradient, one step.
+
+Contract
+    Each table's parameter and state stay the tensors they are to everyone else: views of the space's rows. Whoever puts
+    others in their place (a checkpoint, `Module.to`) is noticed at the next use, and their values are taken over.
+    What concerns one table alone, its gradient and its number of steps, stays with the table.
+    Work that every step does for every table is done by loops without a call per table.
+
+Shape legend: V' rows of the space, d columns that this rank owns; K rows with gradient; T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise, repeat
+from operator import is_
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.kernels import lookup
+from embrace_fx.runtime.tables.held import Late, Rows
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.own_step import is_of_rows
+from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.part_state import state_of
+from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE
+from embrace_fx.vocabulary.row_space import RowSpace
+
+
+class JoinedTable:
+    """The tables of a row space, to their exchange and their updates one table.
+
+    Args:
+        space: what it is of.
+        members: its tables, each by columns.
+    """
+
+    grid = None
+
+    def __init__(self, space: RowSpace, members: Sequence[RowTable]) -> None:
+        self.name = space.name
+        self.members = tuple(members)
+        self._bounds = space.bounds
+        self.shape = torch.Size((space.bounds[-1], members[0].shape[1]))
+        self.split = partial(_split, self._bounds)
+        """Returns each table's own of rows (K, d) of the space, whose ids (K,) are sorted; keeps no table."""
+        self._weights = _Joined(self._bounds)
+        self._state = _JoinedState(self.members, self._bounds)
+        self._gradient = _JoinedGradient(self.members)
+        self._resting: RestingRows | None = None  # of all tables, where they rest together
+        self._updates_differ = len({member.row_updates for member in members}) > 1
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (V', d)."""
+        parts = [member.parameter.held.local for member in self.members]  # type: ignore[attr-defined]  # they are parts
+        return self._weights.of(parts, lambda k, view: self.members[k].move(view))
+
+    @property
+    def joined(self) -> tuple[Tensor, ...]:
+        """Tensors besides the parameters that hold the space's memory."""
+        return () if self._weights.all is None else (self._weights.all,)
+
+    def note(self, ids: Tensor, among: Tensor) -> None:
+        """As of a table: none of a space needs its host."""
+
+    # -- the gradient --------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
+        """Adds a coalesced row gradient, ids (K,), rows (K, d), to the `.grad` of its tables, but of those `absent`."""
+        split = self.split
+        self.deliver(Late(lambda: [[part] for part in split(ids, rows)]), absent, (ids, rows), unreduced=unreduced)
+
+    def deliver(
+        self,
+        late: Late[Sequence[Rows]],
+        absent: Collection[str] = (),
+        rows: Rows | None = None,
+        *,
+        unreduced: bool = False,
+    ) -> None:
+        """Makes gradients on their way, one for each table, those of `.grad`, or adds them to what that was.
+
+        Args:
+            absent: names of tables that get none.
+            rows: all of them, ids (K,) and rows (K, d), if they are here.
+            unreduced: whether they are this rank's alone.
+        """
+        self._gradient.deliver(late, absent, rows, unreduced)
+
+    def standing(self, late: Late[Sequence[Rows]]) -> int:
+        """Counts the tables whose `.grad` is one of these, nobody having looked at it."""
+        return self._gradient.standing(late)
+
+    def gradient(self) -> Rows | None:
+        """Returns the row gradient of all tables, as it was added; None: `.grad` of any of them is another by now."""
+        return self._gradient.rows()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `.grad` of any table is not zero."""
+        grads = [member.parameter.grad for member in self.members]
+        return grads.count(None) < len(grads) and any(member.held is not None for member in self.members)
+
+    def join(self, parts: Sequence[Rows]) -> Rows:
+        """Puts rows of the tables, in their order, together as rows of the space."""
+        ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
+        return ids, torch.cat([rows for _, rows in parts])
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> Optimizer:
+        """The optimizer that steps it."""
+        return self.members[0].holder
+
+    def can_wait(self) -> bool:
+        """Whether a step can be left to the next forward, and be taken rows by rows."""
+        return self._is_one() and self.members[0].can_wait()
+
+    def _is_one(self) -> bool:
+        """Whether one update of the space is what the optimizer does to each table: options and state are alike."""
+        return self._has_one_group() and self._state.is_alike()
+
+    def _has_one_group(self) -> bool:
+        optimizer = self.members[0].optimizer
+        if optimizer is None or not all(map(is_, [member.optimizer for member in self.members], repeat(optimizer))):
+            return False
+        params = self.members[0].param_group()["params"]
+        return set(map(id, params)).issuperset([id(member.parameter) for member in self.members])
+
+    def param_group(self) -> Options:
+        """The options of this moment."""
+        return self.members[0].param_group()
+
+    def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
+        """Whether a step of all tables, at this moment, is one of this optimizer's under these options."""
+        members = self.members[:1] if self._has_one_group() else self.members
+        return all(member.steps_by(optimizer, options) for member in members)
+
+    def begin_step(self) -> UpdateRule:
+        """Begins a step of every table, under the options of this moment, of tables that are one (`can_wait`)."""
+        first, *others = self.members
+        rule = first.rule
+        others = others if self._updates_differ else []
+        if Replay in {rule, *[each.rule for each in others if each.row_updates != first.row_updates]} != {Replay}:
+            return OfMembers(self.split, [member.begin_step() for member in self.members])  # some rest, and some do not
+        if rule is Replay:
+            return Replay(self, self._rest_together())
+        self.settle()
+        return rule(self)
+
+    def _rest_together(self) -> RestingRows:
+        """One history for all tables: what they have in common of steps is noted, and rows are moved, once."""
+        if (known := self._together) is not None:
+            return known
+        self.settle()
+        found = self._resting = RestingRows()
+        for member, first in zip(self.members, self._bounds, strict=False):
+            member.rest_by(found, self, first)
+        return found
+
+    @property
+    def _together(self) -> RestingRows | None:
+        """The common history; None: a table has one of its own."""
+        known = self._resting
+        return known if all(map(is_, [member.resting for member in self.members], repeat(known))) else None
+
+    @property
+    def has_resting_rows(self) -> bool:
+        """Whether any row may have skipped a step."""
+        if (together := self._together) is not None:
+            return together.rest
+        skipped = [member.resting.skipped for member in self.members]
+        return skipped.count(None) < len(skipped) and any(member.has_resting_rows for member in self.members)
+
+    def catch_up(self, ids: Tensor) -> bool:
+        """Lets rows (K,), in any order, take the steps they have skipped, before they are read."""
+        if not self.has_resting_rows:
+            return False
+        if (together := self._together) is not None:
+            return together.catch_up(self.local, self.state, ids)
+        ordered = ids.unique()
+        parts = self.split(ordered, ordered)
+        for member, (own, _) in zip(self.members, parts, strict=True):
+            member.catch_up(own)
+        return True
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """As `RowTable.places`."""
+        return ids
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `RowTable.look_up`. A new forward begins: gradients that the loop has dropped need no memory."""
+        self._gradient.give_back()
+        self.catch_up(ids)
+        return lookup(self.local, ids, dtype)
+
+    def as_they_are(self, ids: Tensor) -> Tensor:
+        """As `RowTable.as_they_are`."""
+        return self.local.index_select(0, self.places(ids))
+
+    def settle(self) -> None:
+        """Has all rows take the steps they have skipped."""
+        if self.has_resting_rows:
+            for member in self.members[:1] if self._together is not None else self.members:
+                member.settle()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
+        return self._state.now()
+
+    lacks_state = False  # a step that makes some is taken table by table
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keeps what a step has made of state: counters, which each table has for itself."""
+        self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])})
+
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
+        """As `RowTable.preview`."""
+        first = self.members[0]
+        if type(first.optimizer) not in ELEMENT_WISE or not self._is_one() or not first.rule.moves_all:
+            return rows, None
+        step = suppose(self, ids, rows)
+        if (together := self._together) is not None:
+            together.suppose(step)
+        return step.rows, step.options
+
+
+def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
+    cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()
+    ends = zip(pairwise(cuts), bounds, strict=False)
+    return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
+
+
+class _Joined:
+    """One tensor of which the tables' own ones are views.
+
+    Args:
+        bounds: first rows of the tables, and the end of the last one.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self._bounds = bounds
+        self.all: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def is_of(self, parts: Sequence[Tensor]) -> bool:
+        """Whether these are the views."""
+        return all(map(is_, parts, self._views)) if self.all is not None else False
+
+    def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
+        """All rows of `parts`, (V', d).
+
+        Args:
+            move: (number of a table, view of its rows): puts the view in the place of the table's part.
+        """
+        if self.all is not None and all(map(is_, parts, self._views)):
+            return self.all
+        found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
+        views = [found[first:last] for first, last in pairwise(self._bounds)]
+        for k, (part, view) in enumerate(zip(parts, views, strict=True)):
+            move(k, view.copy_(part))
+        self.all, self._views = found, views
+        return found
+
+
+class _JoinedState:
+    """What an optimizer keeps of the tables of a row space.
+
+    What has been found is found again without a call per table, as long as the same memory is there, and nobody has
+    written a counter. Nothing here refers to parts of the state: who holds one is taken for a reader of it.
+    """
+
+    def __init__(self, members: Sequence[RowTable], bounds: Sequence[int]) -> None:
+        self._members, self._bounds = members, bounds
+        self._of_rows: dict[str, _Joined] = {}
+        self._kept: list[dict[str, Any]] = []  # by table, as it was found
+        self._counters: dict[str, list[Any]] = {}  # by key, by table
+        self._versions: dict[str, list[int]] = {}  # of those that are tensors
+        self._joined: dict[str, Any] = {}
+        self._is_alike = False
+
+    def is_alike(self) -> bool:
+        """Whether all tables have the same entries, and the same counters."""
+        if not self._is_known():
+            states = [state_of(member.holder, member.parameter) for member in self._members]
+            if not all(_alike(state, states[0]) for state in states):
+                return False
+            self._join(states)
+        return self._is_alike
+
+    def now(self) -> dict[str, Any]:
+        """Returns all tables' state of rows as one tensor each, (V', d), and the first one's counters."""
+        if not self._is_known():
+            self._join([state_of(member.holder, member.parameter) for member in self._members])
+        return dict(self._joined)
+
+    def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
+        joined, rows = dict(states[0]), self._bounds[1]
+        for key, value in states[0].items():
+            if is_of_rows(value, rows):
+                of_key = self._of_rows.setdefault(key, _Joined(self._bounds))
+                joined[key] = of_key.of([each[key] for each in states], partial(self._move, key))
+        self._joined, self._is_alike = joined, all(_alike(state, states[0]) for state in states)
+        state = self._members[0].holder.state
+        self._kept = [state.get(member.parameter) or {} for member in self._members]
+        self._counters = {key: [each.get(key) for each in self._kept] for key in joined if key not in self._of_rows}
+        self._note_versions()
+
+    def _move(self, key: str, k: int, view: Tensor) -> None:
+        self._members[k].keep({key: view})
+
+    def _note_versions(self) -> None:
+        tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
+        self._versions = {key: _versions(values) for key, values in tensors.items()}
+
+    def _is_known(self) -> bool:
+        """Whether everything is what has been found last."""
+        if not self._kept:
+            return False
+        by_id = {id(parameter): kept for parameter, kept in self._members[0].holder.state.items()}  # hashes none
+        kept = [by_id.get(id(member.parameter)) for member in self._members]
+        if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
+            return False
+        for key, counters in self._counters.items():
+            if not all(map(is_, [each.get(key) for each in self._kept], counters)):
+                return False
+        try:
+            for key, of_rows in self._of_rows.items():
+                if not of_rows.is_of([each[key].held.local for each in self._kept]):
+                    return False
+        except (KeyError, AttributeError):  # the user's own tensor, or none
+            return False
+        return self._versions == {key: _versions(self._counters[key]) for key in self._versions}
+
+    def keep(self, counters: Mapping[str, Any]) -> None:
+        """Keeps counters of each table as they are after a step."""
+        if not counters:
+            return
+        if self._is_alike and self._is_known() and self._versions.keys() >= counters.keys():
+            for key, value in counters.items():
+                torch._foreach_copy_(self._counters[key], [value] * len(self._members))
+            self._joined |= {key: self._counters[key][0] for key in counters}
+            self._note_versions()
+            return
+        for member in self._members:
+            member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two tables' states have the same entries, and the same counters."""
+    counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
+    return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]
+
+
+class _JoinedGradient:
+    """The `.grad` of the tables of a row space, which come from one backward together."""
+
+    def __init__(self, members: Sequence[RowTable]) -> None:
+        self._members = members
+        self._parameters: list[nn.Parameter] = []
+        self._parts: list[Part] = []
+        self._held: list[HeldGradient] = []
+        self._late: Late[Sequence[Rows]] | None = None  # that were delivered last
+        self._rows: Rows | None = None
+
+    def deliver(self, late: Late[Sequence[Rows]], absent: Collection[str], rows: Rows | None, unreduced: bool) -> None:
+        """As `JoinedTable.deliver`."""
+        if not absent and self._are_free():
+            for k, held in enumerate(self._held):
+                held.late, held.unreduced = (late, k), unreduced
+            for parameter, part in zip(self._parameters, self._parts, strict=True):
+                parameter.grad = part
+        else:
+            for k, member in enumerate(self._members):
+                if member.name not in absent:
+                    member.deliver(late, k, unreduced=unreduced)
+            self._take_slots(late)
+        self._late, self._rows = late, rows
+
+    def _take_slots(self, late: Late[Sequence[Rows]]) -> None:
+        """Keeps the gradients for the backwards to come, where each is the one that was delivered alone."""
+        parameters = [member.parameter for member in self._members]
+        parts: list[Any] = [parameter.grad for parameter in parameters]
+        held = [part.held if isinstance(part, Part) else None for part in parts]
+        if all(isinstance(each, HeldGradient) and each.waits_for(late) for each in held):
+            self._parameters, self._parts, self._held = parameters, parts, held  # type: ignore[assignment]
+        else:
+            self._parameters, self._parts, self._held = [], [], []
+
+    def _are_free(self) -> bool:
+        """Whether the gradients of the last backward have been dropped, and nobody has looked at them or keeps them."""
+        parameters = self._parameters
+        if not parameters or not all(map(is_, [member.parameter for member in self._members], parameters)):
+            return False
+        if [parameter.grad for parameter in parameters].count(None) < len(parameters) or not self._are_late():
+            return False
+        if [part._use_count() for part in self._parts].count(1) < len(parameters):  # type: ignore[attr-defined]
+            return False
+        alone, of_gradient = _ALONE
+        return [getrefcount(part) for part in self._parts] == [alone] * len(parameters) and (
+            [getrefcount(held) for held in self._held] == [of_gradient] * len(parameters)
+        )
+
+    def give_back(self) -> None:
+        """Gives back the memory of gradients that have been dropped."""
+        if self._rows is not None and self._are_free():
+            self._late, self._rows = Late(tuple), None
+            for k, held in enumerate(self._held):
+                held.late = self._late, k
+
+    def _are_late(self) -> bool:
+        late = self._late
+        return False not in [held.late is not None and held.late[0] is late for held in self._held]
+
+    def standing(self, late: Late[Sequence[Rows]]) -> int:
+        """As `JoinedTable.standing`."""
+        if late is self._late and self._parts:
+            grads = [parameter.grad for parameter in self._parameters]
+            same = all(map(is_, [member.parameter for member in self._members], self._parameters))
+            if same and all(map(is_, grads, self._parts)) and self._are_late():
+                return len(grads)
+        return sum([member.standing(late) for member in self._members])
+
+    def rows(self) -> Rows | None:
+        """As `JoinedTable.gradient`."""
+        if self._rows is None or self._late is None or self.standing(self._late) < len(self._members):
+            self._rows = None
+        return self._rows
+
+
+def _references() -> tuple[int, int]:
+    """Counts the references to a gradient that a list holds, and to what holds its memory, as `_are_free` does."""
+    part, held = torch.empty(0, device="cpu"), object()
+    part.held = held  # type: ignore[attr-defined]
+    parts, of_parts = [part], [held]
+    del part, held
+    (of_part,), (of_held,) = [getrefcount(each) for each in parts], [getrefcount(each) for each in of_parts]
+    return of_part, of_held
+
+
+_ALONE = _references()
