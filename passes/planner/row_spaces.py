@@ -16,7 +16,7 @@ from torch import fx
 
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import computes
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 
 
@@ -42,7 +42,7 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
         tables: the tables sharded by columns.
         overlaps: whether communication overlaps compute.
     """
-    fit = [each for each in tables if all(use.padding_idx < 0 for use in each.table.uses)]
+    fit = [each for each in tables if all(_is_joined(use) for use in each.table.uses)]
     if len(fit) < 2:
         return ()
     order = _Order(graph)
@@ -55,6 +55,10 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
         else:
             run.append(each)
     return tuple(RowSpace.of({s.table.parameter: s.table.num_rows for s in run}) for run in runs if len(run) > 1)
+
+
+def _is_joined(use: TableUse) -> bool:
+    return use.padding_idx < 0 and bool(use.lookup)  # "": the graph has the gradient alone
 
 
 def _room(run: list[Joinable], table: Joinable) -> bool:
