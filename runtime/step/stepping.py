@@ -294,7 +294,7 @@ class Stepping:
         return [
             exchange
             for exchange in self._exchanges(tables)
-            if all(member.name in names for member in exchange.table.members) and exchange.gradient.may_wait()
+            if names.issuperset([member.name for member in exchange.table.members]) and exchange.gradient.may_wait()
         ]
 
     @torch.no_grad()

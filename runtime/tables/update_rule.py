@@ -96,12 +96,10 @@ class RowsAlone:
 
         A step's rows may come in several parts, none in two of them.
         """
-        table = self.table
-        ids = table.places(ids, to_write=True)
-        if not fused_rows.step(self.optimizer, self.options, table.local, table.state, ids, rows):
-            self._counted = (
-                step_rows(self.optimizer, self._of_some, table.local, table.state, ids, rows) or self._counted
-            )
+        ids = self.table.places(ids, to_write=True)
+        local, state = self.table.local, self.table.state
+        if not fused_rows.step(self.optimizer, self.options, local, state, ids, rows):
+            self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
