@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing
@@ -238,8 +239,11 @@ class RowGradient:
             self.step.finish(arrived)
             self._forget()
             return
-        for rows in arrived:
-            self.step.apply(*rows)
+        for ids, rows in arrived:
+            # The next batch may read the padding row before `finish`, which is too late for its step without gradient.
+            if launch.part == "prior" and self.step.moves_all and (padding := self._how[2]) >= 0:
+                ids, rows = F.pad(ids, (0, 1), value=padding), F.pad(rows, (0, 0, 0, 1))
+            self.step.apply(ids, rows)
 
     def apply_pending(self) -> None:
         """Applies everything that a step has taken."""
