@@ -10,8 +10,6 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +44,10 @@ _BITS = 8
 """Bits that the marks take in their number."""
 
 _WENT_ON = "expected a backward of this call, found that it went on to another call without one"
+_CAUGHT_ALONE = (
+    "expected every rank to go on after a call that failed on this one, found that others have ended with its error: "
+    "{}. Catch it on every rank, around the call and its backward; or check batches before the call"
+)
 _NOT_JOINED = "expected every rank to call the model under join() where one does, found this one's call outside of it"
 
 
@@ -169,10 +171,9 @@ class Announcements:
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
-        self._met = 0  # steps' announcements and questions
+        self._lone_calls = LoneCalls()
         self._ahead: _Ahead | None = None
-        self._waiting_since_s: float | None = None
-        self._lone_calls: LoneCalls | None = None
+        self._given_up: str | None = None  # why this rank could not finish the last call, as the others know
         communicator.let_ask(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
@@ -229,15 +230,16 @@ class Announcements:
     def _begin(self, own: Announcement) -> tuple[Tensor, Any]:
         communicator = self.communicator
         communicator.check_open()
-        self._met += 1
+        self._lone_calls.met += 1
+        self._lone_calls.watch(communicator, self._look)
         communicator.progress.begin_step()
-        self._look_out()
         return self.launch(own)
 
     def _end(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
         everyone = self._meet(own, launched)
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
+        self._given_up = own.failure
         if any(each.failure is not None for each in everyone):
             raise PeerFailure(self.communicator.reports(own.failure))
         check_activities([each.activity for each in everyone])
@@ -269,36 +271,32 @@ class Announcements:
             raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
         return everyone
 
-    def _look_out(self) -> None:
-        """Starts the watch for calls that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
-        group = self.communicator.group
-        if self._lone_calls is None and group is not None:
-            self._lone_calls = LoneCalls(self.communicator.rank, group)
-            self.communicator.look_each_time(self._look)
-
     def _look(self, store: Any, name: str) -> None:
-        assert self._lone_calls is not None
-        if failure := self._lone_calls.look(store, name, self._met, self._waiting_since_s):
-            self._answer(failure)
+        self._lone_calls.look(store, name, self._answer)
 
-    def _answer(self, failure: str) -> None:
+    def _answer(self, failure: str) -> PeerFailure:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
-        self._met += 1
+        self._lone_calls.met += 1
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
-        with contextlib.suppress(PeerFailure):  # a rank that asks a question has been told by then
+        try:
             self._meet(own, self.launch(own))
-            self.communicator.reports(failure)
+        except PeerFailure as told:  # by a rank that asks a question
+            return told
+        return PeerFailure(self.communicator.reports(failure))
 
     def _read(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
         """Waits for an exchange that `launch` has started."""
         everyone, work = launched
-        self._waiting_since_s = time.monotonic()
         try:
-            with self.communicator.watching(ANNOUNCEMENT):
+            with self._lone_calls.waiting(), self.communicator.watching(ANNOUNCEMENT):
                 work.wait()
-        finally:
-            self._waiting_since_s = None
+        except DeadRank as error:
+            if self._given_up is None:
+                raise
+            raise PeerFailure(
+                {self.communicator.rank: _CAUGHT_ALONE.format(self._given_up.removesuffix("."))}
+            ) from error
         form, sizes = self.form, len(own.sizes)
         return [Announcement.decode(row, form, sizes) for row in everyone.tolist()]
 
@@ -315,6 +313,7 @@ class Announcements:
     def give_up(self, failure: str) -> None:
         """Announces that this rank cannot finish an announced forward. Of at least two ranks."""
         self.settle()
+        self._given_up = failure
         own = Announcement(GAVE_UP)
         self.reports(self._read(own, self.launch(own)), failure)
 
@@ -331,7 +330,7 @@ class Announcements:
         own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
         self.settle()
         self.communicator.check_open()
-        self._met += 1
+        self._lone_calls.met += 1
         try:
             everyone = self._read(own, self.launch(own))
         except (DeadRank, StuckRank) as error:

@@ -51,7 +51,7 @@ _LIBRARIES = tuple(
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
-_LISTEN_S = 0.5
+_LISTEN_S = 0.25
 _POLL_S = 0.1
 
 

@@ -62,6 +62,7 @@ class Groups:
 
     Attributes:
         meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
+        refuse: tells ranks that may wait for this one elsewhere why it is about to raise.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -69,6 +70,7 @@ class Groups:
         self.world_size = 1
         self.rank = 0
         self.meshes: dict[Any, Any] = {}
+        self.refuse: Callable[[str], None] = lambda reason: None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
@@ -122,7 +124,7 @@ class Groups:
 
     def leave_fork(self) -> None:
         """Closes this for a forked child, whose copies of the connections are its parent's."""
-        self._closed, self._roll_call = FORKED, None
+        self._closed, self._roll_call, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
             self._end.detach()
 
@@ -301,15 +303,20 @@ class Groups:
         """Returns the ranks that no longer answer, asked for once a message has failed."""
         return self._roll_call.missing() if self._roll_call is not None else []
 
-    def look_each_time(self, look: Callable[[Any, str], None]) -> None:
+    def look_each_time(self, look: Callable[[Any, str], None]) -> str:
         """Has the roll call's thread also call `look`, a few times a second. Called on all ranks in one order.
 
         Args:
             look: a method, whose object may go; takes the thread's own store, and a name that nothing else has there.
+
+        Returns:
+            That name.
         """
-        if (roll_call := self._roll_call) is not None:
-            name, found = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}", weakref.WeakMethod(look)
-            roll_call.looks.append(lambda store: None if (method := found()) is None else method(store, name))
+        if (roll_call := self._roll_call) is None:
+            return ""
+        name, found = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}", weakref.WeakMethod(look)
+        roll_call.looks.append(lambda store: None if (method := found()) is None else method(store, name))
+        return name
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """Gathers `value` of every rank, in rank order. For set-up and failures, never on the step's path.

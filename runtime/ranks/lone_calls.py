@@ -1,27 +1,37 @@
-"""Refuses, within seconds, a call of the model that other ranks do not make because they wait for the caller elsewhere.
+"""Refuses, on all ranks, what one rank does alone while others wait for it elsewhere.
 
-    rank 0   evaluates: its announcement waits for rank 1
+    rank 0   evaluates: its announcement waits for rank 1; or it raises, for it has asked what no part can answer
     rank 1   torch.distributed.barrier(), until rank 0 comes
 
-Neither would ever go on. A rank that has waited for a while writes so into the store. A rank whose main thread stands
-in a collective that needs the first one then announces a failure from another thread. The caller raises, comes to the
-barrier, and both go on, with nothing applied. That collective may be the user's, or part of another model's call.
+A rank that has waited for a moment, or raises, writes so into the store, with how many collectives it has begun in each
+process group. A rank whose main thread stands in one that the first has not begun prints why. Where the first rank
+waits, it also announces a failure from another thread: the first raises, comes to the barrier, and both go on, with
+nothing applied. Where the first ends instead, that collective raises the same reason.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import sys
 import threading
 import time
 import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.c10d_logger import _c10d_logger
 
-from embrace_fx.runtime.ranks.failure import place_of_main_thread
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, place_of_main_thread
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.25
 """Seconds that an announcement waits before the rank writes that it does."""
 
 _TOGETHER = {
@@ -31,75 +41,167 @@ _TOGETHER = {
 """Files, and beginnings of the names of collectives there that no rank leaves before all have come."""
 _ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
 """Where another model's ranks wait for each other."""
+_WAITS, _RAISES = "/waits", "/raises"
+"""What a rank writes that it does."""
 
 _ELSEWHERE = (
-    "expected every rank to call the model, found this one in {} at {}, waiting for a rank that calls the model, or "
-    "asks of a sharded table, alone. Do both on all ranks: the call, under join() where loaders are of unequal length, "
-    "or the question (full_state_dict(), clipping and norms, too), and what stands at that line; or evaluate on one "
-    "rank with a plain model that has loaded full_state_dict()"
+    "expected every rank to call the model, or ask of a sharded table, where one does, found this one in {} at {}. To "
+    "evaluate on one rank, enter `with model.whole() as plain:` on all, and call plain on that one; call the model on "
+    "all ranks, under join() where loaders are of unequal length, and ask (full_state_dict(), clipping, norms) on all"
 )
 
 
-class LoneCalls:
-    """Looks, from a thread behind a rank, for calls of the model that other ranks do not come to.
+@dataclass(frozen=True)
+class _Stopped:
+    """What a rank writes that does not go on.
 
-    Args:
-        rank: this rank.
-        group: the ranks that train together.
+    Attributes:
+        rank: of those that train together.
+        met: the number of announcements that it has begun.
+        reason: why it raises; "": it waits in the last of them.
+        begun: process group -> number of collectives that it has begun there.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
-        self._rank = rank
-        self._group = group
-        self._told = 0
-        self._stood: tuple[int, int] | None = None  # the announcement asked for, and where the main thread stood
+    rank: int
+    met: int
+    reason: str
+    begun: dict[str, int]
 
-    def look(self, store: Any, name: str, made: int, waiting_since_s: float | None) -> str | None:
-        """Writes a long wait of this rank into the store; where this rank does not wait, reads that of another.
+
+class LoneCalls:
+    """Finds ranks that wait for each other, from a thread behind this one.
+
+    Attributes:
+        met: announcements that this rank has begun, and questions.
+    """
+
+    def __init__(self) -> None:
+        self.met = 0
+        self._rank = 0
+        self._name = ""  # in the store; the same on all ranks
+        self._waiting_since_s: float | None = None
+        self._written = 0  # the last announcement of which this rank has written that it waits in it
+        self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that waits in vain, and why
+
+    def watch(self, communicator: Communicator, look: Callable[[Any, str], None]) -> None:
+        """Begins to look; later calls do nothing.
+
+        Args:
+            look: a method of the caller, which calls that of this name.
+        """
+        if self._name or communicator.group is None:
+            return
+        self._rank, self._name = communicator.rank, communicator.look_each_time(look)
+        communicator.refuse = self.refuse
+        itself = weakref.ref(self)
+
+        def explain(_: logging.LogRecord) -> bool:
+            if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
+                found.explain(error)
+            return True
+
+        _c10d_logger.addFilter(explain)  # torch logs the errors of its collectives where it raises them
+        weakref.finalize(self, _c10d_logger.removeFilter, explain)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Opens a context in which this rank waits for an announcement of the others."""
+        self._waiting_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since_s = None
+
+    def look(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
+        """Writes a long wait of this rank; where this rank does not wait, finds out whether it is waited for in vain.
 
         Args:
             store: a store that only this thread uses.
             name: a name that nothing else has in the store, the same on all ranks.
-            made: announcements that this rank has begun.
-            waiting_since_s: by `time.monotonic`, of the one that it waits in; None: it waits in none.
-
-        Returns:
-            The failure to announce to a rank that waits for this one in vain; None: there is none.
+            answer: announces a failure to a rank that waits for this one, and returns what both then raise.
         """
-        if waiting_since_s is not None:
-            if time.monotonic() - waiting_since_s > PATIENCE_S and self._told != made:
-                store.set(name, f"{self._rank} {made}")
-                self._told = made
-            return None
-        stood, self._stood = self._stood, None
-        if not store.check([name]):
-            return None
-        rank, number = map(int, store.get(name).decode().split())
-        if number != made + 1 or rank == self._rank:
-            return None
-        frame = _stands_in(dist.get_global_rank(self._group, rank))
+        self._name = name
+        if (since_s := self._waiting_since_s) is not None:
+            if time.monotonic() - since_s > PATIENCE_S and self._written != self.met:
+                self._write(store, _WAITS)
+                self._written = self.met
+            return
+        top = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = _collective_in(traceback.walk_stack(top))
+        if self._found is not None and self._found[0] is not frame:
+            self._found = None
+        if frame is None or self._found is not None:
+            return
+        if self._behind(store, frame, _WAITS, self.met + 1) is not None:
+            called = frame.f_code.co_name
+            what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
+            self._found = frame, answer(_ELSEWHERE.format(what, place_of_main_thread()))
+        elif (other := self._behind(store, frame, _RAISES, self.met)) is not None:
+            self._found = frame, PeerFailure({other.rank: other.reason})
+        else:
+            return
+        print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
+
+    def refuse(self, reason: str) -> None:
+        """Writes that this rank is about to raise."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._write(dist.distributed_c10d._get_default_store(), _RAISES, reason)
+
+    def explain(self, error: BaseException) -> None:
+        """Raises why a collective has broken to which a rank has not come.
+
+        Raises:
+            PeerFailure: names that rank, and its reason.
+        """
+        frame = _collective_in(traceback.walk_tb(error.__traceback__))
         if frame is None:
+            return
+        if self._found is not None and self._found[0] is frame:
+            raise self._found[1] from error
+        other = None
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            other = self._behind(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.met)
+        if other is not None:
+            raise PeerFailure({other.rank: other.reason}) from error
+
+    def _write(self, store: Any, what: str, reason: str = "") -> None:
+        begun = {str(name): _begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
+        store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.met, reason, begun))))
+
+    def _behind(self, store: Any, frame: FrameType, what: str, met: int) -> _Stopped | None:
+        """Reads which other rank has stopped before a collective, at an announcement; None: none has."""
+        if not store.check([self._name + what]):
             return None
-        self._stood = number, id(frame)
-        if stood != self._stood:  # at one look only: it may be just leaving
-            return None
-        called = frame.f_code.co_name
-        what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
-        return _ELSEWHERE.format(what, place_of_main_thread())
+        other: _Stopped = from_plain(_Stopped, json.loads(store.get(self._name + what).decode()))
+        group = _group_of(frame)
+        is_behind = other.begun.get(group.group_name, _begun(group)) < _begun(group)
+        return other if is_behind and other.met == met and other.rank != self._rank else None
 
 
-def _stands_in(rank: int) -> FrameType | None:
-    """Finds the collective in which the main thread waits for a rank of the job, or None."""
-    top = sys._current_frames().get(threading.main_thread().ident or 0)
-    for frame, _ in traceback.walk_stack(top):
+def _begun(group: dist.ProcessGroup) -> int:
+    """Counts the collectives that this rank has begun in a group; 0 where its back ends do not tell."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
+
+
+def _collective_in(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
+    """Finds a collective that needs all ranks of its group."""
+    for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(file.endswith(there) and name.startswith(names) for there, names in _TOGETHER.items()):
-            return frame if _has(frame.f_locals.get("group", frame.f_locals.get("process_group")), rank) else None
+            return frame
         if file.endswith(_ANNOUNCEMENTS) and name == _READ:
-            return frame if _has(frame.f_locals["self"].communicator.group, rank) else None
+            return frame
     return None
 
 
-def _has(group: dist.ProcessGroup | None, rank: int) -> bool:
-    """Whether a rank of the job is one of a group's; None: the default group."""
-    return rank in dist.get_process_group_ranks(group or dist.group.WORLD)
+def _group_of(frame: FrameType) -> dist.ProcessGroup:
+    of = frame.f_locals
+    if frame.f_code.co_name == _READ:
+        found = of["self"].communicator.host_group()
+    else:
+        found = of.get("group") or of.get("process_group") or dist.group.WORLD
+    assert isinstance(found, dist.ProcessGroup)
+    return found

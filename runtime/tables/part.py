@@ -83,12 +83,17 @@ class Part(Tensor):
     def refused(self, asked: str) -> RuntimeError:
         """Makes the error for what a part cannot do."""
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
-        return RuntimeError(
-            f"expected {self.what}, of which this rank holds a part, to be read by torch's ops or written by element "
-            f"or by row, found {asked}. Call .full_tensor() on every rank, work on that, and copy_() it back; or run "
-            "what needs whole tables `with model.whole():`, or keep the table whole: "
-            f"strategy={{{self.spread.name!r}: 'allreduce'}}."
+        return self.spread.told(
+            RuntimeError(
+                f"expected {self.what}, of which this rank holds a part, to be read by torch's ops or written by "
+                f"element or by row, found {asked}. Call .full_tensor() on every rank, work on that, and copy_() it "
+                "back; or run what needs whole tables `with model.whole():`, or keep the table whole: "
+                f"strategy={{{self.spread.name!r}: 'allreduce'}}."
+            )
         )
+
+    def _not_saved(self) -> TypeError:
+        return self.spread.told(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced(self, asked: str) -> RuntimeError:
         """Makes the error for a question to a gradient that DDP has not reduced yet."""
@@ -210,11 +215,11 @@ class Part(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.spread.is_alone:
-            raise TypeError(REFUSAL.format(f"a part of {self.what}"))
+            raise self._not_saved()
         return self.held.dense().__reduce_ex__(protocol)
 
     def _typed_storage(self) -> NoReturn:
-        raise TypeError(REFUSAL.format(f"a part of {self.what}"))
+        raise self._not_saved()
 
 
 forward(

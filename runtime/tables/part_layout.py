@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.gathering import all_gather_single
 from embrace_fx.runtime.tables.layouts import own_part
 from embrace_fx.vocabulary.plan import Grid
+
+E = TypeVar("E", bound=Exception)
 
 
 class NotAView(Exception):
@@ -193,6 +195,17 @@ class Layout:
         communicator = self.communicator() if self.mesh is not None else None
         if communicator is not None and threading.current_thread() is threading.main_thread():
             communicator.deeds += 1
+
+    def told(self, error: E) -> E:
+        """Returns what this rank is about to raise, once ranks that may wait for it elsewhere can know of it.
+
+        Raises:
+            RuntimeError: this is a forked child.
+        """
+        if (communicator := self.communicator()) is not None and not self.is_alone:
+            communicator.check_fork()
+            communicator.refuse(str(error))
+        return error
 
     def meet(self) -> None:
         """Waits until all ranks ask for all of it. Collective."""

@@ -227,10 +227,13 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
     """Refuses lookups by the plain model: each rank has its own columns of the rows."""
     if args[0].spread.is_alone:
         return NotImplemented
-    raise RuntimeError(
-        f"expected the compiled model in a call, found a lookup in {args[0].what} by the plain one, or by a copy: this "
-        "rank has only its part. Call the compiled model on every rank, or any part of it on every rank under `with "
-        "model.whole():`, or load full_state_dict() into a model of its own, which any rank may call."
+    raise args[0].spread.told(
+        RuntimeError(
+            f"expected the compiled model in a call, found a lookup in {args[0].what} by the plain one, or by a copy: "
+            "this rank has only its part. Call the compiled model on every rank, under join() where loaders are of "
+            "unequal length; or enter `with model.whole() as plain:` on every rank, and call plain, or any part of it, "
+            "on those that evaluate."
+        )
     )
 
 

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from tests.support.ranks import run_ranks
+from tests.support.habits import Words, adam, ends, ids_of, step_of
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 
-
-def _evaluates_alone(rank: int, world_size: int) -> str:
-    torch.manual_seed(0)
-    model = embrace_fx.compile(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1)), strategy="alltoall")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ids = torch.arange(4) + rank
-
-    def step() -> None:
-        model(ids).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    told = ""
-    if rank == 0:
-        began_s = time.monotonic()
-        try:
-            with torch.no_grad():
-                model(ids)
-        except PeerFailure as refused:
-            told = str(refused)
-        assert time.monotonic() - began_s < 30.0
-    dist.barrier()
-    step()
-    with torch.no_grad():
-        model(ids)
-    return told
+LIMIT_S = 4.0
+"""On a machine with other work; a second where there is none."""
+LOOKS_S = 0.25
 
 
 def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
@@ -87,21 +69,99 @@ def test_what_all_ranks_must_ask_for_is_refused_where_one_asks_alone(asked: str,
     assert first == second
 
 
-@pytest.mark.long
-def test_an_evaluation_on_one_rank_is_refused_while_the_others_wait_in_a_barrier() -> None:
-    told, _ = run_ranks(2, _evaluates_alone)
-    assert told.startswith(
-        "rank 1: expected every rank to call the model, found this one in torch.distributed.barrier()"
-    )
-    assert "test_lone_calls.py" in told
+def _alone(rank: int, world_size: int, deed: str, steps: int, *, catches: bool) -> list[Any]:
+    """As loops do that keep the best model: rank 0 evaluates it, or saves it, while the others wait in a barrier."""
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Words(), strategy="alltoall")
+    optimizer = adam(model)
+    for k in range(steps + 2):
+        if k == steps and rank == 0:
+            began_s = time.monotonic()
+            with pytest.raises((RuntimeError, TypeError)) if catches else contextlib.nullcontext(), torch.no_grad():
+                DEEDS[deed](model)
+            assert time.monotonic() - began_s < LIMIT_S
+            time.sleep(2 * LOOKS_S)
+        if k == steps:
+            dist.barrier()
+        step_of(optimizer, model(ids_of(rank, k)).square().mean())
+    return ends(model)
+
+
+DEEDS: dict[str, Callable[[Any], object]] = {
+    "call": lambda model: model(ids_of(9, 0)),
+    "module": lambda model: model.module(ids_of(9, 0)),
+    "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "median": lambda model: model.module.words.weight.median(),
+    "norm": lambda model: model.module.words.weight.norm(),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> None:
+    """The others' barriers raise the reason, and not that a connection was closed."""
+    for rank, error in enumerate(run_ranks_expecting_errors(ranks, partial(_alone, catches=False), deed, 2)):
+        told = str(error)
+        assert isinstance(error, PeerFailure) or rank == 0
+        assert "expected" in told
+        assert "found" in told
+        assert "`with model.whole()" in told
+        if deed in ("call", "module"):
+            assert "join()" in told
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_one_rank_is_refused_and_catches_holds_nobody_up(deed: str) -> None:
+    one, other = run_ranks(2, partial(_alone, catches=True), deed, 2)
+    torch.testing.assert_close(one, other)
 
 
 def test_many_announcements_are_watched_by_one_look() -> None:
     looks: list[object] = []
-    ranks: Any = SimpleNamespace(rank=0, group=object(), look_each_time=looks.append, let_ask=lambda ask: None)
+    ranks: Any = SimpleNamespace(rank=0, group=object(), let_ask=lambda ask: None)
+
+    def look_each_time(look: object) -> str:
+        looks.append(look)
+        return "name"
+
+    ranks.look_each_time = look_each_time
     announcements = Announcements(ranks)
 
     for _ in range(3):  # of fast steps, before the thread has looked once
-        announcements._look_out()
+        announcements._lone_calls.watch(ranks, announcements._look)
 
     assert len(looks) == 1
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Words()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.of.encode(ids), labels)
+
+
+def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) -> None:
+    """Rank 0 catches the error of its batch, and runs a small one instead."""
+    model = embrace_fx.compile(Labelled(), strategy="alltoall")
+    optimizer = adam(model)
+    for k in range(4):
+        ids, labels = ids_of(rank, k), torch.zeros_like(ids_of(rank, k))
+        bad = rank == 0 and k == 2
+        try:
+            loss = model(ids + bad_ids * bad, labels + bad_labels * bad)
+        except (IndexError, RuntimeError):
+            if rank > 0:
+                raise
+            loss = model(ids[:1], labels[:1])
+        step_of(optimizer, loss)
+
+
+@pytest.mark.parametrize(("bad_ids", "bad_labels", "told"), [(1000, 0, "found 1016"), (0, 50, "IndexError: Target 50")])
+def test_an_error_that_one_rank_catches_and_the_others_do_not(bad_ids: int, bad_labels: int, told: str) -> None:
+    one, other = run_ranks_expecting_errors(2, _catches_alone, bad_ids, bad_labels)
+    for error in (one, other):
+        assert isinstance(error, PeerFailure)
+        assert told in str(error)
+    assert "found that others have ended with its error" in str(one)
