@@ -39,6 +39,24 @@ def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]
     return method
 
 
+class NoStorage(torch._C.StorageBase):
+    """Class of the storage of a tensor that has no memory of its own, so that no other tensor is given that storage.
+
+    torch asks no class in `Tensor.untyped_storage(part)`; what then takes a storage refuses this one by its name.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return NoStorage
+        raise RuntimeError(NoStorage.__name__)
+
+
+NoStorage.__name__ = (
+    "expected the memory of a whole tensor, found a part's, or that of a gradient in flight: call full_tensor() of a "
+    "part, on every rank, or clone() of a gradient"
+)
+
+
 def share_memory(kind: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
     """Has `tensor.data = stand_in` share the memory of what an instance of a class stands for.
 

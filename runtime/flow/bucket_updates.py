@@ -25,7 +25,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held import GONE, Late
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups, takes_sparse
-from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward, share_memory
+from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward, share_memory
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
 
 
@@ -51,6 +51,7 @@ class PendingGradient(Tensor):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, dispatch_layout=sparse
         )
         made.late, made.place, made.is_sparse = late, place, sparse
+        Tensor.untyped_storage(made).__class__ = NoStorage
         return made
 
     @property

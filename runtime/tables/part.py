@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
+from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSAL = (
@@ -57,6 +57,7 @@ class Part(Tensor):
         )
         made.held, made.spread, made.kind, made.is_sparse = held, spread, kind, sparse
         torch._C._set_throw_on_mutable_data_ptr(made)  # not the end of the process, where torch asks no class
+        Tensor.untyped_storage(made).__class__ = NoStorage
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

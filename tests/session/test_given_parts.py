@@ -109,10 +109,28 @@ def _set(target: Tensor, model: Any) -> Tensor:
     return target.set_(model.words.weight.data)
 
 
+def _storage(target: Tensor, model: Any) -> Tensor:
+    return target.set_(Tensor.untyped_storage(model.words.weight), 0, (4,), (1,))  # type: ignore[call-overload]
+
+
+def _storage_of_data(target: Tensor, model: Any) -> Tensor:
+    return target.set_(torch._C.TensorBase.untyped_storage(model.words.weight.data))
+
+
+def _storage_in_flight(target: Tensor, model: Any) -> Tensor:
+    return target.set_(Tensor.untyped_storage(model.out.weight.grad))
+
+
+def _shared_storage(target: Tensor, model: Any) -> Tensor:
+    Tensor.untyped_storage(model.words.weight)._share_filename_cpu_()
+    return target
+
+
 ANSWERED: dict[str, Given] = {
     each.__name__: each for each in (_soft, _of_a_parameter, _clone, _row, _transposed, _buffer, _dense, _in_inference)
 }
 REFUSED: dict[str, Given] = {each.__name__: each for each in (_alias, _itself, _gradient, _kept, _set)}
+STORAGES = {each.__name__: each for each in (_storage, _storage_of_data, _storage_in_flight, _shared_storage)}
 
 
 def _found(wrap: Callable[[nn.Module], Any], given: Given, rank: int) -> list[Tensor]:
@@ -147,20 +165,27 @@ def test_a_tensor_given_what_nobody_keeps_is_as_under_ddp(world_size: int) -> No
         assert max(apart.values()) < 1e-5, apart
 
 
-def _refused(rank: int, world_size: int) -> dict[str, str]:
+def _refused(rank: int, world_size: int, cases: dict[str, Given]) -> dict[str, str]:
     told = {}
-    for name, given in REFUSED.items():
-        with pytest.raises(RuntimeError) as caught:
+    for name, given in cases.items():
+        with pytest.raises((RuntimeError, TypeError)) as caught:
             _found(partial(embrace_fx.compile, strategy="alltoall"), given, rank)
         told[name] = str(caught.value)
     return told
 
 
 def test_a_tensor_cannot_share_memory_with_a_part_that_is_kept() -> None:
-    for told in run_ranks(2, _refused):
+    for told in run_ranks(2, _refused, REFUSED):
         for line in told.values():
             assert "an x that nothing else refers to" in line
             assert "tensor.data.copy_(x)" in line
+
+
+def test_a_tensor_is_not_given_the_storage_of_what_has_no_memory() -> None:
+    """Its next read would end the process."""
+    for told in run_ranks(2, _refused, STORAGES):
+        for line in told.values():
+            assert "expected the memory of a whole tensor, found a part's" in line
 
 
 def _raw(rank: int, world_size: int) -> str:
