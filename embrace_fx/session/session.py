@@ -190,6 +190,7 @@ class Session:
                     calls.count = count
                     self._eager.fit()
                     if self._watch.renamed():
+                        gather_buffers(self.model)
                         self._follow_names()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:

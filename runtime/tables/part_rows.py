@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,12 @@ def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
     own = axis.own
     apart = ids - own.start
     return apart // own.step, (apart >= 0) & (ids < own.stop) & (apart % own.step == 0)
+
+
+def _unravelled(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Ids along a flat tensor, as ids along the dimensions that it had."""
+    ids, _ = _own_ids(ids, Axis.whole(prod(sizes)))
+    return list(torch.unravel_index(ids, sizes))
 
 
 def _check_ids(ids: Tensor, axis: Axis) -> None:
@@ -66,13 +73,15 @@ def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows
 def _put(func: Any, args: Any, kwargs: Any) -> Any:
     part, indices, values, *rest = args
     accumulate = kwargs.get("accumulate", rest[0] if rest else False)
-    if not isinstance(part, Part) or part.spread.is_flat:
+    if not isinstance(part, Part) or (part.spread.is_flat and part.dim() > 1):
         return NotImplemented
     if len(indices) == 1 and isinstance(indices[0], Part):
         return _put_where(part, indices[0], values, accumulate)
     ids, axes = _ids_of(indices, part), part.spread.axes
     if ids is None:
         return NotImplemented
+    if part.spread.is_flat:
+        ids = _unravelled(ids[0], [axis.size for axis in axes])
     apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
     if values.dtype != part.dtype and values.dim():
         return NotImplemented  # torch's error
@@ -85,7 +94,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
     if kept:
         keep = torch.stack(kept).all(0)
         local_ids, own = [each[keep] for each in local_ids], own[keep]
-    local = part.held.memory()
+    local = part.held.memory().view([len(axis.own) for axis in axes])
     if local.numel() and local_ids[0].numel():
         local.index_put_(tuple(local_ids), own, accumulate)
     return part

@@ -88,6 +88,91 @@ def test_a_changed_model_is_compiled_anew_and_trains_as_under_ddp(strategy: str)
         assert max(apart.values()) < 1e-5, apart
 
 
+def _renormed(model: Any) -> None:
+    prune.ln_structured(model.words, "weight", amount=0.3, n=2, dim=0)
+
+
+def _kept(model: Any) -> None:
+    prune.l1_unstructured(model.words, "weight", amount=0.3)
+    prune.remove(model.words, "weight")
+
+
+def _flat(change: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[[Any], Any]:
+    """Makes a change of a table by flat ids and values, as thresholds and masks of one's own make them."""
+
+    def changed(model: Any) -> None:
+        random = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            change(
+                model.words.weight.view(-1),
+                torch.randperm(ROWS * WIDTH, generator=random)[:50],
+                torch.randn(50, generator=random),
+            )
+
+    return changed
+
+
+def _put_where(flat: Tensor, ids: Tensor, values: Tensor) -> None:
+    flat[flat.abs() < 0.5] = 0
+
+
+def _put_values(flat: Tensor, ids: Tensor, values: Tensor) -> None:
+    flat[ids - flat.numel()] = values
+
+
+def _put_squares(flat: Tensor, ids: Tensor, values: Tensor) -> None:
+    flat[ids.view(5, 10)] = values.view(5, 10)
+
+
+def _put_smallest(flat: Tensor, ids: Tensor, values: Tensor) -> None:
+    flat[flat.abs().topk(40, largest=False).indices] = 0
+
+
+def _add_twice(flat: Tensor, ids: Tensor, values: Tensor) -> None:
+    flat.index_put_((torch.cat([ids, ids]),), torch.cat([values, values]), accumulate=True)
+
+
+PRUNED: dict[str, Callable[[Any], Any]] = {
+    "smallest elements": lambda model: prune.l1_unstructured(model.words, "weight", amount=0.3),
+    "drawn elements": lambda model: prune.random_unstructured(model.words, "weight", amount=0.3),
+    "a mask": lambda model: _every_second(model, "words"),
+    "rows by their norms": _renormed,
+    "and no longer": _kept,
+    **{each.__name__: _flat(each) for each in (_put_where, _put_values, _put_squares, _put_smallest, _add_twice)},
+}
+
+
+def _amid(rank: int, world_size: int) -> dict[str, float]:
+    """Returns how far apart losses are where a change comes amid training by one optimizer."""
+    apart = {}
+    for name, change in PRUNED.items():
+        sides = []
+        for compiled in (True, False):
+            torch.manual_seed(0)
+            plain = _Tagger()
+            model: Any = embrace_fx.compile(plain, strategy="alltoall") if compiled else DistributedDataParallel(plain)
+            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), []
+            for step in range(6):
+                ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+                loss = model(ids)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                if step == 2:
+                    torch.manual_seed(1)
+                    change(plain)
+            sides.append(losses)
+        apart[name] = max(abs(one - other) for one, other in zip(*sides, strict=True))
+    return apart
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_table_pruned_amid_training_is_as_under_ddp(ranks: int) -> None:
+    for apart in run_ranks(ranks, _amid):
+        assert max(apart.values()) < 1e-5, apart
+
+
 def _changed(rank: int, world_size: int, closes: bool) -> int:
     for change in CHANGES.values():
         model = embrace_fx.compile(_Tagger(), strategy="alltoall")
