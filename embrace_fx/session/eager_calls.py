@@ -78,6 +78,7 @@ class EagerCalls:
             PeerFailure: a rank has failed; on every rank.
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
+        train = train and bool(trained)  # of a frozen model, autograd alone passes gradients through
         announcements.settle()  # of a step without backward
         variant = self._variant(trained, train=train)
         rows = self._rows_of(variant)
@@ -148,7 +149,8 @@ class EagerCalls:
         """Returns the variant that takes the place of a capture; makes it at the first call."""
         kind = self._kinds["eager", tuple(trained), train]
         if not kind.variants:
-            graph = self._graph(trained) if train else idle_graph(*next(iter(trained.items())))
+            name = self._setting.state.names[0]
+            graph = self._graph(trained) if train else idle_graph(name, self._setting.state.parameter(name))
             kind.variants.append(Variant(captured_of(graph), graph, train))
         return kind.variants[0]
 

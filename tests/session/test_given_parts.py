@@ -110,7 +110,7 @@ def _set(target: Tensor, model: Any) -> Tensor:
 
 
 def _storage(target: Tensor, model: Any) -> Tensor:
-    return target.set_(Tensor.untyped_storage(model.words.weight), 0, (4,), (1,))  # type: ignore[call-overload]
+    return target.set_(Tensor.untyped_storage(model.words.weight), 0, (4,), (1,))
 
 
 def _storage_of_data(target: Tensor, model: Any) -> Tensor:
