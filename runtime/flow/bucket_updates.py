@@ -51,7 +51,7 @@ class PendingGradient(Tensor):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, dispatch_layout=sparse
         )
         made.late, made.place, made.is_sparse = late, place, sparse
-        Tensor.untyped_storage(made).__class__ = NoStorage
+        Tensor.untyped_storage(made).__class__ = NoStorage  # type: ignore[assignment]
         return made
 
     @property

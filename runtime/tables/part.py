@@ -57,7 +57,7 @@ class Part(Tensor):
         )
         made.held, made.spread, made.kind, made.is_sparse = held, spread, kind, sparse
         torch._C._set_throw_on_mutable_data_ptr(made)  # not the end of the process, where torch asks no class
-        Tensor.untyped_storage(made).__class__ = NoStorage
+        Tensor.untyped_storage(made).__class__ = NoStorage  # type: ignore[assignment]
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
