@@ -2,127 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import embrace_fx
 from embrace_fx.session.ddp_attributes import SET
-from tests.support.habits import Words, Wrap, adam, ends, ids_of, step_of
-from tests.support.ranks import run_ranks
-
-
-class Normed(Words):
-    """Has buffers, which ranks share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(4)
-
-    def encode(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.batch_norm(super().encode(ids))
-        return found
-
-
-def _synced_by_attribute(wrap: Wrap, rank: int) -> list[Any]:
-    """As Lightning's strategies and Accelerate's `accumulate` do it."""
-    model, log = wrap(Words()), list[Any]()
-    optimizer = adam(model)
-    for k in range(6):
-        model.require_backward_grad_sync = k % 3 == 2
-        loss = model(ids_of(rank, k)).square().mean()
-        model.require_backward_grad_sync = True  # what the forward was told counts
-        loss.backward()
-        log += [loss.item(), model.module.out.bias.grad.clone()]  # each rank's own, but for the last
-        if k % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return log + ends(model)
-
-
-def _synced_by_both(wrap: Wrap, rank: int) -> list[Any]:
-    model, log = wrap(Words()), list[Any]()
-    optimizer = adam(model)
-    for k in range(4):
-        with model.no_sync():
-            log.append(model.require_backward_grad_sync)
-            model(ids_of(rank, 2 * k)).square().mean().backward()
-        log += [
-            model.require_backward_grad_sync,
-            step_of_sum(optimizer, model(ids_of(rank, 2 * k + 1)).square().mean()),
-        ]
-    return log + ends(model)
-
-
-def step_of_sum(optimizer: Any, loss: Tensor) -> float:
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def _buffers_by_attribute(wrap: Wrap, rank: int) -> list[Any]:
-    model, log = wrap(Normed()), list[Any]()
-    optimizer = adam(model)
-    for k in range(5):
-        if k == 3:
-            model.require_forward_param_sync = False
-        log += [step_of(optimizer, model(ids_of(rank, k)).square().mean()), model.require_forward_param_sync]
-        with model.no_sync():
-            model(ids_of(rank, k + 20))
-        log.append(model.require_forward_param_sync)
-        model.require_forward_param_sync = True
-    return [*log, model.will_sync_module_buffers(), len(model.modules_buffers), sorted(model.named_module_buffers)]
-
-
-def _what_trainers_ask(wrap: Wrap, rank: int) -> list[Any]:
-    model = wrap(Words())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # DDP's, of find_unused_parameters
-        model._set_static_graph()
-    for name in ("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters"):
-        setattr(model, name, True)  # as they are
-    log: list[Any] = [step_of(adam(model), model(ids_of(rank, 0)).square().mean())]
-    logged = model._get_ddp_logging_data()
-    log += [logged[name] for name in ("world_size", "rank", "module_name", "num_parameter_tensors")]
-    log += [model.device_ids, model.output_device, model.dim, model.device.type, model.parameters_to_ignore]
-    log += [getattr(model, "no such name", "none"), hasattr(model, "no_sync"), model.mixed_precision]
-    return log + ends(model)
-
-
-LOOPS: tuple[Callable[[Wrap, int], list[Any]], ...] = (
-    *(_synced_by_attribute, _synced_by_both, _buffers_by_attribute, _what_trainers_ask),
-)
-by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
-
-
-def _both(rank: int, world_size: int, number: int) -> tuple[Any, Any, Any]:
-    found = []
-    ways: list[Any] = [by_ddp, *(functools.partial(embrace_fx.compile, strategy=each) for each in ("alltoall", "auto"))]
-    for wrap in ways:
-        torch.manual_seed(0)
-        found.append(LOOPS[number](wrap, rank))
-    return found[0], found[1], found[2]
-
-
-@pytest.mark.parametrize("number", range(len(LOOPS)), ids=[each.__name__.strip("_") for each in LOOPS])
-def test_attributes_act_as_under_ddp(number: int) -> None:
-    for theirs, *ours in run_ranks(2, _both, number):
-        for each in ours:
-            for own, other in itertools.zip_longest(each, theirs):
-                if isinstance(other, float | Tensor):
-                    torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
-                else:
-                    assert own == other
+from tests.support.scenarios.schemes import Words, ids_of
 
 
 def test_what_cannot_change_is_refused() -> None:
@@ -206,9 +98,10 @@ def test_a_group_without_parameters_is_told(caplog: pytest.LogCaptureFixture) ->
     slow = [parameter for name, parameter in named if name.startswith("module.words")]
     groups: list[dict[str, Any]] = [{"params": slow, "lr": 1e-4}, {"params": [p for _, p in named]}]
     optimizer = AdamW(groups, lr=1e-2)
-    for k in range(2):
-        step_of(optimizer, model(ids_of(0, k)).square().mean())
-    step_of(SGD(model.parameters(), 0.1), model(ids_of(0, 2)).square().mean())
+    for k, each in enumerate((optimizer, optimizer, SGD(model.parameters(), 0.1))):
+        model(ids_of(0, k)).square().mean().backward()
+        each.step()
+        each.zero_grad()
 
     told = [line for line in caplog.messages if "hold no parameter" in line]
     assert len(told) == 1

@@ -124,7 +124,7 @@ def asked(make: Callable[[], Any], deed: Callable[[Any], Any]) -> tuple[str, Any
         return "answer", (whole_of(answer), whole_of(tensor))
 
 
-def differs(found: Any, expected: Any) -> str:
+def differs(found: Any, expected: Any, rtol: float = 1e-6) -> str:
     """How an answer differs from that of the whole; empty: it does not."""
     ours, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
     if len(ours) != len(theirs):
@@ -136,10 +136,13 @@ def differs(found: Any, expected: Any) -> str:
                 return f"{one!r}, not {other!r}"
         elif not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return f"{getattr(one, 'shape', one)} {getattr(one, 'dtype', '')}, not {other.shape} {other.dtype}"
-        elif not _close(one.to_dense().resolve_conj(), other.to_dense().resolve_conj()):
+        elif not _close(one.to_dense().resolve_conj(), other.to_dense().resolve_conj(), rtol):
             return f"{one}, not {other}"
     return ""
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+def _close(one: Tensor, other: Tensor, rtol: float) -> bool:
+    if not other.is_floating_point() or not other.numel():
+        return torch.equal(one, other)
+    largest = float(other.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(one, other, rtol=rtol, atol=rtol * max(largest, 1e-3), equal_nan=True)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import embrace_fx
-from tests.support.habits import Words, ends, ids_of
 from tests.support.ranks import run_ranks
+from tests.support.scenarios.schemes import Words, ids_of
 
 STEPS = 3
 
@@ -66,7 +66,7 @@ def _trained(wrap: Callable[[Any], Any], rank: int, optimizer: str, returns: str
 
         found = _calls(steps, closure)
         log.append(float(found) if isinstance(found, float) else found)
-    return [*log, *ends(model)]
+    return [*log, *embrace_fx.full_state_dict(model).values()]
 
 
 def _combinations() -> Iterator[tuple[str, str]]:
@@ -119,7 +119,7 @@ def _uneven(rank: int, world_size: int, optimizer: str) -> list[Any]:
             return float(loss.detach())
 
         steps.step(closure)
-    return ends(model)
+    return list(embrace_fx.full_state_dict(model).values())
 
 
 def _searching(model: Any) -> Optimizer:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+import embrace_fx
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.sides import DTYPE, CompiledSide, Side, draw_batches
-from tests.support.training import whole_parameters
+from tests.support.scenario import Training
+from tests.support.sides import DTYPE
+from tests.support.training import SEED, whole_parameters
 
 
 class Ruled(Optimizer):
@@ -136,21 +140,23 @@ MAKERS: dict[str, Make] = {
 }
 
 
-def _train(rank: int, side: Side) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    for step, batch in enumerate(side.lookahead(draw_batches(rank, 6))):
-        (side.model(*batch) * (20 if step == 3 else 1)).backward()
-        side.step()
-        side.optimizer.zero_grad()
-    groups = [{key: v for key, v in group.items() if key != "params"} for group in side.optimizer.param_groups]
-    return whole_parameters(side.model), groups
+def _train(rank: int, training: Training) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    for step, batch in enumerate(training.batches(6)):
+        (training.model(*batch) * (20 if step == 3 else 1)).backward()
+        training.step()
+    groups = [{key: v for key, v in group.items() if key != "params"} for group in training.optimizer.param_groups]
+    return whole_parameters(training.module), groups
 
 
 def _both(rank: int, world_size: int) -> dict[str, Any]:
+    torch.set_default_dtype(DTYPE)
     found = {}
     for name, make in MAKERS.items():
-        compiled = CompiledSide(lambda model, make=make: make(model.parameters()))  # type: ignore[misc]
+        torch.manual_seed(SEED)
+        compiled = Training(partial(embrace_fx.compile, strategy="alltoall"), make, is_compiled=True)
         ours = _train(rank, compiled)
-        theirs = _train(rank, Side(lambda model, make=make: make(model.parameters())))  # type: ignore[misc]
+        torch.manual_seed(SEED)
+        theirs = _train(rank, Training(DistributedDataParallel, make, is_compiled=False))
         found[name] = ours, theirs, compiled.model.plan["words.weight"].strategy
     return found
 
@@ -167,10 +173,6 @@ def _check(ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_on_two_ranks() -> None:
-    _check(2)
-
-
-@pytest.mark.long
-def test_on_three_ranks() -> None:
-    _check(3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rule_of_its_own_steps_as_under_ddp(ranks: int) -> None:
+    _check(ranks)

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
 from tests.support.cases import long_but
-from tests.support.habits import Wrap, ends
 from tests.support.ranks import run_ranks
+from tests.support.scenario import Wrap
 
 ROWS, DIM, STEPS = 60, 6, 6
 Loop = Callable[[Wrap, int], list[Any]]
@@ -114,7 +114,7 @@ def trained(
             each.step()
         for each in steps:
             each.zero_grad()
-    return log + ends(model)
+    return [*log, *embrace_fx.full_state_dict(model).values()]
 
 
 @loop
@@ -177,7 +177,7 @@ def a_scaler_unscales_values(wrap: Wrap, rank: int) -> list[Any]:
         for each in steps:
             scaler.step(each)
         scaler.update()
-    return log + ends(model)
+    return [*log, *embrace_fx.full_state_dict(model).values()]
 
 
 @loop
@@ -199,7 +199,7 @@ def gradients_zeroed_in_place(wrap: Wrap, rank: int) -> list[Any]:
         log.append(loss.item())
         for each in steps:
             each.step()
-    return log + ends(model)
+    return [*log, *embrace_fx.full_state_dict(model).values()]
 
 
 WAYS: dict[str, dict[str, Any]] = {

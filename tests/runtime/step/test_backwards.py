@@ -1,7 +1,4 @@
-"""What a user may ask of a backward, and what is refused: compiled under "2d", against the plain model.
-
-Gradients of some results, of inputs alone, of values written since the forward; gradients handled before the step.
-"""
+"""What a user may ask of a backward, and what is refused, compiled under "2d"; more is in `tests.support.scenarios`."""
 
 from __future__ import annotations
 
@@ -12,65 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
+from tests.support.scenarios.batches import DIM, TwoTasks, two_tasks_batch
 from tests.support.training import SEED, whole_parameters
 
 DTYPE = torch.float64
-NUM_IDS, DIM = 20, 4
-
-
-class TwoTasks(nn.Module):
-    """A table and a trunk, two heads, and a table of the second head's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids = nn.Embedding(NUM_IDS, DIM)
-        self.trunk = nn.Linear(DIM, DIM)
-        self.first = nn.Linear(DIM, 1)
-        self.second = nn.Linear(DIM, 1)
-        self.extra = nn.Embedding(NUM_IDS, DIM)
-
-    def forward(self, ids_B: Tensor, x_BD: Tensor) -> tuple[Tensor, Tensor]:
-        h_BD = torch.tanh(self.trunk(self.ids(ids_B) * x_BD))
-        return self.first(h_BD).square().mean(), torch.exp(self.second(h_BD * self.extra(ids_B))).mean(0).sum()
-
-
-def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(10 * step + rank)
-    ids_B = torch.randint(NUM_IDS, (5,), generator=random)
-    return ids_B, torch.randn((5, DIM), generator=random, dtype=DTYPE)
 
 
 class Loop:
-    """The model and its optimizers on one side, and a step that averages where the plain side must."""
+    """A compiled model and its optimizers."""
 
-    def __init__(self, make: Callable[[nn.Module], Sequence[Optimizer]], compiled: bool, **options: Any) -> None:
+    def __init__(self, make: Callable[[nn.Module], Sequence[Optimizer]], **options: Any) -> None:
         torch.manual_seed(SEED)
         self.plain = TwoTasks().to(DTYPE)
         self.optimizers = make(self.plain)
-        self.model: Any = self.plain
-        if compiled:
-            options = {"strategy": "alltoall", **options}
-            self.model = embrace_fx.compile(self.plain, optimizer=self.optimizers, **options)
-        self.compiled = compiled
-
-    def reduce(self) -> None:
-        for parameter in self.plain.parameters():
-            if not self.compiled and parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+        self.model: Any = embrace_fx.compile(self.plain, optimizer=self.optimizers, strategy="alltoall", **options)
 
     def step(self) -> None:
-        self.reduce()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -80,126 +43,11 @@ def _adagrad(model: nn.Module) -> list[Optimizer]:
     return [Adagrad(model.parameters(), 0.1, eps=1e-3)]
 
 
-def _some_results(
-    make: Callable[[nn.Module], list[Optimizer]], losses: Sequence[str] = ("ab", "a", "b", "a"), **options: Any
-) -> Callable[[int, bool], Loop]:
-    """Losses of these results in turn."""
-
-    def train(rank: int, compiled: bool) -> Loop:
-        loop = Loop(make, compiled, **options)
-        for step, batch in enumerate(_lookahead(loop, rank)):
-            results = dict(zip("ab", loop.model(*batch), strict=True))
-            sum(results[name] for name in losses[step % len(losses)]).backward()
-            _reads_what_is_there(loop, step)
-            loop.step()
-        return loop
-
-    return train
-
-
-def _reads_what_is_there(loop: Loop, step: int) -> None:
-    """At times someone looks at gradients before the step, which has them delivered."""
-    if step % 3 == 2:
-        assert all(
-            p.grad.isfinite().all() for p in (loop.plain.trunk.weight, loop.plain.trunk.bias) if p.grad is not None
-        )
-
-
-def _lookahead(loop: Loop, rank: int, steps: int = 8) -> Any:
-    batches = [_batch(rank, step) for step in range(steps)]
-    return loop.model.lookahead(batches) if loop.compiled else batches
-
-
-def _inputs_alone(rank: int, compiled: bool) -> Loop:
-    loop = Loop(_adagrad, compiled)
-    for step in range(4):
-        ids, x = _batch(rank, step)
-        x.requires_grad_()
-        a, b = loop.model(ids, x)
-        if step % 2:
-            (slope,) = torch.autograd.grad(a + b, x)
-        else:
-            (a + b).backward(inputs=[x])
-            assert x.grad is not None
-            slope = x.grad
-        a, b = loop.model(ids, (x + 0.1 * slope.sign()).detach())
-        (a + b).backward()
-        loop.step()
-    return loop
-
-
-def _two_optimizers_of_one_table(rank: int, compiled: bool) -> Loop:
-    loop = Loop(lambda m: [SGD(m.parameters(), 0.1), Adagrad(m.ids.parameters(), 0.1, eps=1e-3)], compiled)  # type: ignore[union-attr]
-    for step in range(4):
-        a, b = loop.model(*_batch(rank, step))
-        (a + b).backward()
-        loop.reduce()
-        for optimizer in loop.optimizers:
-            optimizer.step()
-        for optimizer in loop.optimizers:
-            optimizer.zero_grad()
-    return loop
-
-
-def _scaler_of_tables_alone(rank: int, compiled: bool) -> Loop:
-    def make(model: nn.Module) -> list[Optimizer]:
-        of_tables = [p for name, p in model.named_parameters() if name in ("ids.weight", "extra.weight")]
-        rest = [p for name, p in model.named_parameters() if name not in ("ids.weight", "extra.weight")]
-        return [Adagrad(of_tables, 0.1, eps=1e-3), SGD(rest, 0.1)]
-
-    loop = Loop(make, compiled)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for step in range(4):
-        a, b = loop.model(*_batch(rank, step))
-        scaler.scale(a + b).backward()
-        loop.reduce()
-        for optimizer in loop.optimizers:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-    assert scaler.get_scale() == 256.0
-    return loop
-
-
-CASES: dict[str, Callable[[int, bool], Loop]] = {
-    "some results, adam": _some_results(lambda model: [Adam(model.parameters(), 0.01, eps=1e-3)]),
-    "some results, momentum, at once": _some_results(
-        lambda model: [SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)], schedule="none"
-    ),
-    "a loss that comes late, momentum": _some_results(
-        lambda model: [SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)], ("a", "a", "a", "a", "b", "ab")
-    ),
-    "a loss that comes late, adam": _some_results(
-        lambda model: [Adam(model.parameters(), 0.01, eps=1e-3, weight_decay=0.1)], ("a", "a", "a", "a", "b", "ab")
-    ),
-    "a loss that never comes": _some_results(lambda model: [AdamW(model.parameters(), 0.01, eps=1e-3)], ("a",)),
-    "inputs alone": _inputs_alone,
-    "two optimizers of one table": _two_optimizers_of_one_table,
-    "a scaler of tables alone": _scaler_of_tables_alone,
-}
-
-
-def _compare(rank: int, world_size: int, name: str) -> list[dict[str, Tensor]]:
-    return [whole_parameters(CASES[name](rank, compiled).model) for compiled in (False, True)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    long_but(
-        ("some results, momentum, at once", "two optimizers of one table", "a scaler of tables alone"),
-        {name: (name,) for name in CASES},
-    ),
-)
-def test_a_backward_gives_the_gradients_that_the_plain_model_gets(name: str) -> None:
-    for expected, found in run_ranks(2, _compare, name):
-        assert_same(found, expected, DTYPE)
-
-
 def _some_results_by_rows(rank: int, world_size: int) -> None:
     """A lazy table stands still, and so does its count of steps, where no loss is of it."""
-    loop = Loop(lambda model: [Adam(model.parameters(), 0.01)], compiled=True, row_updates="lazy")
+    loop = Loop(lambda model: [Adam(model.parameters(), 0.01)], row_updates="lazy")
     for step in range(3):
-        a, b = loop.model(*_batch(rank, step))
+        a, b = loop.model(*two_tasks_batch(rank, step))
         (a + b if step == 0 else a).backward()
         loop.step()
     state = loop.optimizers[0].state_dict()["state"]
@@ -233,7 +81,7 @@ def _keep_the_given(rank: int, world_size: int) -> None:
     torch.manual_seed(SEED)
     model = Shifted().to(DTYPE)
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    given, (_, x_BD) = torch.ones(DIM, dtype=DTYPE), _batch(rank, 0)
+    given, (_, x_BD) = torch.ones(DIM, dtype=DTYPE), two_tasks_batch(rank, 0)
     with compiled.no_sync():
         compiled(x_BD).backward(given)
         compiled(x_BD).backward(given)
@@ -303,11 +151,11 @@ REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = 
 
 def _refuse(rank: int, world_size: int, name: str) -> None:
     fault, message = REFUSED[name]
-    loop = Loop(_adagrad, compiled=True)
-    sum(loop.model(*_batch(rank, 0))).backward()
+    loop = Loop(_adagrad)
+    sum(loop.model(*two_tasks_batch(rank, 0))).backward()
     loop.step()
     with pytest.raises(RuntimeError, match=message):
-        fault(loop, _batch(rank, 1))
+        fault(loop, two_tasks_batch(rank, 1))
 
 
 @pytest.mark.parametrize("name", long_but(("the batch written",), {name: (name,) for name in REFUSED}))
@@ -334,14 +182,14 @@ def test_distributed_autograd_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     """After the error nothing of that step is left."""
-    loops = [Loop(_adagrad, compiled=True) for _ in range(2)]
+    loops = [Loop(_adagrad) for _ in range(2)]
     for step in range(3):
         for faulty, loop in enumerate(loops):
-            sum(loop.model(*_batch(rank, step))).backward()
+            sum(loop.model(*two_tasks_batch(rank, step))).backward()
             loop.step()
             if faulty:
                 with pytest.raises(RuntimeError, match=WRITTEN):
-                    _write_the_batch(loop, _batch(rank, 50 + step))
+                    _write_the_batch(loop, two_tasks_batch(rank, 50 + step))
     return [whole_parameters(loop.model) for loop in loops]
 
 
@@ -352,9 +200,9 @@ def test_training_goes_on_after_a_refusal() -> None:
 
 def _two_orders(rank: int, world_size: int, *, alike: bool) -> str:
     """Two calls before their backwards, which one rank runs in the other order; then steps as usual."""
-    loops = [Loop(_adagrad, compiled=True) for _ in range(2)]
+    loops = [Loop(_adagrad) for _ in range(2)]
     loop, undisturbed = loops
-    first, second = (sum(loop.model(*_batch(rank, step))) for step in range(2))
+    first, second = (sum(loop.model(*two_tasks_batch(rank, step))) for step in range(2))
     told = ""
     try:
         for loss in (first, second) if alike or rank else (second, first):
@@ -368,7 +216,7 @@ def _two_orders(rank: int, world_size: int, *, alike: bool) -> str:
         return told
     for step in range(3):
         for each in loops:
-            sum(each.model(*_batch(rank, step))).backward()
+            sum(each.model(*two_tasks_batch(rank, step))).backward()
             each.step()
     assert_same(whole_parameters(loop.model), whole_parameters(undisturbed.model), DTYPE)
     return told

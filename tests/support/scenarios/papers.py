@@ -1,9 +1,8 @@
-"""Training schemes of published papers, each as its authors' code has it: see `tests.support.habits`."""
+"""Training schemes of published papers, each as its authors' code has it."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.support.habits import DIM, NUM_IDS, Words, Wrap, adam, ends, habit, ids_of, step_of
+import embrace_fx
+from tests.support.scenario import Training
+from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, scheme, step_of
 
 
 class Maker(nn.Module):
@@ -39,21 +40,19 @@ class Judge(nn.Module):
         return found
 
 
-@habit
-def adversaries(wrap: Wrap, rank: int) -> list[Any]:
+@scheme
+def adversaries(training: Training) -> None:
     """Two compiled models and two optimizers; the judge is frozen while the maker trains."""
-    maker, judge = wrap(Maker()), wrap(Judge())
-    of_maker, of_judge = adam(maker), adam(judge)
-    log = []
+    maker, judge = training.wrap(Maker()), training.wrap(Judge())
+    of_maker, of_judge = adam(training, maker), adam(training, judge)
     for k in range(4):
-        kinds, random = ids_of(rank, k), torch.Generator().manual_seed(10 * k + rank)
+        kinds, random = ids_of(training.rank, k), torch.Generator().manual_seed(10 * k + training.rank)
         noise, real = torch.randn(5, DIM, generator=random), torch.randn(5, DIM, generator=random)
         judge.requires_grad_(True)
         made = maker(kinds, noise).detach()
-        log.append(step_of(of_judge, (F.softplus(-judge(real, kinds)) + F.softplus(judge(made, kinds))).mean()))
+        step_of(training, of_judge, (F.softplus(-judge(real, kinds)) + F.softplus(judge(made, kinds))).mean())
         judge.requires_grad_(False)
-        log.append(step_of(of_maker, F.softplus(-judge(maker(kinds, noise), kinds)).mean()))
-    return log + ends(maker, judge)
+        step_of(training, of_maker, F.softplus(-judge(maker(kinds, noise), kinds)).mean())
 
 
 class Encoder(Words):
@@ -61,15 +60,14 @@ class Encoder(Words):
         return F.normalize(self.encode(ids), dim=-1)
 
 
-@habit
-def two_views(wrap: Wrap, rank: int) -> list[Any]:
+@scheme
+def two_views(training: Training) -> None:
     """Chen et al. 2020: two calls, one loss of both."""
-    model = wrap(Encoder())
-    optimizer, log = adam(model), []
+    model = training.wrap(Encoder())
+    optimizer = adam(training, model)
     for k in range(3):
-        a, b = model(ids_of(rank, 10 * k)), model(ids_of(rank, 10 * k + 1))
-        log.append(step_of(optimizer, F.cross_entropy(a @ b.t() / 0.5, torch.arange(5))))
-    return log + ends(model)
+        a, b = model(ids_of(training.rank, 10 * k)), model(ids_of(training.rank, 10 * k + 1))
+        step_of(training, optimizer, F.cross_entropy(a @ b.t() / 0.5, torch.arange(5)))
 
 
 class Centers(nn.Module):
@@ -82,13 +80,14 @@ class Centers(nn.Module):
         return found
 
 
-@habit
-def a_loss_with_a_table_of_its_own(wrap: Wrap, rank: int) -> list[Any]:
+@scheme
+def a_loss_with_a_table_of_its_own(training: Training) -> None:
     """Wen et al. 2016: the criterion is compiled too, and called with what the model returns."""
-    model, criterion = wrap(Encoder()), wrap(Centers())
-    optimizer = SGD([*model.parameters(), *criterion.parameters()], 0.3, momentum=0.9)
-    log = [step_of(optimizer, criterion(model(ids_of(rank, k)), ids_of(rank, k) % 3)) for k in range(4)]
-    return log + ends(model, criterion)
+    model, criterion = training.wrap(Encoder()), training.wrap(Centers())
+    optimizer = training.optimize(SGD, [*model.parameters(), *criterion.parameters()], lr=0.3, momentum=0.9)
+    for k in range(4):
+        ids = ids_of(training.rank, k)
+        step_of(training, optimizer, criterion(model(ids), ids % 3))
 
 
 class Recurrent(nn.Module):
@@ -102,25 +101,24 @@ class Recurrent(nn.Module):
         return found
 
 
-@habit
-def truncated_through_time(wrap: Wrap, rank: int) -> list[Any]:
+@scheme
+def truncated_through_time(training: Training) -> None:
     """Williams and Peng 1990: the state goes from call to call, and is cut each second time."""
-    model = wrap(Recurrent())
-    optimizer, log, h = adam(model), [], None
+    model = training.wrap(Recurrent())
+    optimizer, h = adam(training, model), None
     for k in range(4):
-        h = model(ids_of(rank, 10 * k + 1), model(ids_of(rank, 10 * k), h))
-        log.append(step_of(optimizer, h.square().mean()))
+        h = model(ids_of(training.rank, 10 * k + 1), model(ids_of(training.rank, 10 * k), h))
+        step_of(training, optimizer, h.square().mean())
         h = h.detach()
-    return log + ends(model)
 
 
-@habit
-def sharpness_aware(wrap: Wrap, rank: int) -> list[Any]:
+@scheme
+def sharpness_aware(training: Training) -> None:
     """Foret et al. 2021: parameters are moved along their gradients and back between two backwards."""
-    model = wrap(Words())
-    optimizer, log = SGD(model.parameters(), 0.1), []
+    model = training.wrap(Words())
+    optimizer = training.optimize(SGD, model.parameters(), lr=0.1)
     for k in range(4):
-        ids = ids_of(rank, k)
+        ids = ids_of(training.rank, k)
         optimizer.zero_grad()
         model(ids).square().mean().backward()
         with torch.no_grad():
@@ -135,8 +133,7 @@ def sharpness_aware(wrap: Wrap, rank: int) -> list[Any]:
             for p, by in zip(model.parameters(), moved, strict=True):
                 p.sub_(by)
         optimizer.step()
-        log += [loss.item(), norm.item()]
-    return log + ends(model)
+        training.note(loss, norm)
 
 
 class Own(nn.Module):
@@ -164,13 +161,14 @@ class Own(nn.Module):
         return apart + matched
 
 
-@habit
-def a_target_network_within(wrap: Wrap, rank: int) -> list[Any]:
-    model = wrap(Own())
-    optimizer = SGD(model.parameters(), 0.1)
-    log = [step_of(optimizer, model(ids_of(rank, 10 * k), ids_of(rank, 10 * k + 1))) for k in range(4)]
-    whole = ends(model)  # of each rank its own buffers, until the next call
-    return log + (whole if rank == 0 else [])
+@scheme
+def a_target_network_within(training: Training) -> None:
+    model = training.wrap(Own())
+    optimizer = training.optimize(SGD, model.parameters(), lr=0.1)
+    for k in range(4):
+        step_of(training, optimizer, model(ids_of(training.rank, 10 * k), ids_of(training.rank, 10 * k + 1)))
+    if training.rank:  # of each rank its own buffers, until the next call
+        embrace_fx.full_state_dict(training.models.pop())
 
 
 class Quantized(nn.Module):
@@ -207,11 +205,10 @@ class Quantized(nn.Module):
         return self.out(flat + (quantized - flat).detach()), apart_B
 
 
-@habit
-def a_codebook_of_averages(wrap: Wrap, rank: int) -> list[Any]:
-    model = wrap(Quantized())
-    optimizer, log = adam(model), []
+@scheme
+def a_codebook_of_averages(training: Training) -> None:
+    model = training.wrap(Quantized())
+    optimizer = adam(training, model)
     for k in range(4):
-        out, apart = model(ids_of(rank, k))
-        log.append(step_of(optimizer, out.square().mean() + 0.25 * apart))
-    return log + ends(model)
+        out, apart = model(ids_of(training.rank, k))
+        step_of(training, optimizer, out.square().mean() + 0.25 * apart)
