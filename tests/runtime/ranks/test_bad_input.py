@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from tests.support.cases import long_but
 from tests.support.messages import assert_grammar
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
@@ -74,15 +75,16 @@ def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, strategy: str) -> dict[str, Any]:
+def _train_with_faults(rank: int, world_size: int, at: dict[int, str], steps: int, strategy: str) -> dict[str, Any]:
+    """What each of rank 1's faults, by step, was told as and has changed; and the parameters at the end."""
     plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
-    route: Literal["graph"] | None = "graph" if does == "cannot be captured" else None  # else it runs as written
+    route: Literal["graph"] | None = "graph" if "cannot be captured" in at.values() else None  # else runs as written
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy, route=route)
-    found: dict[str, Any] = {}
-    for step in range(3):
-        batch = words_batch(step, rank)
-        if step != at_step:
+    errors, changed = {}, []
+    for step in range(steps):
+        batch, does = words_batch(step, rank), at.get(step, "")
+        if not does:
             model(*batch).backward()
             optimizer.step()
         else:
@@ -91,37 +93,41 @@ def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, str
                 with torch.set_grad_enabled(not (rank == 1 and does == "evaluates")):
                     model(*(_faulty_batch(does, batch) if rank == 1 else batch)).backward()
             except Exception as error:
-                found["error"] = _message(error)
+                errors[does] = _message(error)
             after = _snapshot(model, optimizer)
-            found["changed"] = [k for k in before | after if k not in before or not torch.equal(before[k], after[k])]
+            changed += [k for k in before | after if k not in before or not torch.equal(before[k], after[k])]
         optimizer.zero_grad()
-    found["parameters"] = whole_parameters(model)
-    return found
+    return {"errors": errors, "changed": changed, "parameters": whole_parameters(model)}
 
 
-CASES = [(fault, step, strategy) for strategy in ("alltoall", "allreduce") for fault in FAULTS for step in (0, 1)]
-"""Of whole tables an evaluation needs no other rank, as under DDP: it is no fault from the second step on."""
+def _check_faults(at: dict[int, Fault], strategy: str) -> None:
+    steps = max(at) + 2
+    good = [step for step in range(steps) if step not in at]
+    batches = [[words_batch(step, rank) for step in good] for rank in range(2)]
+    expected = train_reference(words_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good))
 
+    by_rank = run_ranks(2, _train_with_faults, {k: fault.does for k, fault in at.items()}, steps, strategy)
 
-@pytest.mark.parametrize(
-    ("fault", "at_step", "strategy"),
-    [case for case in CASES if (case[0].does, *case[1:]) != ("evaluates", 1, "allreduce")],
-    ids=lambda value: value.does if isinstance(value, Fault) else f"step {value}" if isinstance(value, int) else value,
-)
-def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(fault: Fault, at_step: int, strategy: str) -> None:
-    good_steps = [step for step in range(3) if step != at_step]
-    batches = [[words_batch(step, rank) for step in good_steps] for rank in range(2)]
-    expected = train_reference(
-        words_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good_steps)
-    )
-
-    by_rank = run_ranks(2, _train_with_a_fault, fault.does, at_step, strategy)
-
-    assert re.search(r"rank(\(s\))? 1\b", by_rank[0]["error"])
+    for fault in at.values():
+        assert re.search(r"rank(\(s\))? 1\b", by_rank[0]["errors"][fault.does])
     for found in by_rank:
-        assert_grammar(found["error"], *fault.parts)
+        for fault in at.values():
+            assert_grammar(found["errors"][fault.does], *fault.parts)
         assert found["changed"] == []
         assert_same(found["parameters"], expected, torch.float64)
+
+
+@pytest.mark.parametrize("strategy", long_but(("alltoall",), {each: (each,) for each in ("alltoall", "allreduce")}))
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.does)
+def test_a_fault_of_one_rank_in_the_first_step_is_an_error_on_all(fault: Fault, strategy: str) -> None:
+    _check_faults({0: fault}, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(strategy: str) -> None:
+    """Of whole tables an evaluation needs no other rank, as under DDP: it is no fault from the second step on."""
+    faults = [fault for fault in FAULTS if fault.does != "evaluates" or strategy == "alltoall"]
+    _check_faults({1 + 2 * k: fault for k, fault in enumerate(faults)}, strategy)
 
 
 class Mapped(nn.Module):

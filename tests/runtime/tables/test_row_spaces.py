@@ -278,7 +278,7 @@ def _train(
 @pytest.mark.parametrize(
     ("act", "kind", "row_updates"),
     long_but(
-        ("reload-Adam-replay", "move_group-Adam-lazy"),
+        ("reload-Adam-replay",),
         {
             f"{act}-{kind.__name__}-{updates}": (act, kind, updates)
             for act in ACTS

@@ -18,23 +18,26 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from tests.support.cases import long_but
 from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_errors
 from tests.support.tiers import OPTIMIZERS, Run, assert_same_losses, beyond_memory, in_memory, train
 
 V, D = 300, 5
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(0.1, marks=pytest.mark.long), 0.02])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.5, marks=pytest.mark.long), pytest.param(0.1, marks=pytest.mark.long), 0.02]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path: Path) -> None:
-    """Rows rest for up to 250 steps; histories end where parameters are asked for, at steps 60 and 170."""
+    """Rows rest for up to 130 steps; histories end where parameters are asked for, at steps 30 and 80."""
     generator = torch.Generator().manual_seed(3)
     table = torch.randn(V, D, generator=generator)
     expected = in_memory(table, OPTIMIZERS[optimizer])
     found = beyond_memory(table, OPTIMIZERS[optimizer], round(share * V), tmp_path)
     told = deque([torch.arange(4), torch.arange(4, 8)])
     with torch.no_grad():
-        for step in range(250):
+        for step in range(130):
             coming = (V ** torch.rand(4, generator=generator) - 1).long()
             found.memory.begin_step(step)
             if step % 3:  # some of what was told comes in the second step from now, some does not
@@ -46,7 +49,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
             rows = torch.randn(len(ids), D, generator=generator)
             for each in (found, expected):
                 each.begin_step().finish([(ids, rows)])
-                if step in (60, 170):
+                if step in (30, 80):
                     each.settle()
         for ids in torch.arange(V).split(6):
             assert torch.equal(found.look_up(ids), expected.look_up(ids))
@@ -161,7 +164,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, pytest.param("slow disk", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fault", long_but(("full disk", "changed records"), {each: (each,) for each in (*FAULTS, "slow disk")})
+)
 def test_fault_of_one_rank_is_an_error_on_every_rank_and_leaves_the_checkpoint(fault: str, tmp_path: Path) -> None:
     run = Run(memory=0.2, ahead=2, folder=str(tmp_path / "saved"), fault=fault)
     outcomes = fresh_ranks(2, train, run)
