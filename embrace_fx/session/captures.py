@@ -58,7 +58,7 @@ class Captures:
     def _captured(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
         """Captures with the values that have changed as inputs, except those that decide the graph itself."""
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}
-        model, dynamic = self._setting.model, _varying(kind)
+        model, dynamic = self._setting.model, varying_sizes(kind)
         while True:
             try:
                 with whole_parameters(model, whole):
@@ -86,7 +86,7 @@ class Captures:
             )
 
 
-def _varying(kind: Kind) -> frozenset[tuple[int, int]]:
+def varying_sizes(kind: Kind) -> frozenset[tuple[int, int]]:
     """Finds the sizes of the last call that may vary, (index of argument, dimension): those that did.
 
     Where any size has varied, batch sizes may vary too: a loader whose lengths vary ends with a short batch. A batch

@@ -2,8 +2,8 @@
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
-    The invariants run in the order of `_OF_A_MODULE`, `_AGAINST_THE_CAPTURED`, `_OF_THE_GRAPH`, then those of
-    windows: each may rely on those before it. The first broken one is raised, by the name of its function.
+    The invariants run in the order of `INVARIANTS`, then those of windows: each may rely on those before it. The first
+    broken one is raised, by the name of its function.
 
 A graph that has been partitioned has several modules: the joint one, kept for reading, and the phases, which run. Each
 must be legal by itself; what the whole graph yields is counted over the modules that run.
@@ -262,6 +262,8 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph], Iterator[Violation]], ...] = (
     freed_values_unread,
     within_memory_limit,
 )
+
+INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 
 
 # ---- how violations are told ----

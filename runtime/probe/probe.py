@@ -114,8 +114,8 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
     """
     if communicator.world_size == 1:
         return Cluster()
-    links = [fit(_measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
-    alone = _first(communicator, _launch(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
+    links = [fit(measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
+    alone = first_ms(communicator, launch_of(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
     sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
     bandwidth = links[0].bandwidth_bytes_per_ms
     links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
@@ -139,11 +139,11 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
 def _busy(communicator: Communicator, links: Cluster) -> float:
     """Measures `Cluster.busy` by large AllReduces with nothing beside them. Collective."""
     own_bytes = telling_bytes(links, communicator.world_size)
-    launch = _launch(communicator, "all_reduce", own_bytes, CPU)
+    launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
     runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
     _meet(communicator, CPU)
     began_s = time.process_time()
-    wall_ms = runs * _time_ms(communicator, launch, runs, IN_FLIGHT, CPU)
+    wall_ms = runs * alone_ms(communicator, launch, runs, IN_FLIGHT, CPU)
     own = Load.of((time.process_time() - began_s) * 1e3, wall_ms)
     return taken_share(communicator.gather(own, Load))
 
@@ -222,9 +222,9 @@ def still_holds(communicator: Communicator, links: Cluster, device: torch.device
         (FIRST_BYTES, ALIKE_START_UP),
         (telling_bytes(links, communicator.world_size), ALIKE),
     ):
-        launch = _launch(communicator, "all_reduce", own_bytes, device)
-        _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
-        found_ms = _median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
+        launch = launch_of(communicator, "all_reduce", own_bytes, device)
+        alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        found_ms = median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
         expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
         if not expected_ms / alike < found_ms < expected_ms * alike:
             return False
@@ -274,16 +274,16 @@ def fit(samples: Sequence[Sample]) -> Link:
     return Link(bandwidth, latency_ms / last.sent.messages, first.time_ms / first.sent.messages)
 
 
-def _measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
+def measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
     samples: list[Sample] = []
     own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
     while True:
-        launch = _launch(communicator, collective, own_bytes, device)
+        launch = launch_of(communicator, collective, own_bytes, device)
         if not samples:
-            _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
-            time_ms = _first(communicator, launch, in_flight, device)
+            alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+            time_ms = first_ms(communicator, launch, in_flight, device)
         else:
-            time_ms = _median_ms(communicator, launch, runs, row, in_flight, device)
+            time_ms = median_ms(communicator, launch, runs, row, in_flight, device)
         samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), time_ms))
         start_up_ms = samples[0].time_ms
         told = time_ms > OUTWEIGHS * start_up_ms and row * time_ms > LONG_MS
@@ -295,14 +295,14 @@ def _measure(communicator: Communicator, collective: Collective, in_flight: int,
         runs = min(max(int(SHARE_MS / (row * expected_ms)), FEWEST_RUNS), MOST_RUNS)
 
 
-def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
+def first_ms(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
     """Measures the milliseconds of the first size, nearly all of it start-up."""
-    few_ms = _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
+    few_ms = median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
-    return few_ms if runs <= MOST_RUNS else _median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
+    return few_ms if runs <= MOST_RUNS else median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
 
 
-def _median_ms(
+def median_ms(
     communicator: Communicator,
     launch: Callable[[], InFlight],
     runs: int,
@@ -311,12 +311,12 @@ def _median_ms(
     device: torch.device,
 ) -> float:
     """Measures the milliseconds of one of `row` launches: the median over runs of the slowest rank's time."""
-    own_ms = torch.tensor([_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
+    own_ms = torch.tensor([alone_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
     slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
     return median(slowest_ms)
 
 
-def _time_ms(
+def alone_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
     """Measures the milliseconds of one of several runs in a row."""
@@ -344,7 +344,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _launch(
+def launch_of(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
     ranks = communicator.world_size

@@ -24,6 +24,7 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import captures as capturing
+from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters
@@ -115,7 +116,7 @@ def ids_of(*shape: int, seed: int = 0) -> Tensor:
 
 
 def captures(compiled: embrace_fx.CompiledModel) -> int:
-    return compiled._session._captures.count
+    return captures_of(compiled)
 
 
 def train_step(compiled: embrace_fx.CompiledModel, *args: Any, **kwargs: Any) -> tuple[float, int]:

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.capture.read_values import ReadValues
+from tests.support.inside import captures_of
 
 SETTINGS = {"scale": 1.0}
 OFFSET = 0.0
@@ -110,7 +111,7 @@ def test_what_the_forward_does_not_read_may_change_at_every_step() -> None:
         model.epoch = step  # type: ignore[assignment]
         x = torch.randn(4, 3)
         assert compiled(x).item() == pytest.approx(model(x).item())
-    assert compiled._session._captures.count == 1
+    assert captures_of(compiled) == 1
 
 
 class Random(nn.Module):

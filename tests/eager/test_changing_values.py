@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from tests.eager.models import Classifier, labelled
+from tests.support.inside import captures_of, session_of
 from tests.support.ranks import run_ranks
 
 
@@ -59,7 +60,7 @@ def _both(rank: int, world_size: int, steps: int) -> tuple[bool, int, str, list[
     compiled = embrace_fx.compile(made[1], strategy="alltoall")
     found, took_ms, used = _train(compiled, rank, steps)
     same = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-9, atol=1e-12)
-    return same, compiled._session._captures.count, compiled.plan["rows.weight"].strategy, took_ms, used
+    return same, captures_of(compiled), compiled.plan["rows.weight"].strategy, took_ms, used
 
 
 def test_numbers_that_never_repeat_are_inputs_of_one_graph() -> None:
@@ -122,7 +123,7 @@ def _captures(
         assert model.rows.weight.grad is not None
         torch.testing.assert_close(model.rows.weight.grad, gradients[0])
         model.rows.weight.grad = None
-    return compiled._session._captures.count
+    return captures_of(compiled)
 
 
 def _anneal(model: Any, step: int) -> None:
@@ -170,7 +171,7 @@ def test_the_report_names_a_number_of_which_each_value_has_a_graph() -> None:
     compiled = embrace_fx.compile(model)
     for model.count in range(14):
         compiled(torch.arange(4))
-    assert compiled._session._captures.count < 12
+    assert captures_of(compiled) < 12
     assert "the forward reads self.count, which keeps changing" in compiled.report()
 
 
@@ -185,7 +186,7 @@ def _ahead(rank: int, world_size: int) -> list[bool]:
     for step, batch in enumerate(compiled.lookahead(labelled(step, rank) for step in range(6))):
         model.scale = 1 / (1 + step)
         compiled(*batch).backward()
-        known.append(cast(Any, compiled._session.planned.flow)._ahead is not None)
+        known.append(session_of(compiled).planned.flow._ahead is not None)
         optimizer.step()
         optimizer.zero_grad()
     return known

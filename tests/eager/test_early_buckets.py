@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.cost import links as cost
 from tests.eager.models import KINDS, WIDTH, WORDS, labelled
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 
 
@@ -66,7 +67,7 @@ def _launched_early(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], 
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
         for step in range(5):
             if step == 4:
-                _note_launches(compiled._session.planned.flow.launcher, launched)
+                _note_launches(session_of(compiled).planned.flow.launcher, launched)
                 model.note = lambda: early.extend(launched)
             compiled(*labelled(step, rank)).backward()
             optimizer.step()

@@ -17,6 +17,7 @@ import embrace_fx
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.slots import Arrival, DeviceSlots
 from tests.gpu.needs import emulated, gpus, host_waits, set_sync_debug_mode
+from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 
@@ -140,7 +141,7 @@ def steady(rank: int, world_size: int) -> list[int]:
                 set_sync_debug_mode("default")
                 streams, _, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
                 waits = [streams, copies, len(events)]
-    table: Any = compiled._session.state.tables["table.weight"]
+    table: Any = session_of(compiled).state.tables["table.weight"]
     assert table.memory.counts.written > 0
     compiled.close()
     return waits

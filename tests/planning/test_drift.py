@@ -37,13 +37,18 @@ def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
     assert TABLE not in watched(strategy)
 
 
-def _drift() -> Drift:
-    """Rank 0's, of the two tables as the first batches of two ranks read them."""
+def _findings() -> Findings:
+    """Of the two tables as the first batches of two ranks read them."""
     graph = analysed(make(), *batch(0, 0))
     facts = facts_of(make(), Holders(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
-    findings = Findings(graph, legal, rows, 2)
+    return Findings(graph, legal, rows, 2)
+
+
+def _drift() -> Drift:
+    """Rank 0's."""
+    findings = _findings()
     return Drift(decide(findings, LINKS, links_are="given"), findings)
 
 
@@ -77,8 +82,8 @@ def test_what_changes_no_strategy_clearly_is_left_alone(rows: Callable[[int], in
 
 def test_on_the_border_the_strategy_in_use_stays() -> None:
     """Between the two densities at which one strategy gives way to the other, either stays."""
-    drift = _drift()
-    findings, plan = drift._findings, drift._plan
+    findings = _findings()
+    plan = decide(findings, LINKS, links_are="given")
     at = {
         name: [
             decide(findings.with_rows({TABLE: (rows, rows)}), LINKS, current)[TABLE].strategy

@@ -109,9 +109,9 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
     def median_ms(*_: object) -> float:
         return times * launch_ms(links, "all_reduce", sizes[-1], ranks)
 
-    monkeypatch.setattr(measuring, "_launch", launch)
-    monkeypatch.setattr(measuring, "_time_ms", lambda *_: 0.0)
-    monkeypatch.setattr(measuring, "_median_ms", median_ms)
+    monkeypatch.setattr(measuring, "launch_of", launch)
+    monkeypatch.setattr(measuring, "alone_ms", lambda *_: 0.0)
+    monkeypatch.setattr(measuring, "median_ms", median_ms)
 
     assert measuring.still_holds(cast(Communicator, SimpleNamespace(world_size=ranks)), links) is holds
 

@@ -36,6 +36,7 @@ from tests.support.drifting import (
     batch,
     make,
 )
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
@@ -217,7 +218,7 @@ def _accumulate(compiled: CompiledModel, first: Batch, second: Batch) -> None:
 def _fail_once(compiled: CompiledModel, first: Batch, second: Batch) -> None:
     """As soon as a plan is asked for, one rank's batch has an id outside the table."""
     compiled(*first).backward()
-    announcements = compiled._session.announcements
+    announcements = session_of(compiled).announcements
     if announcements.asked_to_plan:
         bad = torch.full_like(second[0], ROWS) if announcements.communicator.rank == 1 else second[0]
         with pytest.raises(PeerFailure, match=f"rank 1: .*{TABLE}"):

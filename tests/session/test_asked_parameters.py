@@ -12,6 +12,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.runtime.tables.update_rule import Sweep
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 from tests.support.stacks import ROWS, Many
 
@@ -54,7 +55,7 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        (sharded,) = model._session.state.tables.values()
+        (sharded,) = session_of(model).state.tables.values()
         is_swept = sharded.rule is Sweep
         return [line for line in told.lines if ASKED in line or "sharded" in line], is_swept
     finally:
@@ -91,7 +92,7 @@ def asks_where_tables_are_joined(rank: int, world_size: int) -> int:
         applied += 1
         apply()
 
-    for kind in model._session.state.pending._kinds:
+    for kind in session_of(model).state.pending._kinds:
         kind._apply_now = partial(counted, kind._apply_now)
     ids = [torch.stack([torch.randint(rows, (5,)) for rows in (*ROWS, ROWS[0])], 1) for _ in range(4)]
     for batch in model.lookahead([(each, torch.ones(5)) for each in ids]):

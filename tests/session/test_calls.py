@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from embrace_fx.session.calls import Kind, Kinds, kind_key
-from embrace_fx.session.captures import _varying
+from embrace_fx.session.captures import varying_sizes
 
 IDS, MASK = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 
@@ -66,7 +66,7 @@ def test_an_evaluation_knows_what_has_varied_in_training() -> None:
 
 def varying(*shapes: tuple[int, ...]) -> frozenset[tuple[int, int]]:
     """Of calls with one tensor each."""
-    return _varying(Kind(shapes=[{0: shape} for shape in shapes]))
+    return varying_sizes(Kind(shapes=[{0: shape} for shape in shapes]))
 
 
 def test_the_first_call_has_only_numbers() -> None:
@@ -88,4 +88,4 @@ def test_a_size_that_varied_long_ago_is_still_open() -> None:
 def test_tensors_are_told_apart_by_their_place() -> None:
     calls = [{0: (4,), 1: (4, 7)}, {0: (4,), 1: (4, 9)}]
 
-    assert _varying(Kind(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}
+    assert varying_sizes(Kind(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}

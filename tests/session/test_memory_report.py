@@ -11,6 +11,7 @@ from torch.optim import AdamW
 import embrace_fx
 from embrace_fx.session.memory_report import tables_report
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
+from tests.support.inside import session_of
 from tests.support.models import TwoTableLMWorkload
 from tests.support.ranks import run_ranks
 from tests.support.training import SEED
@@ -31,10 +32,10 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
         for step in range(5):
             loss = model(*workload.batches(step, rank, SEED))
             if step == 0:
-                table = model._session.state.tables["embedding.weight"]
+                table = session_of(model).state.tables["embedding.weight"]
                 before = table.predicted_bytes(world_size)
             if step == 2:
-                flow = model._session.planned.flow
+                flow = session_of(model).planned.flow
                 assert flow is not None
                 flow.recorder.start()
             loss.backward()
@@ -46,7 +47,7 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
         recording = flow.recorder.stop()
         sent = sum(int(transfer.sent_bytes) for transfer in recording.transfers if "weight" in transfer.launch.what)
         told = tables_report({"embedding.weight": table}, world_size, {})
-        assert tables_report(model._session.state.tables, world_size, {}) in model.report()
+        assert tables_report(session_of(model).state.tables, world_size, {}) in model.report()
         found.append((before, table.predicted_bytes(world_size), table.held_bytes(), sent, told))
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from tests.support.inside import captures_of, session_of
 from tests.support.ranks import run_ranks
 
 
@@ -85,7 +86,7 @@ def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
     assert not torch.equal(model(ids_BT), before)
     for _ in range(2):
         torch.testing.assert_close(compiled(ids_BT), model(ids_BT))
-    assert compiled._session._captures.count == 2 - bool(compiled._session._eager.reason)
+    assert captures_of(compiled) == 2 - bool(session_of(compiled)._eager.reason)
 
 
 @pytest.fixture(autouse=True)

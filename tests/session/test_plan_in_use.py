@@ -16,6 +16,7 @@ from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.session import Session
 from embrace_fx.vocabulary.plan import Decision, Plan
+from tests.support.inside import session_of, setting_of
 
 
 class Words(nn.Module):
@@ -33,7 +34,7 @@ class Words(nn.Module):
 
 @pytest.fixture
 def session() -> Session:
-    return embrace_fx.compile(Words())._session
+    return session_of(embrace_fx.compile(Words()))
 
 
 def variant(*, train: bool = True, tables: tuple[str, ...] = ("table.weight",)) -> Variant:
@@ -151,11 +152,11 @@ def test_before_the_first_call_there_is_nothing(session: Session) -> None:
 
 
 def test_what_a_call_is_for_is_told_by_gradients_and_no_sync(session: Session) -> None:
-    found = [session._setting.activity(train=train) for train in (True, False)]
+    found = [setting_of(session).activity(train=train) for train in (True, False)]
     session.state.synchronised = False
 
-    assert len({*found, session._setting.activity(train=True)}) == 3
-    assert session._setting.activity(train=False) == found[1]
+    assert len({*found, setting_of(session).activity(train=True)}) == 3
+    assert setting_of(session).activity(train=False) == found[1]
     assert session.state.synchronised is False
 
 

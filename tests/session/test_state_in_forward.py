@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks
 
 
@@ -215,7 +216,7 @@ def _counts_on(rank: int, world_size: int) -> tuple[int, int]:
     compiled = embrace_fx.compile(Counting(), route="graph")
     for _ in range(8):
         compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
-    return compiled.module.count, compiled._session._captures.count  # type: ignore[return-value]
+    return compiled.module.count, captures_of(compiled)
 
 
 def test_a_count_in_python_is_an_input_of_the_graph() -> None:

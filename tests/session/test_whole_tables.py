@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import embrace_fx
-from embrace_fx.session import whole_tables
 from tests.eager.models import Classifier, labelled
 from tests.support.ranks import run_ranks
 
@@ -63,12 +63,9 @@ def _too_large(rank: int, world_size: int) -> str:
     compiled = embrace_fx.compile(Classifier(), strategy="alltoall")
     compiled(*labelled(0, rank)).backward()
     compiled.zero_grad()
-    before, whole_tables._free_bytes = whole_tables._free_bytes, lambda on_device: 100
-    try:
-        with pytest.raises(RuntimeError, match=r"found on rank 0: 0 MiB free") as raised, compiled.whole():
-            pass
-    finally:
-        whole_tables._free_bytes = before
+    free = mock.patch("embrace_fx.session.whole_tables._free_bytes", return_value=100)
+    with free, pytest.raises(RuntimeError, match=r"found on rank 0: 0 MiB free") as raised, compiled.whole():
+        pass
     return str(raised.value)
 
 

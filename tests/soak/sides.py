@@ -15,6 +15,7 @@ from torch import Tensor
 import embrace_fx
 from tests.soak.plan import Round
 from tests.support.failing import make_model
+from tests.support.inside import session_of
 from tests.support.training import make_optimizers, whole_parameters
 
 Batch = tuple[Tensor, ...]
@@ -95,7 +96,7 @@ class CompiledSide(PlainSide):
 
     def ask_for_another_plan(self) -> None:
         """As rank 0 does by itself where batches come to read other rows."""
-        self.model._session.planned.calls.asks_to_plan = dist.get_rank() == 0
+        session_of(self.model).planned.calls.asks_to_plan = dist.get_rank() == 0
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.vocabulary.plan import Decision
+from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters
@@ -120,7 +121,7 @@ def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
         losses.append(result.loss.item())
     plan = {decision.parameter: decision for decision in compiled.plan}
     kind = type(result).__name__, tuple(result.keys())
-    return Trained(whole_parameters(compiled), plan, losses, compiled._session._captures.count, kind)
+    return Trained(whole_parameters(compiled), plan, losses, captures_of(compiled), kind)
 
 
 class LossOnly(nn.Module):

@@ -28,6 +28,7 @@ from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
 from embrace_fx.runtime.tiers.working_set import WorkingSet
+from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
 
 Make = Callable[[Any], Optimizer]
@@ -196,7 +197,7 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
         if run.folder and not loads and (step % run.every == 1 if run.every else step == half):
             compiled.save_checkpoint(run.folder)
         if run.fault and not loads and rank == 1 and step == run.steps * 2 // 3:
-            table: Any = compiled._session.state.tables["table.weight"]
+            table: Any = session_of(compiled).state.tables["table.weight"]
             FAULTS[run.fault](table.memory.file)
         loss = compiled(*batch)
         loss.backward()

@@ -40,6 +40,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, O
 import embrace_fx
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.support.inside import session_of
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import TOLERANCES, train_reference
 from tests.support.resting import RESTING, STEPS, Resting
@@ -252,7 +253,7 @@ def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, Way]
                     optimizer.zero_grad()
                     for scheduler in schedulers:
                         scheduler.step()
-                    rested |= any(table.has_resting_rows for table in model._session.state.tables.values())
+                    rested |= any(table.has_resting_rows for table in session_of(model).state.tables.values())
                 assert rested == (row_updates == "replay" and name in RESTING_CASES), "RESTING_CASES is not true of it"
                 found[name, way] = whole_parameters(model) | whole_state(plain, optimizer)
             except Exception as error:

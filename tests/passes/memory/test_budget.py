@@ -35,6 +35,7 @@ from tests.support.checkpointed import (
 )
 from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
+from tests.support.inside import memory_limit_of, step_builder_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.training import whole
 
@@ -72,7 +73,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 
     saved, peak = measured(compiled.module, compiled)
 
-    predicted: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
+    predicted: Any = step_builder_of(compiled).step_memory()
     states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
     assert predicted.saved_bytes == pytest.approx(saved + states, rel=0.05)
@@ -141,7 +142,7 @@ def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> No
     with CountedMemory([*model.parameters(), ids]) as counted:
         gradients(model, compiled, ids)
 
-    predicted: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
+    predicted: Any = step_builder_of(compiled).step_memory()
     assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
 
 
@@ -158,9 +159,9 @@ def test_rows_that_the_batch_reads_count() -> None:
         compiled(*batch).backward()
 
     assert_equal_gradients(found, expected)
-    builder: Any = compiled._session.planned.builder
+    builder: Any = step_builder_of(compiled)
     assert any("again" in node.meta for node in builder.step_memory().nodes)
-    assert counted.peak_bytes <= builder._shown.graph.memory_limit
+    assert counted.peak_bytes <= memory_limit_of(compiled)
     assert counted.peak_bytes == pytest.approx(builder.step_memory().peak_bytes, rel=1e-3)
 
 
@@ -170,7 +171,7 @@ def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
     compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
     compiled(*batch).backward()
     assert compiled.plan is not None
-    found: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
+    found: Any = step_builder_of(compiled).step_memory()
     return str(compiled.plan.rows), found.peak_bytes, [node.name for node in found.nodes if "again" in node.meta]
 
 
@@ -214,10 +215,9 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
         compiled(x).sum().backward()
     wide(x).sum().backward()
 
-    builder: Any = compiled._session.planned.builder
-    graph = builder._shown.graph
-    assert step_memory(graph).peak_bytes == graph.memory_limit
-    assert graph.memory_limit >= 4 * 2 * 64 * 512  # the gradients
+    limit = memory_limit_of(compiled)
+    assert step_builder_of(compiled).step_memory().peak_bytes == limit
+    assert limit >= 4 * 2 * 64 * 512  # the gradients
     assert caplog.text.count("memory_budget=0.2 asks for") == 1
 
 

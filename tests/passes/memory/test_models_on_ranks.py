@@ -17,6 +17,7 @@ from benchmarks.memory.residual import ResidualWorkload
 from benchmarks.models import MODELS
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.counted_memory import CountedMemory
+from tests.support.inside import memory_limit_of, session_of, step_builder_of
 from tests.support.ranks import run_ranks
 from tests.support.training import whole
 
@@ -54,13 +55,13 @@ def _trains(
             compiled(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    builder: Any = compiled._session.planned.builder
-    limit = builder._shown.graph.memory_limit
+    builder: Any = step_builder_of(compiled)
+    limit = memory_limit_of(compiled)
     # Of the scheduled graph: what only the data knows is as the plan expects it.
     predicted = builder.step_memory().peak_bytes
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)
     if world_size > 1 and name != TIED:
-        assert compiled._session.state.tables.keys() == tables.keys()
+        assert session_of(compiled).state.tables.keys() == tables.keys()
     return whole(compiled.state_dict().items()), counted.peak_bytes, limit
 
 

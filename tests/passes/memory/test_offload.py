@@ -37,6 +37,7 @@ from embrace_fx.vocabulary.ops import op_name
 from tests.support.budgets import IDS, make, measured
 from tests.support.checkpointed import Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
+from tests.support.inside import step_builder_of
 from tests.support.ranks import run_ranks
 from tests.support.streams.noted_streams import NotedStreams
 from tests.support.training import whole
@@ -162,7 +163,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         with mock.patch.object(budget_pass, "can_run_again", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:
-            copies: Any = compiled._session.planned.builder._copies  # type: ignore[union-attr]
+            copies: Any = step_builder_of(compiled)._copies
             os.ftruncate(copies._file.descriptor, 0)
         loss.backward()
     except (RuntimeError, ValueError, PeerFailure) as error:
@@ -199,7 +200,7 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
     ):
         made(IDS)
 
-    rate = made._session.planned.builder._copy_rate  # type: ignore[union-attr]
+    rate = step_builder_of(made)._copy_rate
     assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
 
 

@@ -20,6 +20,7 @@ from embrace_fx.session.gradient_graph import gradient_graph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
+from tests.support.inside import captured_graph_of
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
 from tests.support.ranks import run_ranks
 
@@ -106,7 +107,7 @@ def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
     captured: Any = planned(SHORT)
 
     assert not has_compute(given)
-    assert has_compute(captured._graph)
+    assert has_compute(captured_graph_of(captured))
 
 
 @pytest.mark.parametrize(("ms", "chosen"), [(9.95, "none"), (9.6, "2d")])
@@ -137,7 +138,7 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
 
 def priced(cluster: Cluster) -> dict[str, Added]:
     plans: dict[str, Any] = {name: planned(cluster, schedule=name) for name in SCHEDULES}
-    return prices(plans["none"]._graph, plans)
+    return prices(captured_graph_of(plans["none"]), plans)
 
 
 def test_what_is_hidden_is_not_waited_for() -> None:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.passes.verifier.invariants import (
-    _AGAINST_THE_CAPTURED,
-    _OF_A_MODULE,
-    _OF_THE_GRAPH,
+    INVARIANTS,
     VerificationError,
     verify,
 )
@@ -313,7 +311,7 @@ def test_every_invariant_has_a_broken_graph() -> None:
     """Those of what is computed again, or leaves memory, are in tests/passes/memory, those of two windows in
     test_windows.py, those of what phases leave each other in test_step_variants.py."""
     elsewhere = (".again", ".copies", ".under_way")
-    every = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH, WINDOW_INVARIANTS[0])
+    every = (*INVARIANTS, WINDOW_INVARIANTS[0])
     assert list(BROKEN) == [c.__name__ for c in every if not c.__module__.endswith(elsewhere)]
 
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import embrace_fx
 from embrace_fx.runtime.lower.regions import Region
+from tests.support.inside import captures_of
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
@@ -106,7 +107,7 @@ def _train(rank: int, world_size: int, workload: Workload, backend: Backend, cac
                 train_some(3)
             launched = _launched(compiled, rank)
         train_some(STEPS)
-        return Outcome(trained(compiled), launched, compiled._session._captures.count, compilations())
+        return Outcome(trained(compiled), launched, captures_of(compiled), compilations())
 
 
 def _launched(compiled: embrace_fx.CompiledModel, rank: int) -> tuple[str, ...]:

@@ -128,13 +128,13 @@ def test_one_size_tells_no_bandwidth_from_latency() -> None:
 def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks share two cores: start-up takes 60 ms, give or take 2, and a link of 24 kB per ms is to be found."""
     noise_ms = itertools.cycle((2.0, -2.0, 0.5))
-    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "launch_of", lambda _, __, own_bytes, ___: own_bytes)
     monkeypatch.setattr(
-        measuring, "_time_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
+        measuring, "alone_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
     )
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
 
-    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
+    samples = measuring.measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
 
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
 
@@ -153,11 +153,11 @@ def test_links_are_found_in_little_time(
         spent_ms.append(row * (start_up_ms + max(0.0, sent_ms - hidden * start_up_ms)))
         return spent_ms[-1] / row
 
-    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
-    monkeypatch.setattr(measuring, "_time_ms", time_ms)
+    monkeypatch.setattr(measuring, "launch_of", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "alone_ms", time_ms)
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
 
-    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
+    samples = measuring.measure(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
 
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
     assert sum(spent_ms) < 1500
@@ -166,10 +166,10 @@ def test_links_are_found_in_little_time(
 def test_start_up_does_not_depend_on_which_runs_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with a core each: 1.3 to 4 ms for the same launch, 2.5 in the middle, as seen on 200 Mb/s."""
     noise, seen_ms = random.Random(0), (1.28, 1.74, 1.94, 2.42, 2.48, 2.48, 2.84, 2.94, 3.54, 3.66, 3.85, 4.01)
-    monkeypatch.setattr(measuring, "_time_ms", lambda *_: noise.choice(seen_ms))
+    monkeypatch.setattr(measuring, "alone_ms", lambda *_: noise.choice(seen_ms))
     ranks = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda value, _: value))
 
-    found = [measuring._first(ranks, lambda: pytest.fail("launched"), 1, measuring.CPU) for _ in range(20)]
+    found = [measuring.first_ms(ranks, lambda: pytest.fail("launched"), 1, measuring.CPU) for _ in range(20)]
 
     assert max(found) < 1.5 * min(found), found
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.runtime.ranks.meeting import OtherGroup, met
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 
 
@@ -19,7 +20,7 @@ def _model() -> nn.Module:
 
 
 def _ranks_of(model: embrace_fx.CompiledModel) -> int:
-    return model._session.communicator.world_size
+    return session_of(model).communicator.world_size
 
 
 def _in_two_groups(rank: int, world_size: int, late_s: float) -> None:

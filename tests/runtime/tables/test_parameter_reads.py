@@ -10,6 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.runtime.tables.parameter_reads import ParameterReads
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 
 FIRST, SECOND = (torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(2))
@@ -42,8 +43,8 @@ def _changed_after_each_step(rank: int, world_size: int) -> bool:
         model(torch.arange(3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model._session.planned.change(model.plan)
-    found: bool = model._session.state.reads.in_every_step
+        session_of(model).planned.change(model.plan)
+    found: bool = session_of(model).state.reads.in_every_step
     model.close()
     return found
 

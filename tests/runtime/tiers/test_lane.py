@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 import embrace_fx
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, batches
 
@@ -74,7 +75,7 @@ def moved(rank: int, world_size: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         if step in (100, 150):
-            kept = compiled._session.state.tables["weight"]
+            kept = session_of(compiled).state.tables["weight"]
             assert isinstance(kept, TieredTable)
             counts.append(kept.memory.counts.read)
     return (counts[1] - counts[0]) / 50, compiled.plan.memory["weight"].moved_rows
