@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from tests.support.ranks import run_ranks
+from tests.support.scenario import compiled_once
 
 ROWS, WIDTH = 40, 6
 Given = Callable[[Tensor, Any], Tensor]
@@ -150,7 +150,7 @@ def _found(wrap: Callable[[nn.Module], Any], given: Given, rank: int) -> list[Te
 
 
 def _beside_ddp(rank: int, world_size: int) -> dict[str, float]:
-    sharded, apart = partial(embrace_fx.compile, strategy="alltoall"), {}
+    sharded, apart = compiled_once(strategy="alltoall"), {}
     for name, given in ANSWERED.items():
         if given is _of_a_parameter:
             given = torch.enable_grad()(given)
@@ -159,17 +159,17 @@ def _beside_ddp(rank: int, world_size: int) -> dict[str, float]:
     return apart
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_tensor_given_what_nobody_keeps_is_as_under_ddp(world_size: int) -> None:
     for apart in run_ranks(world_size, _beside_ddp):
         assert max(apart.values()) < 1e-5, apart
 
 
 def _refused(rank: int, world_size: int, cases: dict[str, Given]) -> dict[str, str]:
-    told = {}
+    sharded, told = compiled_once(strategy="alltoall"), {}
     for name, given in cases.items():
         with pytest.raises((RuntimeError, TypeError)) as caught:
-            _found(partial(embrace_fx.compile, strategy="alltoall"), given, rank)
+            _found(sharded, given, rank)
         told[name] = str(caught.value)
     return told
 

@@ -25,6 +25,7 @@ from embrace_fx.vocabulary.plan import Grid
 from tests.support.part_deeds import ROWS, WIDTH, Tagger, batch_of
 from tests.support.parts import differs, whole_of
 from tests.support.ranks import run_ranks
+from tests.support.scenario import compiled_once
 
 STEPS = 6
 TABLE = "emb.weight"
@@ -203,20 +204,17 @@ def _trained(rank: int, wrap: Callable[[nn.Module], Any], loop: Loop) -> Any:
     return training.ends()
 
 
-def _beside_ddp(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, str]:
-    wrong = {}
-    for name in names:
-        ours = _trained(rank, lambda model: embrace_fx.compile(model, strategy="alltoall"), LOOPS[name])
-        theirs = _trained(rank, DistributedDataParallel, LOOPS[name])
-        if how := differs(ours, theirs):
+def _beside_ddp(rank: int, world_size: int) -> dict[str, str]:
+    wrap, wrong = compiled_once(strategy="alltoall"), {}
+    for name, loop in LOOPS.items():
+        if how := differs(_trained(rank, wrap, loop), _trained(rank, DistributedDataParallel, loop)):
             wrong[name] = how
     return wrong
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("share", range(2))
-def test_values_of_state_dicts_are_used_as_under_ddp(ranks: int, share: int) -> None:
-    for wrong in run_ranks(ranks, _beside_ddp, tuple(LOOPS)[share::2]):
+def test_values_of_state_dicts_are_used_as_under_ddp(ranks: int) -> None:
+    for wrong in run_ranks(ranks, _beside_ddp):
         assert not wrong
 
 

@@ -158,6 +158,21 @@ class Shared:
         return self.model
 
 
+def compiled_once(**options: Any) -> Wrap:
+    """A wrap that compiles the first module; each later one of its kind is that model with its own values."""
+    models: list[Any] = []
+
+    def wrap(module: nn.Module) -> Any:
+        if not models:
+            models.append(embrace_fx.compile(module, **options))
+        else:
+            models[0].load_state_dict(module.state_dict())
+            models[0].zero_grad()
+        return models[0]
+
+    return wrap
+
+
 def own(value: Any) -> Any:
     """A tensor, or what this rank has of it."""
     return value.to_local() if hasattr(value, "to_local") else value

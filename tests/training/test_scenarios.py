@@ -28,15 +28,49 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "a grid": (2, {"strategy": Grid(2, 1)}),
     "none": (2, {"strategy": "alltoall", "schedule": "none"}),
 }
-QUICK = {
-    room: [name for name in names if not SCENARIOS[name].fresh]
-    for room, names in ROOMS.items()
-    if room not in ("schemes", "papers")
-} | {
-    "models of their own": ["pseudo labels", "adversaries", "losses of some results, momentum, at once"],
-    "attributes": ["synced by attribute", "buffers shared by attribute", "attributes that trainers ask for"],
+QUICK: Mapping[str, tuple[str, ...]] = {
+    "batches": (
+        *("several epochs", "lengths that vary", "evaluations inside", "ids outside of a table", "closures"),
+        *("two losses in one backward", "backwards in other order", "backwards without step"),
+    ),
+    "gradients": (
+        *(
+            "all gradients logged",
+            "gradients copied",
+            "clipping",
+            "clipping by other norms",
+            "clipping of data",
+            "all gradients replaced",
+        ),
+        *("other data of gradients that nobody has read", "gradients changed", "a gradient scaler with clipping"),
+        *("rows that were not read given gradients", "gradients zeroed before the step", "gradients kept"),
+        *("a kept gradient grows", "rows of a sum are scaled", "a sum is clamped"),
+    ),
+    "modes": (
+        *("read under inference mode", "read under a mode of ops", "read under grad", "given to vmap"),
+        *("read under fake tensors", "read under a trace", "read by a scripted module from before"),
+        *("given as data", "made a parameter", "read by a forked child", "gradients read by a forked child"),
+    ),
+    "optimizers": (
+        *("plain SGD", "plain momentum", "plain Adam", "plain RMSprop", "plain fused", "schedulers"),
+        *("steps every second time", "steps taken twice", "a group of each parameter"),
+        *("the optimizer saved and loaded", "two optimizers with a look in between"),
+        "two optimizers of one parameter",
+    ),
+    "parameters": (
+        *("every third read", "read by functions", "foreach average", "copies", "read by a thread"),
+        *("state read on one rank", "data clamped", "written through the state dict", "the padding row zeroed"),
+        *("numpy from before written", "a storage from before written", "averages after one rank has looked"),
+        "weights saved and loaded",
+    ),
+    "states": ("momentum reset", "other state", "kept state halved"),
 }
-"""Those that share one model."""
+"""One of each mechanism, of those that share one model: a capture for all of them."""
+OF_THEIR_OWN = (
+    *("pseudo labels", "losses of some results, momentum, at once", "synced by attribute"),
+    *("buffers shared by attribute", "attributes that trainers ask for"),
+)
+"""Scenarios of models of their own."""
 
 
 def _check(names: list[str], ranks: int, options: Mapping[str, Any]) -> None:
@@ -45,9 +79,12 @@ def _check(names: list[str], ranks: int, options: Mapping[str, Any]) -> None:
         assert not wrong, "\n".join(f"{name}: {how}" for name, how in wrong.items())
 
 
-@pytest.mark.parametrize("room", QUICK)
-def test_scenarios_end_where_ddp_does(room: str) -> None:
-    _check(QUICK[room], *WAYS["2 ranks"])
+def test_scenarios_of_one_model_end_where_ddp_does() -> None:
+    _check([name for names in QUICK.values() for name in names], *WAYS["2 ranks"])
+
+
+def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:
+    _check(list(OF_THEIR_OWN), *WAYS["2 ranks"])
 
 
 @pytest.mark.long

@@ -15,7 +15,17 @@ from embrace_fx.cost import links as cost
 from tests.support.parts import differs
 from tests.support.ranks import reset_torch_state
 from tests.support.scenario import OPTIMIZERS, SCENARIOS, Scenario, Shared, Training, Wrap
-from tests.support.scenarios import batches, gradients, modes, optimizers, papers, parameters, schemes
+from tests.support.scenarios import (
+    batches,
+    gradients,
+    modes,
+    optimizers,
+    papers,
+    parameters,
+    rare_optimizers,
+    schemes,
+    states,
+)
 from tests.support.sides import DTYPE
 from tests.support.training import SEED
 
@@ -23,7 +33,7 @@ ROOMS = {
     room.__name__.rpartition(".")[2]: [
         name for name, each in SCENARIOS.items() if each.room == room.__name__ and not each.wrong
     ]
-    for room in (batches, gradients, modes, optimizers, parameters, schemes, papers)
+    for room in (batches, gradients, modes, optimizers, rare_optimizers, parameters, states, schemes, papers)
 }
 """The names of all scenarios by their files."""
 

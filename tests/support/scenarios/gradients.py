@@ -74,6 +74,12 @@ def clipping(training: Training) -> Any:
 
 
 @before_each_step()
+def clipping_by_other_norms(training: Training) -> Any:
+    parameters = list(training.model.parameters())
+    return [nn.utils.clip_grad_norm_(parameters, most, norm) for norm, most in ((1, 1.0), (float("inf"), 0.01))]
+
+
+@before_each_step()
 def clipping_of_some(training: Training) -> Any:
     return nn.utils.clip_grad_norm_([training.module.second.weight], 0.01, foreach=False)
 

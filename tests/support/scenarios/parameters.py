@@ -11,9 +11,7 @@ import io
 import pickle
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim import AdamW
 from torch.utils.dlpack import from_dlpack
 
 import embrace_fx
@@ -386,68 +383,3 @@ def weights_saved_and_loaded(training: Training) -> None:
         training.update(batch)
         if step == 3:
             training.model.load_state_dict(saved)
-
-
-# -- the optimizer's state ---------------------------------------------------------------------------------------------
-
-AVERAGING = partial(AdamW, lr=0.02, eps=1e-3, weight_decay=0.05)
-"""In every way of training: its averages are asked for by their names."""
-
-
-@after_each_step(optimizer=AVERAGING)
-def the_optimizer_copied(training: Training, step: int) -> Any:
-    found = copy.deepcopy(training.optimizer).state_dict()["state"]
-    of_dense = [1, 2, 3, 4]  # in the order of the model's parameters
-    return [(found[k]["exp_avg"], found[k]["step"]) for k in of_dense if k in found]
-
-
-@after_each_step(optimizer=AVERAGING)
-def momentum_reset(training: Training, step: int) -> None:
-    if step % 3 == 1:
-        for p in training.dense:
-            training.optimizer.state[p]["exp_avg"].zero_()
-
-
-@after_each_step(optimizer=AVERAGING)
-def state_read(training: Training, step: int) -> Any:
-    return [training.optimizer.state[p]["exp_avg"].clone() for p in training.dense]
-
-
-@after_each_step(optimizer=AVERAGING)
-def state_of_tables_read(training: Training, step: int) -> Any:
-    return [training.columns(training.optimizer.state[p]["exp_avg"].clone()) for p in training.tables]
-
-
-@after_each_step(optimizer=AVERAGING)
-def state_emptied(training: Training, step: int) -> None:
-    if step == 3:
-        training.optimizer.state.clear()
-
-
-@after_each_step(optimizer=AVERAGING)
-def other_state(training: Training, step: int) -> None:
-    if step == 3:
-        training.optimizer.state = defaultdict(dict)
-
-
-def _momenta(training: Training) -> list[Any]:
-    return [training.optimizer.state[p][key] for p in training.parameters for key in ("exp_avg", "exp_avg_sq")]
-
-
-@scenario(optimizer=AVERAGING)
-def kept_state_halved(training: Training) -> None:
-    for number, batch in enumerate(training.batches()):
-        held = _momenta(training) if number else []
-        training.update(batch)
-        for value in held:
-            value.mul_(0.5)
-
-
-@scenario(optimizer=AVERAGING, wrong="early rows without gradient move as if they had the averages from before")
-def state_that_is_another_whole_one(training: Training) -> None:
-    for step, batch in enumerate(training.batches(4)):
-        training.update(batch)
-        if step == 1:
-            state, (rows, width) = training.optimizer.state[training.tables[0]], training.tables[0].shape
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.linspace(0, 1, rows * width).view(rows, width)
