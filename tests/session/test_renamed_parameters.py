@@ -82,7 +82,7 @@ def _compiled_again(rank: int, world_size: int, strategy: str) -> dict[str, floa
     return apart
 
 
-@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+@pytest.mark.parametrize("strategy", ["alltoall", pytest.param("allreduce", marks=pytest.mark.long)])
 def test_a_changed_model_is_compiled_anew_and_trains_as_under_ddp(strategy: str) -> None:
     for apart in run_ranks(2, _compiled_again, strategy):
         assert max(apart.values()) < 1e-5, apart
@@ -187,7 +187,7 @@ def _changed(rank: int, world_size: int, closes: bool) -> int:
     return len(CHANGES)
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_changed_model_leaves_other_optimizers_alone(closes: bool) -> None:
     assert run_ranks(2, _changed, closes) == [len(CHANGES)] * 2
 

@@ -317,7 +317,7 @@ def _changes(rank: int, world_size: int, examples: int, steps: int) -> None:
 
 
 def test_loops_that_need_other_programs_train_as_under_ddp() -> None:
-    run_ranks(2, _changes, 6, 8)
+    run_ranks(2, _changes, 3, 8)
 
 
 @pytest.mark.long

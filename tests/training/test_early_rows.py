@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -87,9 +88,15 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, 0.02, eps=1e-3)
 
 
-@pytest.mark.parametrize("schedule", ["2d", "vertical"])
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("before", [of_unread_rows, of_first_row, clipped])
+def pairs(cases: list[tuple[Any, ...]], default: tuple[int, ...]) -> list[Any]:
+    """All cases, of which those by default have each pair of two values that are asked for together."""
+    return [pytest.param(*each, marks=() if k in default else pytest.mark.long) for k, each in enumerate(cases)]
+
+
+@pytest.mark.parametrize(
+    ("before", "make", "schedule"),
+    pairs(list(product([of_unread_rows, of_first_row, clipped], [sgd, adamw], ["2d", "vertical"])), (0, 3, 5, 6, 9)),
+)
 def test_gradients_written_between_backward_and_step(before: Write, make: Any, schedule: str) -> None:
     for ours, theirs in run_ranks(2, _both, make, schedule, before, None):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -118,8 +125,9 @@ def scaled(table: Any, optimizer: Any) -> None:
         state["exp_avg"].mul_(0.5)
 
 
-@pytest.mark.parametrize("schedule", ["2d", "vertical"])
-@pytest.mark.parametrize("after", [put, put_average, copied, scaled])
+@pytest.mark.parametrize(
+    ("after", "schedule"), pairs(list(product([put, put_average, copied, scaled], ["2d", "vertical"])), (0, 3, 4, 7))
+)
 def test_state_written_between_two_steps(after: Write, schedule: str) -> None:
     for ours, theirs in run_ranks(2, _both, adamw, schedule, None, after):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

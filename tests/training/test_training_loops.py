@@ -1,18 +1,16 @@
-"""What a training loop does beside its steps: accumulation, clipping, schedulers, and steps of its own."""
+"""Training loops without an optimizer, and with steps of their own."""
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
 import embrace_fx
 from embrace_fx.vocabulary.ops import own_columns
@@ -26,131 +24,6 @@ from tests.support.training import SEED, expected_parameters, make_optimizers, t
 STEPS = 8
 DTYPE = torch.float64
 WORKLOADS = dict(MODELS)
-
-SHARDED_AND_NOT = pytest.mark.parametrize("optimizer", ["adam", pytest.param("adagrad", marks=pytest.mark.long)])
-"""Under exact row updates the tables of the first are sharded, those of the second are not."""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """What a training loop does in a step; every rank, and the reference, does the same.
-
-    Attributes:
-        optimizer: a name of `tests.support.training.OPTIMIZERS`.
-        micro_batches: batches whose gradients are summed up.
-        max_norm: what the norm of the gradients is clipped to; None: it is left alone.
-        norm_type: the order of that norm.
-    """
-
-    optimizer: str
-    micro_batches: int = 1
-    max_norm: float | None = None
-    norm_type: float = 2.0
-
-
-def _reference(workload: Workload, world_size: int, loop: Loop) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters, and the norms before clipping, of a single process with torch's own optimizers."""
-    model = workload.make(DTYPE, SEED)
-    (optimizer,) = make_optimizers(loop.optimizer, model)
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for k in range(loop.micro_batches):
-            for rank in range(world_size):
-                (model(*workload.batches(step * loop.micro_batches + k, rank, SEED)) / world_size).backward()
-        if loop.max_norm is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), loop.max_norm, loop.norm_type)))
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
-
-
-def _run_loop(
-    rank: int, world_size: int, workload: Workload, loop: Loop
-) -> tuple[dict[str, Tensor], list[float], dict[str, str]]:
-    model = workload.make(DTYPE, SEED)
-    compiled = embrace_fx.compile(model, optimizer=make_optimizers(loop.optimizer, model)[0], strategy="alltoall")
-    norms = []
-    for step in range(STEPS):
-        compiled.optimizer.zero_grad()
-        *early, last = range(step * loop.micro_batches, (step + 1) * loop.micro_batches)
-        with compiled.no_sync():
-            for k in early:
-                compiled(*workload.batches(k, rank, SEED)).backward()
-        compiled(*workload.batches(last, rank, SEED)).backward()
-        if loop.max_norm is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(compiled.parameters(), loop.max_norm, loop.norm_type)))
-        compiled.optimizer.step()
-    result = trained(compiled)
-    return result.parameters, norms, result.strategies
-
-
-def _check_loop(workload: Workload, world_size: int, loop: Loop) -> list[float]:
-    """Compares ranks and reference; returns the norms before clipping."""
-    __tracebackhide__ = True
-    expected, expected_norms = _reference(workload, world_size, loop)
-    for parameters, norms, strategies in run_ranks(world_size, _run_loop, workload, loop):
-        assert set(strategies.values()) == {"alltoall"}
-        assert norms == pytest.approx(expected_norms, rel=1e-9)
-        assert_same(parameters, expected, DTYPE)
-    return expected_norms
-
-
-@SHARDED_AND_NOT
-def test_gradients_accumulate_under_no_sync(optimizer: str) -> None:
-    _check_loop(WORKLOADS["two_table_lm"], 2, Loop(optimizer, micro_batches=3))
-
-
-@SHARDED_AND_NOT
-@pytest.mark.parametrize(
-    ("norm_type", "max_norm"),
-    [(2.0, 0.2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1.0, 1.0), (float("inf"), 0.05)))],
-)
-def test_the_norm_that_is_clipped_spans_the_sharded_tables(optimizer: str, norm_type: float, max_norm: float) -> None:
-    norms = _check_loop(WORKLOADS["bag_recommender"], 3, Loop(optimizer, 1, max_norm, norm_type))
-
-    assert max(norms) > max_norm
-
-
-@pytest.mark.long
-def test_accumulated_gradients_are_clipped_as_a_whole() -> None:
-    norms = _check_loop(WORKLOADS["two_table_lm"], 2, Loop("adagrad", 2, 0.05))
-
-    assert max(norms) > 0.05
-
-
-def _schedulers(optimizers: Any) -> list[LRScheduler]:
-    return [
-        scheduler
-        for optimizer in optimizers
-        for scheduler in (StepLR(optimizer, 2, 0.5), ExponentialLR(optimizer, 0.9))
-    ]
-
-
-def _train_with_schedulers(rank: int, world_size: int, workload: Workload, optimizer: str) -> dict[str, Tensor]:
-    model = workload.make(DTYPE, SEED)
-    optimizers = make_optimizers(optimizer, model)
-    schedulers: list[LRScheduler] = [StepLR(each, 2, 0.5) for each in optimizers]
-    compiled = embrace_fx.compile(model, optimizer=optimizers, strategy="alltoall")
-    schedulers += [ExponentialLR(each, 0.9) for each in compiled.optimizer]
-    for step in range(STEPS):
-        compiled(*workload.batches(step, rank, SEED)).backward()
-        for each in compiled.optimizer:
-            each.step()
-            each.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step()
-    return trained(compiled).parameters
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sparse_adam"])
-def test_schedulers_made_before_and_after_compile_both_drive_the_tables(optimizer: str) -> None:
-    workload = WORKLOADS["two_table_lm"]
-    expected = expected_parameters(2, workload, DTYPE, optimizer, steps=STEPS, make_schedulers=_schedulers)
-
-    for parameters in run_ranks(2, _train_with_schedulers, workload, optimizer):
-        assert_same(parameters, expected, DTYPE)
-
 
 # -- without an optimizer ----------------------------------------------------------------------------------------------
 

@@ -98,8 +98,6 @@ def test_a_batch_is_empty_on_one_rank_or_on_all(optimizer: str, row_updates: Row
     [
         pytest.param(LookupsWorkload(only_id=7), id="one id, many times"),
         pytest.param(LookupsWorkload(padding_idx=7, only_id=7), id="nothing but padding"),
-        pytest.param(LookupsWorkload(id_dtype=torch.int32), id="int32"),
-        pytest.param(LookupsWorkload(shape=(2, 3, 4)), id="3-D"),
         pytest.param(LookupsWorkload(id_dtype=torch.int32, shape=(2, 3, 4), padding_idx=0), id="int32, 3-D, padded"),
         pytest.param(LookupsWorkload(shape=()), id="a single id"),
     ],
@@ -126,23 +124,21 @@ def test_one_table_with_several_uses(optimizer: str, row_updates: RowUpdates) ->
     _check(3, ManyUsesWorkload(), optimizer, row_updates, {"table.weight": "alltoall"})
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_max_norm_shortens_the_same_rows_on_every_rank(optimizer: str) -> None:
-    _check(3, LookupsWorkload(max_norm=2.0), optimizer, "exact", {"table.weight": "allreduce"})
+def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
+    _check(2, LookupsWorkload(max_norm=2.0), "adam", "exact", {"table.weight": "allreduce"})
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_scale_grad_by_freq_counts_the_ids_of_all_ranks(optimizer: str) -> None:
+def test_scale_grad_by_freq_counts_the_ids_of_all_ranks() -> None:
     workload = LookupsWorkload(scale_grad_by_freq=True)
     model = workload.make(DTYPE, SEED)
-    (own,) = make_optimizers(optimizer, model)
+    (own,) = make_optimizers("adam", model)
     for step in range(STEPS):
         ids = torch.cat([workload.batches(step, rank, SEED)[0] for rank in range(2)])
         own.zero_grad()
         (model(ids) / 2).backward()
         own.step()
 
-    for result in run_ranks(2, train_compiled, workload, DTYPE, optimizer, "exact", Way(steps=STEPS)):
+    for result in run_ranks(2, train_compiled, workload, DTYPE, "adam", "exact", Way(steps=STEPS)):
         assert result.strategies == {"table.weight": "allreduce"}
         assert_same(result.parameters, whole_parameters(model), DTYPE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,7 +49,9 @@ def batch(rank: int) -> Tensor:
     return torch.randint(ROWS, (16, 20), generator=torch.Generator().manual_seed(rank))
 
 
+@cache
 def planned(cluster: Cluster, **options: Any) -> Plan:
+    """Captures once for all tests that ask the same."""
     model = Deep()
     optimizer = SGD(model.parameters(), 0.1)
     return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
@@ -84,8 +87,9 @@ def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("cluster", [SHORT, SHARED])
+@pytest.mark.parametrize(
+    ("schedule", "cluster"), [*((name, SHORT) for name in SCHEDULES), ("2d", SHARED), ("none", SHARED)]
+)
 def test_whoever_names_a_schedule_keeps_it(schedule: Any, cluster: Cluster) -> None:
     plan = planned(cluster, schedule=schedule)
 
@@ -93,7 +97,9 @@ def test_whoever_names_a_schedule_keeps_it(schedule: Any, cluster: Cluster) -> N
 
 
 def test_of_unknown_links_nothing_is_weighed() -> None:
-    assert (planned(Cluster()).schedule_name, planned(Cluster()).chosen_because) == ("2d", "")
+    plan = planned(Cluster())
+
+    assert (plan.schedule_name, plan.chosen_because) == ("2d", "")
 
 
 def test_one_rank_has_nothing_to_weigh() -> None:
@@ -136,20 +142,22 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
 # ---- what is added ----
 
 
-def priced(cluster: Cluster) -> dict[str, Added]:
-    plans: dict[str, Any] = {name: planned(cluster, schedule=name) for name in SCHEDULES}
-    return prices(captured_graph_of(plans["none"]), plans)
+def priced(**facts: float) -> dict[str, Added]:
+    """Of processors that differ from those of SHORT."""
+    plans = {name: planned(SHORT, schedule=name) for name in SCHEDULES}
+    links = replace(SHORT, **facts)
+    return prices(captured_graph_of(plans["none"]), {name: replace(plan, links=links) for name, plan in plans.items()})
 
 
 def test_what_is_hidden_is_not_waited_for() -> None:
-    found = priced(SHORT)
+    found = priced()
 
     assert found["2d"].waits_ms < found["horizontal"].waits_ms < found["none"].waits_ms
     assert found["2d"].waits_ms < found["vertical"].waits_ms < found["none"].waits_ms
 
 
 def test_shared_processors_pay_for_what_is_hidden() -> None:
-    idle, busy, busiest = (priced(replace(SHORT, busy=share)) for share in (0.0, 0.5, 1.0))
+    idle, busy, busiest = (priced(busy=share) for share in (0.0, 0.5, 1.0))
 
     beside = {name: busiest[name].work_ms - idle[name].work_ms for name in SCHEDULES}
     assert beside["2d"] > beside["none"]
@@ -159,15 +167,13 @@ def test_shared_processors_pay_for_what_is_hidden() -> None:
 
 
 def test_a_slow_processor_hides_more() -> None:
-    fast = replace(SHORT, pace=1.0)
-
-    assert priced(SHORT)["2d"].waits_ms < priced(fast)["2d"].waits_ms
+    assert priced()["2d"].waits_ms < priced(pace=1.0)["2d"].waits_ms
 
 
 def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
-    none, horizontal = (priced(replace(SHORT, busy=0.0))[name].work_ms for name in ("none", "horizontal"))
+    found = priced(busy=0.0)
 
-    assert horizontal > none
+    assert found["horizontal"].work_ms > found["none"].work_ms
 
 
 def test_a_row_space_has_one_exchange() -> None:
