@@ -238,7 +238,7 @@ def before_each_step(**needs: Any) -> Callable[[F], F]:
 
     def enter(function: F) -> F:
         def run(training: Training) -> None:
-            for batch in training.batches(5):
+            for batch in training.batches(4):
                 training.model(*batch).backward()
                 training.note(function(training))
                 training.step()
@@ -254,7 +254,7 @@ def after_each_step(**needs: Any) -> Callable[[F], F]:
 
     def enter(function: F) -> F:
         def run(training: Training) -> None:
-            for step, batch in enumerate(training.batches(5)):
+            for step, batch in enumerate(training.batches(4)):
                 training.model(*batch).backward()
                 training.optimizer.step()
                 if step:

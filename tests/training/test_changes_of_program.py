@@ -298,7 +298,18 @@ def _trained(rank: int, world_size: int, loop: Callable[[Side], Any], strategy: 
     return differs(found, expected)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__.strip("_"))
+BY_DEFAULT = (
+    _inference_after_the_first_step,
+    _another_route_on_one_rank_as_a_plan_begins,
+    _gradients_kept_over_plans,
+)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, marks=() if loop in BY_DEFAULT else pytest.mark.long) for loop in LOOPS],
+    ids=lambda loop: loop.__name__.strip("_"),
+)
 def test_a_loop_trains_as_under_ddp(loop: Callable[[Side], Any]) -> None:
     assert run_ranks(2, _trained, loop, LOOPS[loop]) == ["", ""]
 

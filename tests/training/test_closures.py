@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import embrace_fx
 from tests.support.ranks import run_ranks
+from tests.support.scenario import compiled_once
 from tests.support.scenarios.schemes import Words, ids_of
 
 STEPS = 3
@@ -78,10 +79,10 @@ def _combinations() -> Iterator[tuple[str, str]]:
 
 def _both(rank: int, world_size: int) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
     SGD([torch.zeros(1)], 0.1)  # torch hooks the step of a class when it is first made
-    found = {}
+    found, wraps = {}, {optimizer: compiled_once(strategy="alltoall") for optimizer in OPTIMIZERS}
     for each in _combinations():
         theirs = _trained(DistributedDataParallel, rank, *each)
-        found[each] = _trained(lambda m: embrace_fx.compile(m, strategy="alltoall"), rank, *each), theirs
+        found[each] = _trained(wraps[each[0]], rank, *each), theirs
     return found
 
 
