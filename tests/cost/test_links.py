@@ -150,7 +150,7 @@ def test_only_large_blocks_are_new_memory() -> None:
     "rates", [{"scan_bytes_per_ms": 0.0}, {"claim_bytes_per_ms": -1.0}, {"unit_ms": -0.1}], ids=str
 )
 def test_processors_that_make_no_sense_are_refused(rates: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected positive rates and no negative times, in Handling"):
+    with pytest.raises(ValueError, match="expected positive rates and no negative times"):
         Handling(**rates)
 
 
@@ -206,7 +206,7 @@ def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
     ids=["no link inside", "nothing inside", "no ranks"],
 )
 def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected a link inside a machine where ranks_per_machine is above 1"):
+    with pytest.raises(ValueError, match="expected a link inside a machine"):
         Cluster(**options)
 
 

@@ -75,7 +75,7 @@ def test_a_state_dict_without_a_name_of_the_model_is_an_error(of: Callable[[Any]
     model = embrace_fx.compile(Words())
     state = model.full_state_dict()
 
-    with pytest.raises(RuntimeError, match=r"expected names of Words in a state dict.*found none: it begins with"):
+    with pytest.raises(RuntimeError, match=r"expected names of Words in a state dict"):
         of(model).load_state_dict({name[7:]: value for name, value in state.items()}, strict=False)
     of(model).load_state_dict({}, strict=False)
     missing, _ = of(model).load_state_dict({"out.bias": torch.ones(1), "other": torch.ones(1)}, strict=False)

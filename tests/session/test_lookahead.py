@@ -151,7 +151,7 @@ def test_two_loops_at_once_are_refused(started: bool) -> None:
     if started:
         next(first)
 
-    with pytest.raises(RuntimeError, match=r"^expected one lookahead at a time, in lookahead\(\), found an earlier"):
+    with pytest.raises(RuntimeError, match=r"^expected one lookahead at a time"):
         lookahead.over([D])
 
     assert list(first)[-1] is C  # which goes on undisturbed

@@ -95,7 +95,7 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> N
 
 
 def test_a_function_is_no_model() -> None:
-    with pytest.raises(ValueError, match=r"expected model to be an nn.Module, .* of type function"):
+    with pytest.raises(ValueError, match=r"expected model to be an nn.Module"):
         embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
 
 

@@ -166,7 +166,7 @@ def _wrapped(rank: int, world_size: int) -> None:
             embrace_fx.compile(wrapped)
     compiled = embrace_fx.compile(model)
     assert embrace_fx.compile(compiled) is compiled
-    with pytest.raises(RuntimeError, match=r"expected a plain model, in compile\(\), found a CompiledModel"):
+    with pytest.raises(RuntimeError, match=r"expected a plain model"):
         embrace_fx.compile(compiled, schedule="none")
 
 
@@ -231,7 +231,7 @@ def test_what_ddp_is_told_to_ignore_is_each_rank_s_own() -> None:
 def test_a_table_to_ignore_that_counts_ids_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True), nn.Linear(2, 1))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-    with pytest.raises(ValueError, match=r"expected no scale_grad_by_freq .* found it of 0\.weight"):
+    with pytest.raises(ValueError, match=r"no scale_grad_by_freq .* of 0\.weight"):
         embrace_fx.compile(model)
 
 

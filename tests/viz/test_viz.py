@@ -40,9 +40,9 @@ def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule:
 
 @pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".dot"])
 def test_nothing_to_draw_is_an_error(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(ValueError, match="expected a schedule or a timeline to draw, found neither"):
+    with pytest.raises(ValueError, match="expected a schedule or a timeline to draw"):
         viz.save(tmp_path / f"picture{suffix}")
-    with pytest.raises(ValueError, match="expected a measured timeline with compute, found 0 spans without"):
+    with pytest.raises(ValueError, match="expected a measured timeline"):
         viz.save(tmp_path / f"picture{suffix}", timeline=Timeline((), (), 2))
 
 

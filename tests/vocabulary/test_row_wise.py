@@ -27,7 +27,7 @@ def test_a_row_has_one_sum_and_stands_still_without_a_gradient() -> None:
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ValueError, match="expected lr to be zero or more, in RowWiseAdagrad, found -1"):
+    with pytest.raises(ValueError, match="expected lr to be zero or more"):
         embrace_fx.RowWiseAdagrad([nn.Parameter(torch.ones(1))], lr=-1)
     table = nn.Embedding(3, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

@@ -131,8 +131,7 @@ class Looped(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("cell", ["projected", "GRU", "RNN"])
-@pytest.mark.parametrize("steps", [2, 30])
+@pytest.mark.parametrize(("cell", "steps"), [("projected", 2), ("GRU", 30), ("RNN", 2)])
 def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> None:
     torch.manual_seed(0)
     model, ids = Looped(cell), torch.randint(50, (steps, 8))
@@ -195,9 +194,7 @@ def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
 def test_a_budget_that_cannot_be_met() -> None:
     compiled = embrace_fx.compile(make(Block), memory_budget=1000)
 
-    with pytest.raises(
-        PeerFailure, match=r"expected a memory budget .* found 1,000 bytes, and at least ([\d,]+)"
-    ) as raised:
+    with pytest.raises(PeerFailure, match=r"expected a memory budget .* found 1,000 bytes") as raised:
         compiled(IDS)
 
     least = int(str(raised.value).split("at least ")[1].split(" ")[0].replace(",", ""))
@@ -223,7 +220,7 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
 
 @pytest.mark.parametrize("budget", [0, -1.0, "half"])
 def test_a_budget_that_is_none(budget: Any) -> None:
-    with pytest.raises(ValueError, match="expected memory_budget to be None, bytes, or a fraction below 1"):
+    with pytest.raises(ValueError, match="expected memory_budget to be None, bytes"):
         embrace_fx.compile(make(Block), memory_budget=budget)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,8 +75,9 @@ def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: st
 # ---- what a region may hold ----
 
 
-@pytest.mark.parametrize("blocks", [Normalised, Recurrent, Odd])
-@pytest.mark.parametrize("form", ["not reentrant", "nested"])
+@pytest.mark.parametrize(
+    ("form", "blocks"), [("not reentrant", Normalised), ("nested", Recurrent), ("nested", Odd)], ids=str
+)
 def test_whatever_a_region_holds(form: str, blocks: Callable[[], nn.Module]) -> None:
     model, compiled = pair(FORMS[form], blocks)
 
@@ -199,6 +201,12 @@ def _first_draw_left_out(nodes: dict[str, fx.Node]) -> None:
     noise.graph.erase_node(noise)
 
 
+@cache
+def _with_copies() -> TrainingGraph:
+    model, _ = pair(FORMS["not reentrant"])
+    return run_passes(analysed(model, IDS), (EagerDropout(), RecomputeRegions())).graph
+
+
 @pytest.mark.parametrize(
     ("change", "invariant"),
     [
@@ -210,8 +218,7 @@ def _first_draw_left_out(nodes: dict[str, fx.Node]) -> None:
     ],
 )
 def test_a_copy_that_is_none_is_refused(change: Callable[[dict[str, fx.Node]], None], invariant: str) -> None:
-    model, _ = pair(FORMS["not reentrant"])
-    graph = run_passes(analysed(model, IDS), (EagerDropout(), RecomputeRegions())).graph.edit()
+    graph = _with_copies().edit()
     verify(graph, after="nothing")
 
     change({node.name: node for node in graph.graph.nodes})
