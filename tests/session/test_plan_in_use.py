@@ -34,7 +34,7 @@ class Words(nn.Module):
 
 @pytest.fixture
 def session() -> Session:
-    return session_of(embrace_fx.compile(Words()))
+    return cast(Session, session_of(embrace_fx.compile(Words())))
 
 
 def variant(*, train: bool = True, tables: tuple[str, ...] = ("table.weight",)) -> Variant:

@@ -36,7 +36,6 @@ def captured_graph_of(planned: Any) -> Any:
     return planned._graph
 
 
-def memory_limit_of(model: Any) -> int:
-    """The bytes that a compiled model's step may hold."""
-    found: int = step_builder_of(model)._shown.graph.memory_limit
-    return found
+def memory_limit_of(model: Any) -> Any:
+    """The bytes that a compiled model's step may hold, or None."""
+    return step_builder_of(model)._shown.graph.memory_limit

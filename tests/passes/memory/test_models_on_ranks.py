@@ -56,7 +56,7 @@ def _trains(
         optimizer.step()
         optimizer.zero_grad()
     builder: Any = step_builder_of(compiled)
-    limit = memory_limit_of(compiled)
+    limit: Any = memory_limit_of(compiled)
     # Of the scheduled graph: what only the data knows is as the plan expects it.
     predicted = builder.step_memory().peak_bytes
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)

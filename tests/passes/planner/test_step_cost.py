@@ -142,7 +142,7 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
 # ---- what is added ----
 
 
-def priced(**facts: float) -> dict[str, Added]:
+def priced(**facts: Any) -> dict[str, Added]:
     """Of processors that differ from those of SHORT."""
     plans = {name: planned(SHORT, schedule=name) for name in SCHEDULES}
     links = replace(SHORT, **facts)
