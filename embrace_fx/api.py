@@ -14,8 +14,8 @@ from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Optimizers, Options, as_tuple
-from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleOption

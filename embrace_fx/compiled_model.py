@@ -234,9 +234,13 @@ class CompiledModel(nn.Module, Joinable):
         """
         self._session.check_replicas()
 
+    def replan(self) -> None:
+        """Plans again with the next batch, once in a hundred calls; a line says what changed. Call it on every rank."""
+        self._session.replan()
+
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
-        self._session.planned.synchronize()
+        self._session.programs.synchronize()
 
     def close(self) -> None:
         """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
@@ -363,9 +367,7 @@ class CompiledModel(nn.Module, Joinable):
     def schedule(self) -> DrawnSchedule:
         """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
 
-        One process has compute alone to show.
-
-        From the cost model at first; after some ten steps, from what has been measured of compute and links.
+        Of one process compute alone. At first from the cost model; after ten steps from measured compute and links.
         """
         views = self._session.views
         return DrawnSchedule.of(views.schedule, views.background)
@@ -381,10 +383,7 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.views.record()
 
     def report(self) -> str:
-        """The plan as a table, dense parameters folded into a row, and where the last steps' time went.
-
-        As wide as the terminal. `print(model.plan)` has a row for each parameter.
-        """
+        """The plan as a table, dense parameters in one row; where the last steps' time went, and the prediction."""
         return self._session.views.report()
 
     def metrics(self) -> dict[str, float]:

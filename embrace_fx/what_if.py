@@ -21,12 +21,12 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate
 from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
+from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.planning.background import background_of
-from embrace_fx.planning.findings import facts_of, findings_of, reported
-from embrace_fx.planning.reads import Read, reads_of, used_parameters
-from embrace_fx.planning.scheduling import Scheduling, cuts
+from embrace_fx.passes.scheduler.background import background_of
+from embrace_fx.planning.findings import Read, facts_of, findings_of, reads_of, reported, used_parameters
+from embrace_fx.planning.scheduling import cuts, order, rows_beyond_memory
 from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -34,9 +34,8 @@ from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.session.memory_report import beyond_memory
-from embrace_fx.session.pipeline import analyse, overlap_passes, run_passes, training_passes
+from embrace_fx.setup.context import Context
 from embrace_fx.setup.options import Optimizers, Options
-from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -54,13 +53,13 @@ LOADER_AHEAD = 3
 class Forecast(Plan):
     """A plan for ranks that are not there, with the schedule that would follow it. Else it is as any plan."""
 
-    _setting: Setting
+    _context: Context
     _graph: TrainingGraph
 
     @classmethod
-    def of(cls, planned: Plan, setting: Setting, graph: TrainingGraph) -> Forecast:
+    def of(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
         found = cls(**vars(planned))
-        vars(found).update(_setting=setting, _graph=graph)
+        vars(found).update(_context=context, _graph=graph)
         return found
 
     def save(self, path: str | Path) -> None:
@@ -98,10 +97,11 @@ class Forecast(Plan):
             )
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
-        found = cuts(self._setting, self)
+        found = cuts(self._context, self)
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        schedule = Scheduling(self._setting, self, compiled.graph, found, ahead=LOADER_AHEAD).schedule
+        beyond = rows_beyond_memory(self, LOADER_AHEAD)
+        schedule = order(self._context, self, compiled.graph, beyond).schedule
         return DrawnSchedule.of(schedule, lambda: background_of(self, schedule))
 
 
@@ -177,8 +177,8 @@ def plan(  # noqa: PLR0913
     if len(batches) < ranks:
         findings = replace(findings, sparsity=_extrapolated(graph, read, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
-    setting = Setting(model, stepping, state, Announcements(communicator), options)
-    return Forecast.of(fit_plan(setting, planned, findings.sparsity, lambda records: storage), setting, graph)
+    context = Context(model, stepping, state, Announcements(communicator), options)
+    return Forecast.of(fit_plan(context, planned, findings.sparsity, lambda records: storage), context, graph)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
@@ -205,9 +205,9 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[Training
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
         if is_on_meta(model):
             with as_on_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
-                graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))
+                graph = analyse(capture(twin, fake_args, fake_kwargs, train=True).graph)
         else:
-            graph = analyse(capture(model, args, kwargs, train=True))
+            graph = analyse(capture(model, args, kwargs, train=True).graph)
     return graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0])
 
 

@@ -74,6 +74,7 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
             stored = {"model": weights, "optimizer": state}
             # It copies, and writes while training goes on; in a group of its own, for it sends from another thread.
             saving = async_save(stored, checkpoint_id=path, process_group=saves)
+            del weights, state, stored  # kept, the optimizer's state would have every update applied at once
             if rank == 0:
                 for old in sorted(path.parent for path in directory.glob("step-*/.metadata"))[:-KEPT]:
                     shutil.rmtree(old)

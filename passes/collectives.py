@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, is_users_wait, launch_of, op_name
+from embrace_fx.vocabulary.ops import LAUNCHES, launch_of, op_name
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -26,9 +26,6 @@ EQUAL_SHAPES: frozenset[str] = frozenset(
 """The launches whose shape must be equal on all ranks; the sizes of other launches follow from each rank's batch."""
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
-
-USERS = "forward's own"
-"""Stands for the groups of the user's collectives, which may differ between ranks and hold only some of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,7 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
     return tuple(
-        _users_collective(node) if is_users_launch(node) else _collective(node)
-        for module in running_modules(graph)
-        for node in module.graph.nodes
-        if is_launch(node) or is_users_launch(node)
+        _collective(node) for module in running_modules(graph) for node in module.graph.nodes if is_launch(node)
     )
 
 
@@ -97,11 +91,6 @@ def _collective(launch: fx.Node) -> Collective:
     )
 
 
-def _users_collective(launch: fx.Node) -> Collective:
-    """Describes a collective of the user's forward: ranks must agree on its order, but not on its group and sizes."""
-    return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
-
-
 def group_of(launch: fx.Node) -> str:
     """Returns the communication class a launch belongs to."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
@@ -123,12 +112,12 @@ def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
 
 
 def is_launch(node: Argument) -> bool:
-    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES and not is_users_launch(node)
+    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Tells whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
-    return op_name(node) == "_c10d_functional::wait_tensor" and not is_users_wait(node)
+    """Tells whether a node waits for a launch."""
+    return op_name(node) == "_c10d_functional::wait_tensor"
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

@@ -35,10 +35,9 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     Table,
     TrainingGraph,
-    after_tangents,
     ancestors,
 )
-from embrace_fx.vocabulary.ops import is_users_wait, op_name
+from embrace_fx.vocabulary.ops import op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
@@ -66,7 +65,6 @@ def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
     wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
-    wanted += _users_waits(graph)
     forward = ancestors(wanted) - head
     _draw_sizes_and_parts(nodes, head, forward)
     ids: set[fx.Node] = set()
@@ -74,15 +72,6 @@ def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
         if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
             ids.add(node)
     return dict(zip(PHASES, (head - ids, ids, forward, set(nodes) - head - forward), strict=True))
-
-
-def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the waits for collectives of the user's forward: they run there, whichever phase reads their values."""
-    waits = [node for node in graph.graph.nodes if is_users_wait(node)]
-    if not waits:
-        return []
-    of_backward = after_tangents(graph.module)
-    return [node for node in waits if node not in of_backward]
 
 
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:

@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.graph import (
     source_of,
     written_by,
 )
-from embrace_fx.vocabulary.ops import argument, draws, is_users_launch
+from embrace_fx.vocabulary.ops import argument, draws
 
 aten = torch.ops.aten
 
@@ -122,8 +122,7 @@ def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> 
         padding_idx=argument(lookup, "padding_idx"),
         kind=_BAG_KINDS[argument(lookup, "mode")] if bag else "embedding",
         constant_ids=not random and not any(isinstance(role, BatchInput) for role in roles),
-        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles)
-        and not any(map(is_users_launch, cone)),
+        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles),
         scale_grad_by_freq=argument(lookup, "scale_grad_by_freq"),
         source=source_of(lookup),
         sparse=SPARSE_LOOKUP in (lookup.meta.get("custom") or {}),

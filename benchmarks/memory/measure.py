@@ -87,7 +87,7 @@ class Training:
         """What embrace_fx says of its step; nothing of other systems."""
         if not isinstance(self._call, embrace_fx.CompiledModel):
             return {}
-        builder: Any = self._call._session.planned.builder
+        builder: Any = self._call._session.programs.pipeline
         held = builder.step_memory()
         return {
             "predicted_bytes": held.peak_bytes,

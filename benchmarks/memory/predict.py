@@ -17,10 +17,10 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.pipeline import analyse, run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import build_alone
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.session.pipeline import analyse, run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
@@ -38,7 +38,7 @@ def graph_of(workload: Workload) -> TrainingGraph:
         model = workload.make()
     with as_on_cpu(model, workload.batch(0, 0, 0)) as (twin, batch):
         captured = capture(twin, batch, {}, train=True)
-    return run_passes(analyse(captured), (EagerDropout(),)).graph
+    return run_passes(analyse(captured.graph), (EagerDropout(),)).graph
 
 
 def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRate = NO_COPIES) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from benchmarks.records import write_record
+from embrace_fx.runtime.probe.disk_cache import VARIABLE
 from embrace_fx.session.session import Session  # noqa: F401  (imports what the first compile would)
-from embrace_fx.setup.disk_cache import VARIABLE
 
 
 class Encoder(nn.Module):

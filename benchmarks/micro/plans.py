@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 import embrace_fx
 from benchmarks.models import MODELS
-from embrace_fx.setup.disk_cache import VARIABLE
+from embrace_fx.runtime.probe.disk_cache import VARIABLE
 
 SMALL = "small"
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from embrace_fx import viz
 from embrace_fx.admm.operations import COMPUTE
-from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recording
+from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.schedule import Operation, StepGraph
 

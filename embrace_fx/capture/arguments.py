@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import RefusedError
-from embrace_fx.capture.result_objects import attributes_of, holds_tensors, is_plain_object, made_of
+from embrace_fx.capture.result_objects import attributes_of, holds_tensors, made_of
+from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _TAKEN = (
     *(Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex, str, bytes, type(None)),

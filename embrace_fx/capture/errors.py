@@ -29,9 +29,11 @@ class CaptureError(RuntimeError):
         raised: the error that a user's line in the forward raises by itself, or None.
         reason: the user's line and what in it cannot be captured, in one line.
         where: the user's line, as "file:line in function"; "" where only a traceback may tell.
+        communicates: the forward has a collective of its own.
     """
 
     raised: Exception | None = None
+    communicates = False
 
     def __init__(self, message: str, reason: str = "", where: str = "") -> None:
         super().__init__(message)
@@ -70,12 +72,14 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             told.raised = raised
         return told
     if (sent := _collective(error)) is not None:
-        return CaptureError(
-            f"expected collectives that a graph can hold, in {kind}, at {where}, found torch.distributed.{sent}() "
-            f"({found}). Use all_reduce, broadcast, all_gather, reduce_scatter, all_to_all_single or those of "
-            "torch.distributed.nn, without async_op, or communicate in the training loop.",
+        refusal = CaptureError(
+            f"expected a forward that does not communicate, in {kind}, at {where}, found torch.distributed.{sent}() "
+            f"({found}). Communicate in the training loop; or leave out route='graph', and a strategy that shards: the "
+            "forward then runs as it is written, with every table whole.",
             f"{where} calls torch.distributed.{sent}()",
         )
+        refusal.communicates = True
+        return refusal
     return CaptureError(
         f"expected a forward that can be captured as one graph, in {kind}, at {where}, found {found}. Rewrite that "
         "line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no data-dependent shapes), "

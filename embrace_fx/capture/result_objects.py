@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from embrace_fx.vocabulary.plain_objects import is_plain_object
+
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.FunctionType, types.ModuleType, nn.Module)
 
 
@@ -86,13 +88,6 @@ def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> froze
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def is_plain_object(value: Any) -> bool:
-    """Tells whether an object consists of its attributes only: no tensor, number, container or class with slots."""
-    builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-    makes_itself: Any = type(value).__new__
-    return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")
 
 
 def holds_tensors(value: Any, seen: set[int]) -> bool:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import argument_names, check_read, constants_read
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
-from embrace_fx.capture.collectives import check_collectives, collectives_traced
+from embrace_fx.capture.collectives import check_collectives, collectives_refused
 from embrace_fx.capture.effects import Effects, ReplayedEffects, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.guards import (
     Conditions,
@@ -274,7 +274,7 @@ def _calls_rnns(read: fx.GraphModule) -> bool:
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Captures as `dynamo_graph_capture_for_export` does, with side effects to be replayed."""
     with (
-        collectives_traced(),
+        collectives_refused(),
         noted_effects() as effects,
         _compiling_state_context(),
         torch._dynamo.config.patch(replay_side_effects=True, side_effect_replay_policy="silent"),

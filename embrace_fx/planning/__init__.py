@@ -1,1 +1,1 @@
-"""Turns a batch into a plan, a plan into placed parameters and a launch order, recordings into a timeline."""
+"""Turns a batch into a plan, and a plan into placed parameters and a launch order."""

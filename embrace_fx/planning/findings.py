@@ -1,8 +1,8 @@
-"""Gathers every rank's report of its batch; rank 0 decides the plan by them."""
+"""Counts the rows that a batch reads, and gathers the counts of all ranks; rank 0 decides the plan by them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,21 +11,24 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
+from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
-from embrace_fx.planning.fitting import WHOLE, unshardable
-from embrace_fx.planning.links import links_between
-from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.step.phases import reader
 from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, share_memory
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
-from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import LinksAre, Plan
+from embrace_fx.vocabulary.graph import Table, TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.plan import Grid, LinksAre, Plan
+from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from embrace_fx.vocabulary.schedule import AUTO, FULL
 
@@ -36,29 +39,12 @@ SHARED = (
     "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
     "let go of that, or make the table of a clone, to shard it"
 )
+WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 HOOKED = "the communication hook reduces whole gradients"
 
 
-def make_plan(
-    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], known: Cluster | None = None
-) -> tuple[Plan, Findings | None]:
-    """Makes the plan for a training batch: every rank measures, rank 0 decides, all get the same plan.
-
-    Args:
-        known: the links, where they have been probed.
-
-    Returns: the plan, and on rank 0 its findings.
-
-    Raises:
-        PeerFailure: a rank's batch is bad, on every rank.
-        ValueError: the strategy asked for does not fit the model, on every rank.
-    """
-    findings = find(setting, graph, leaves, frozenset())
-    return plan_on_links(setting, findings, None, known=known), findings
-
-
 def plan_on_links(
-    setting: Setting, findings: Findings | None, current: Plan | None, *, known: Cluster | None = None
+    context: Context, findings: Findings | None, current: Plan | None, *, known: Cluster | None = None
 ) -> Plan:
     """Returns rank 0's plan for the given links, or for links probed where a step sends enough. Collective.
 
@@ -70,18 +56,19 @@ def plan_on_links(
     Raises:
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
-    if setting.options.cluster is not None:
-        return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
+    if context.options.cluster is not None:
+        return _agree_on_plan(context, findings, (context.options.cluster, "given"), current)
     known = known or (current.links if current is not None and current.links_are == "probed" else None)
     if known is not None:
-        return _agree_on_plan(setting, findings, (known, "probed"), current)
-    plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
-    probed = _probed(setting, plan)
-    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
+        return _agree_on_plan(context, findings, (known, "probed"), current)
+    plan = _agree_on_plan(context, findings, (Cluster(), "assumed"), current)
+    with stage("probing links", context.communicator.rank):
+        probed = links_between(context.communicator, plan.sent_bytes_per_step, context.device)
+    return plan if probed is None else _agree_on_plan(context, findings, (probed, "probed"), current)
 
 
 def find(
-    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
+    context: Context, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
 ) -> Findings | None:
     """Gathers on rank 0 the rows that a batch reads on all ranks. Collective.
 
@@ -94,32 +81,26 @@ def find(
     """
     reads, failure = {}, None
     try:
-        ranks = setting.communicator.rank, setting.communicator.world_size
-        reads = reported(reads_of(setting.state, graph, leaves), *ranks)
+        ranks = context.communicator.rank, context.communicator.world_size
+        reads = reported(reads_of(context.state, graph, leaves), *ranks)
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
-    whole = dict.fromkeys(sorted({*unshardable(graph), *setting.state.hooked}), WHOLE)
-    weights = {table.parameter: setting.state.parameter(table.parameter) for table in graph.tables}
+    whole = dict.fromkeys(sorted({*unshardable(graph), *context.state.hooked}), WHOLE)
+    weights = {table.parameter: context.state.parameter(table.parameter) for table in graph.tables}
     for name, weight in weights.items():
         if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
             whole[name] = SHARED
     own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, failure)
-    everyone = setting.communicator.gather(own, _Report)
+    everyone = context.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
-    if setting.communicator.rank:
+    if context.communicator.rank:
         return None
-    return _findings(setting, graph, everyone, used, schedule or setting.options.schedule)
-
-
-def _probed(setting: Setting, plan: Plan) -> Cluster | None:
-    """Probes the links between the ranks; None where a step sends too little to be cut. Collective."""
-    with stage("probing links", setting.communicator.rank):
-        return links_between(setting.communicator, plan.sent_bytes_per_step, setting.device)
+    return _findings(context, graph, everyone, used, schedule or context.options.schedule)
 
 
 def _agree_on_plan(
-    setting: Setting,
+    context: Context,
     findings: Findings | None,
     links: tuple[Cluster, LinksAre],
     current: Plan | None,
@@ -131,7 +112,7 @@ def _agree_on_plan(
             plan = decide(findings, links[0], current, links[1])
         except Exception as error:  # the other ranks wait for an answer
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
-    plan = setting.communicator.gather(plan, Plan | str | None)[0]
+    plan = context.communicator.gather(plan, Plan | str | None)[0]
     if isinstance(plan, str):
         raise ValueError(plan)
     assert plan is not None
@@ -139,19 +120,19 @@ def _agree_on_plan(
 
 
 def _findings(
-    setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str], schedule: str
+    context: Context, graph: TrainingGraph, everyone: list[_Report], used: Collection[str], schedule: str
 ) -> Findings:
     """Makes the findings from the reports of all ranks."""
     used = set(used).union(*(report.used for report in everyone))
-    sharded = {name: table.shape for name, table in setting.state.tables.items()}
-    facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
-    facts = tuple(replace(f, local=f.name in setting.state.ignored) for f in facts)
+    sharded = {name: table.shape for name, table in context.state.tables.items()}
+    facts = facts_of(context.model, context.stepping.holders, context.options.row_updates, used, sharded)
+    facts = tuple(replace(f, local=f.name in context.state.ignored) for f in facts)
     blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
     facts = tuple(replace(f, row_update_blocker=blocked[f.name]) if f.name in blocked else f for f in facts)
-    options = replace(setting.options, schedule=schedule)
-    ranks, reads = setting.communicator.world_size, [report.reads for report in everyone]
+    options = replace(context.options, schedule=schedule)
+    ranks, reads = context.communicator.world_size, [report.reads for report in everyone]
     findings = findings_of(graph, facts, reads, ranks, options)
-    if setting.communicator.comm_hook is None:
+    if context.communicator.comm_hook is None:
         return findings
     dense = replace(graph, tables=tuple(table.with_dense_gradient() for table in graph.tables))
     return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce", graph=dense)
@@ -185,6 +166,14 @@ def findings_of(
     if schedule == AUTO and options.table_memory is not None:
         schedule = FULL  # reads of rows beyond memory, which no price knows, overlap steps
     return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, options.rows)
+
+
+def unshardable(graph: TrainingGraph) -> Iterator[str]:
+    """Yields the parameters that a graph reads in a way shards cannot be read."""
+    tables = {table.parameter: table for table in graph.tables}
+    for name in parameters_of(graph.module):
+        if name not in tables or shard_blocker(tables[name]) is not None:
+            yield name
 
 
 def facts_of(
@@ -272,3 +261,54 @@ def _sparsity(table: Table, everyone: Sequence[Reported]) -> Sparsity | None:
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports ids outside
     draws = sum(own.draws for own in everyone)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
+
+
+@dataclass(frozen=True)
+class Read:
+    """The rows that one batch reads of one table.
+
+    Attributes:
+        rows: number of unique rows, always with the padding row, which travels even if the batch does not hold it.
+        drawn: (T,) all ids of the batch that get a gradient, with duplicates.
+        unique: (rows,) the unique rows.
+    """
+
+    rows: int
+    drawn: Tensor
+    unique: Tensor
+
+    def local_rows(self, rank: int, ranks: int) -> dict[int, int]:
+        """Counts, for each grid, how many rows are in this rank's own row of it: rows of the grid -> count."""
+        sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
+        return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
+
+
+def grid_rows(ranks: int) -> list[int]:
+    """Lists the numbers of rows, beyond one, that a grid of this many ranks can have."""
+    return [each for each in range(2, ranks + 1) if ranks % each == 0]
+
+
+def used_parameters(graph: TrainingGraph) -> set[str]:
+    """Names the parameters to which the graph gives a gradient."""
+    return {*gradients_of(graph.module)}
+
+
+def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
+    """Counts the rows that a batch reads, by table, by running the graph that computes its ids."""
+    tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
+    if not tables:
+        return {}
+    run = reader(extract_ids(graph, tables), state)
+    parameter = state.any_parameter()
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with random_state_kept(device), torch.no_grad():  # a model that draws ids must draw the same ones in its step
+        ids = iter(run(leaves))
+    reads = {}
+    for table in tables:
+        of_uses = [next(ids) for _ in table.uses]
+        unique = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0]
+        drawn = [
+            own[own != use.padding_idx] for own, use in zip((i.reshape(-1) for i in of_uses), table.uses, strict=True)
+        ]
+        reads[table.parameter] = Read(unique.numel(), torch.cat(drawn).to(torch.int64), unique)
+    return reads

@@ -1,4 +1,4 @@
-"""Fits a plan to batches that use a parameter for the first time, or read a sharded table densely.
+"""Fits plans to batches and models: the needs of later batches, renamed parameters, a plan that is given.
 
 A plan is made for the first batch. The needs of later ones are added to it on all ranks, without probing or pricing:
 DDP with `find_unused_parameters` trains such models, and so does embrace_fx.
@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.planning.reads import used_parameters
-from embrace_fx.vocabulary.graph import TrainingGraph, parameters_of
+from embrace_fx.planning.findings import WHOLE, facts_of, unshardable, used_parameters
+from embrace_fx.setup.context import Context
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.schedule import AUTO
 
 LATE = "first used after the plan was made"
 RENAMED = (
@@ -26,11 +28,10 @@ NO_MOMENT = (
     "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
     "them, on its own"
 )
-WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 
 
 @dataclass(frozen=True)
-class Misfit:
+class PlanViolation:
     """The needs of a batch that a plan does not meet.
 
     Attributes:
@@ -55,7 +56,9 @@ class Misfit:
         return bool(self.late or self.whole or self.eager or self.renamed)
 
 
-def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:
+def violation(
+    plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()
+) -> PlanViolation:
     """Compares a plan with a captured graph (tables found) of a training or evaluation batch.
 
     Args:
@@ -66,25 +69,17 @@ def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignor
     late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
     whole = tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked])))
     sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
-    return Misfit(late, whole, sparse=tuple(sparse))
+    return PlanViolation(late, whole, sparse=tuple(sparse))
 
 
-def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the parameters that a graph reads in a way shards cannot be read."""
-    tables = {table.parameter: table for table in graph.tables}
-    for name in parameters_of(graph.module):
-        if name not in tables or shard_blocker(tables[name]) is not None:
-            yield name
-
-
-def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Plan:
+def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
     """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
-    late = sorted({name for each in misfits for name in each.late})
-    whole = sorted({name for each in misfits for name in each.whole})
+    late = sorted({name for each in violations for name in each.late})
+    whole = sorted({name for each in violations for name in each.whole})
     # A table that is pruned, or parametrized, is read by a lookup no more.
-    whole += [name for name in plan.sharded if any(name == old for old, _ in misfits[0].renamed)]
+    whole += [name for name in plan.sharded if any(name == old for old, _ in violations[0].renamed)]
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
-    sparse = {name for each in misfits for name in each.sparse}
+    sparse = {name for each in violations for name in each.sparse}
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
     told = (replace(d, sparse=d.sparse or d.parameter in sparse) for d in plan)
     decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in told)
@@ -123,3 +118,50 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
 def space_of(plan: Plan, tables: Sequence[str]) -> RowSpace:
     """Makes a row space of tables in this order."""
     return RowSpace.of({name: plan[name].shape[0] for name in tables})
+
+
+def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
+    """Returns the plan, with the schedule asked for, if it fits model, optimizers and ranks. Collective.
+
+    Raises:
+        ValueError: it does not fit on some rank; on every rank, with the first disagreement.
+    """
+    own = next(_disagreements(context, graph, plan), None)
+    for found in context.communicator.reports(own).values():
+        raise ValueError(
+            f"expected a plan of this model, optimizer and number of ranks, in the first call, found {found}. Save a "
+            "plan of this very run, or leave out plan=."
+        )
+    asked = context.options.schedule
+    return plan if asked in (AUTO, plan.schedule_name) else replace(plan, schedule_name=asked, chosen_because="")
+
+
+def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
+    """Yields each disagreement between plan and model in a few words."""
+    if plan.world_size != context.communicator.world_size:
+        yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
+    used = used_parameters(graph)
+    facts = facts_of(context.model, context.stepping.holders, context.options.row_updates, used, {})
+    planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
+    if missing := planned.keys() ^ {fact.name for fact in facts}:
+        yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
+        return
+    options = context.options
+    asked = options.rows
+    for strategy in ("alltoall", "allreduce"):
+        found = {d.travels_as for d in plan if d.strategy == strategy}
+        if plan.world_size > 1 and found and (asked not in found or found - {asked, "exact"}):
+            yield f"{strategy} in {', '.join(sorted(found))} in the plan, where {asked!r} is asked for"
+    for fact in facts:
+        decision = planned[fact.name]
+        if tuple(decision.shape) != fact.shape:
+            yield f"{fact.name} of shape {tuple(decision.shape)} in the plan and {fact.shape} in the model"
+        if (decision.strategy == "frozen") == fact.trainable:
+            yield f"{fact.name}, which is frozen in the plan or in the model alone"
+        if fact.trainable and fact.used and decision.strategy == "unused":
+            yield f"{fact.name}, to which the batch gives a gradient, unused in the plan"
+        if decision.strategy != "alltoall":
+            continue
+        blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"
+        if blocker or fact.row_update_blocker:
+            yield f"{fact.name} in shards, which cannot be: {blocker or fact.row_update_blocker}"

@@ -18,71 +18,71 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.joined_tiers import rest_together, stacked
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
-from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
 
-def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
+def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and registers the tables with steps and announcements."""
     grids = {name: plan[name].grid for name in plan.sharded}
-    shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
-    with setting.communicator.watching():
-        beyond = tiers(setting, plan, setting.communicator.rank)
-        lazily = [setting.state.parameter(name) for name in beyond if begins_lazily(setting, name) is not None]
-        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator, lazily)
-        sets = open_working_sets(setting, plan, beyond)
+    shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
+    with context.communicator.watching():
+        beyond = tiers(context, plan, context.communicator.rank)
+        lazily = [context.state.parameter(name) for name in beyond if begins_lazily(context, name) is not None]
+        made = materialise(context.model, grids, context.stepping.holders.optimizers, context.communicator, lazily)
+        sets = open_working_sets(context, plan, beyond)
         tiered: list[TieredTable] = []
         for name in plan.sharded:
             if name in sets:
-                tiered.append(place_tiered(setting, name, shapes[name], made.get(name), *sets[name]))
+                tiered.append(place_tiered(context, name, shapes[name], made.get(name), *sets[name]))
                 tiered[-1].has_sparse_gradient = plan[name].sparse
-                setting.state.tables[name] = tiered[-1]
+                context.state.tables[name] = tiered[-1]
             else:
-                _shard(setting, name, plan, shapes[name], made.get(name))
+                _shard(context, name, plan, shapes[name], made.get(name))
         for space in plan.spaces:
             if members := [table for table in tiered if table.name in space.tables]:
                 rest_together(members)
         if tiered:
-            setting.state.hints = RowsAhead(setting.state, setting.communicator)
-    if setting.communicator.world_size > 1:
-        buffers = setting.options.shares_buffers
-        apart = setting.state.ignored.union(plan.sharded)
-        broadcast_state(setting.model, apart, setting.communicator, buffers=buffers)
-    _hand_over(setting, graph, plan)
+            context.state.hints = RowsAhead(context.state, context.communicator)
+    if context.communicator.world_size > 1:
+        buffers = context.options.shares_buffers
+        apart = context.state.ignored.union(plan.sharded)
+        broadcast_state(context.model, apart, context.communicator, buffers=buffers)
+    _hand_over(context, graph, plan)
 
 
-def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> None:
+def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
     """Moves tables, with their state and gradients, to another plan, between two steps. Collective.
 
     The gradient of a replica is the mean already, equal on all ranks; of a shard each rank has its own part.
     """
-    state = setting.state
-    gather_tables(setting, [name for name in old.sharded if name not in new.sharded])
-    with setting.communicator.watching(), torch.no_grad():
+    state = context.state
+    gather_tables(context, [name for name in old.sharded if name not in new.sharded])
+    with context.communicator.watching(), torch.no_grad():
         for name in new.sharded:
             if name not in old.sharded:
                 parameter = state.parameter(name)
                 gradient, parameter.grad = parameter.grad, None
-                _shard(setting, name, new, parameter.shape, None)
+                _shard(context, name, new, parameter.shape, None)
                 if gradient is not None:
                     state.tables[name].add_whole_gradient(gradient)
     ordered = {name: state.tables[name] for name in new.sharded}
     state.tables.clear()
     state.tables.update(ordered)
-    _hand_over(setting, graph, new)
+    _hand_over(context, graph, new)
 
 
-def gather_tables(setting: Setting, names: Sequence[str]) -> None:
+def gather_tables(context: Context, names: Sequence[str]) -> None:
     """Makes sharded tables whole, with their state and gradients, on every rank. Collective."""
-    with setting.communicator.watching(), torch.no_grad():
+    with context.communicator.watching(), torch.no_grad():
         for name in names:
-            table = setting.state.tables[name]
+            table = context.state.tables[name]
             if isinstance(table, TieredTable):
                 raise RuntimeError(REFUSAL.format(name=name, asked="a deed that puts together"))
-            del setting.state.tables[name]
-            unshard_parameter(table, setting.stepping.holders.optimizers)
+            del context.state.tables[name]
+            unshard_parameter(table, context.stepping.holders.optimizers)
 
 
 def gather_buffers(model: nn.Module) -> None:
@@ -93,43 +93,42 @@ def gather_buffers(model: nn.Module) -> None:
                 module._buffers[key] = buffer.full_tensor()
 
 
-def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
+def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
     """Shards a table; `mesh`: the ranks of its parts, if its parameter is a part already."""
-    parameter, communicator = setting.state.parameter(name), setting.communicator
+    parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
-    always, reads = setting.options.row_updates == "replay", setting.state.reads
+    always, reads = context.options.row_updates == "replay", context.state.reads
     table = RowTable(
         parameter,
         layout,
-        semantics(setting.options.row_updates),
+        semantics(context.options.row_updates),
         may_rest=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
-        gradients=setting.state.gradients_reader(),
+        gradients=context.state.gradients_reader(),
     )
-    for optimizer in setting.stepping.holders.optimizers:
+    for optimizer in context.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
             optimizer.state[parameter] = own_state(parameter, layout, state)
     table.has_sparse_gradient = plan[name].sparse
-    setting.state.tables[name] = table
+    context.state.tables[name] = table
 
 
-def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
+def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     """Registers the tables with steps and announcements."""
-    row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
+    row_updates, stepping = semantics(context.options.row_updates), context.stepping
     stepping.replicas = []
     stepping.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
     for found in graph.tables:
-        parameter = setting.state.parameter(found.parameter)
+        parameter = context.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":
             table = RowTable(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
-    tables = setting.state.tables
+    tables = context.state.tables
     beyond = [table for table in tables.values() if isinstance(table, TieredTable)]
-    setting.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    setting.state.spaces = {space.name: stacked([tables[name] for name in space.tables]) for space in plan.spaces}
-    setting.announcements.form = Form(
-        len(plan.row_exchanges) + len(plan.renormed), tuple(name for name in plan.watched if name not in exchanged)
-    )
+    context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
+    context.state.spaces = {space.name: stacked([tables[name] for name in space.tables]) for space in plan.spaces}
+    watched = tuple(name for name in plan.watched if name not in exchanged)
+    context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)

@@ -9,11 +9,9 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.vocabulary.plan import Plan
 
 SAMPLED_EVERY = 4
@@ -28,38 +26,7 @@ DRIFTED = 0.2
 """Share of the planned rows by which a mean must have changed before a check is made."""
 
 
-@dataclass
-class Calls:
-    """The state that a model's calls share, and from which its next announcement is made.
-
-    Attributes:
-        count: number of training calls.
-        asks_to_plan: this rank asks for another plan.
-        rows_seen: watched table -> rows read in the next step.
-        authority: the rank whose buffers the others take.
-        uneven: ranks may have taken different numbers of optimizer steps (`join`).
-        ahead: number of batches that the loader is read ahead.
-    """
-
-    count: int = 0
-    asks_to_plan: bool = False
-    rows_seen: dict[str, int] = field(default_factory=dict)
-    authority: int = 0
-    uneven: bool = False
-    ahead: int = 0
-
-    def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
-        """Adds to a step's announcement the values that are sent once, and clears them."""
-        seen, self.rows_seen = self.rows_seen, {}
-        return replace(
-            own,
-            asks_to_plan=self.asks_to_plan,
-            steps=0 if self.uneven else optimizer_steps,
-            rows_seen=seen,
-        )
-
-
-class Drift:
+class SparsityMonitor:
     """Follows, on rank 0, the rows that ranks read of tables whose strategy depends on them.
 
     Attributes:
@@ -114,20 +81,24 @@ def changes(old: Plan, new: Plan) -> tuple[str, ...]:
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
-def story(calls: int, old: Plan, new: Plan) -> str:
-    """Prints in one line what a new plan changes, and why.
+def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
+    """Prints in one line why a plan is replaced, what the new one changes, and what it is expected to save.
 
     Args:
         calls: number of training calls so far.
     """
-    told = []
+    found, saved_ms = [], 0.0
     for name in changes(old, new):
         before, after = old[name], new[name]
         here = next((c.predicted_ms for c in after.candidates if c.strategy == before.strategy), before.predicted_ms)
-        told.append(
+        saved_ms += here - after.predicted_ms
+        found.append(
             f"{name} {before.strategy} -> {after.strategy} ({after.reason}; planned for: {before.reason}; predicted "
             f"{after.predicted_ms:.3f} ms instead of {here:.3f} ms)"
         )
     if old.schedule_name != new.schedule_name:
-        told.append(f'schedule "{old.schedule_name}" -> {new.chosen_because}')
-    return f"after {calls} calls: {'; '.join(told) or 'buckets in the order of the backward'}"
+        found.append(f'schedule "{old.schedule_name}" -> {new.chosen_because}')
+    if new.buckets != old.buckets and not found:
+        found.append("buckets in another order")
+    saves = f", which is to save {saved_ms:.3f} ms a step" if saved_ms > 0 else ""
+    return f"after {calls} calls, for {reason}: {'; '.join(found) or 'it stays as it is'}{saves}"

@@ -37,7 +37,7 @@ from embrace_fx.runtime.tiers.tiered_table import (
     state_columns,
 )
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
-from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import STILL, semantics
 from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
@@ -83,7 +83,7 @@ class Tier:
 
 
 def fit_plan(
-    setting: Setting,
+    context: Context,
     plan: Plan,
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
@@ -97,18 +97,18 @@ def fit_plan(
     Raises:
         ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
     """
-    asked = _asked(setting, plan)
+    asked = _asked(context, plan)
     if not asked:
         return plan
     for name in asked:
-        _check(setting, name, plan)
-    found = tiers(setting, plan, rank=0)  # rank 0 has the most columns
-    spaces = [each for space in plan.spaces for each in _by_working_set(setting, plan, space, found)]
-    if setting.options.spill_to is None:
-        _check_host(setting, tiers(setting, plan, setting.communicator.rank), plan)
+        _check(context, name, plan)
+    found = tiers(context, plan, rank=0)  # rank 0 has the most columns
+    spaces = [each for space in plan.spaces for each in _by_working_set(context, plan, space, found)]
+    if context.options.spill_to is None:
+        _check_host(context, tiers(context, plan, context.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
     own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
-    agreed = setting.communicator.gather(own, dict[str, RowMemory])[0]
+    agreed = context.communicator.gather(own, dict[str, RowMemory])[0]
     for name, memory in agreed.items():
         if plan[name].measured and memory.slots < memory.at_once:
             least = found[name].asked_for(memory.at_once, memory.num_rows)
@@ -118,14 +118,14 @@ def fit_plan(
                 f"{memory.at_once:,}, all ranks together. Raise it, or make batches smaller."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
-    spaces = setting.communicator.gather(spaces, list[RowSpace])[0]
+    spaces = context.communicator.gather(spaces, list[RowSpace])[0]
     return replace(plan, decisions=decisions, spaces=tuple(space for space in spaces if len(space.tables) > 1))
 
 
-def _by_working_set(setting: Setting, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
+def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
     """Splits a row space: tables beyond the host's memory stay together that have the same columns, behind the first of
     them those in memory; beyond a device's, each is by itself."""
-    on_host = setting.device.type == "cpu"
+    on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
     for name in space.tables:
         if name in beyond:
@@ -146,24 +146,24 @@ def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: 
     return RowMemory(rows, slots, *bytes_of, record, at_once, draws, storage)
 
 
-def at_rest(setting: Setting, records: Records) -> tuple[StorageTier, ...]:
+def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
-    directory, streams = setting.options.spill_to, streams_of(setting.device)
+    directory, streams = context.options.spill_to, streams_of(context.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
     except TierError:  # making the file will raise
         own = (0.0, 0.0)
     if streams is not None:  # copies between the device and the host run beside that: the slower sets the pace
-        copied_ms = records.nbytes / PinnedCopies(streams).measure(setting.device)[0]
+        copied_ms = records.nbytes / PinnedCopies(streams).measure(context.device)[0]
         own = max(own[0], copied_ms), max(own[1], copied_ms)
-    read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
+    read, write = zip(*context.communicator.gather(own, tuple[float, float]), strict=True)
     return (StorageTier("host memory" if directory is None else "file", max(read), max(write)),)
 
 
-def _check_host(setting: Setting, found: Mapping[str, Tier], plan: Plan) -> None:
+def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None:
     """Raises `ValueError` on every rank where a host lacks memory for rows at rest. Collective."""
     own = sum(plan[name].shape[0] * Records(tier.columns).nbytes for name, tier in found.items())
-    everyone = setting.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
+    everyone = context.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
     for host, _, available in everyone:
         needed = sum(nbytes for name, nbytes, _ in everyone if name == host)
         if needed > available > 0:
@@ -174,19 +174,19 @@ def _check_host(setting: Setting, found: Mapping[str, Tier], plan: Plan) -> None
             )
 
 
-def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:
+def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
     """Finds the tables beyond memory, by name, with their columns on a rank."""
-    whole = _asked(setting, plan)
-    columns = {name: _columns(setting, name, plan[name].shape, rank) for name in whole}
+    whole = _asked(context, plan)
+    columns = {name: _columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
-    if not isinstance(setting.options.table_memory, Mapping) and any(memory >= 1 for memory in asked.values()):
+    if not isinstance(context.options.table_memory, Mapping) and any(memory >= 1 for memory in asked.values()):
         sizes = {n: plan[n].shape[0] * sum(c.nbytes for c in columns[n].values()) for n in asked}
         asked = {name: memory * sizes[name] / sum(sizes.values()) for name, memory in asked.items()}
     return {name: Tier(memory, whole[name], columns[name]) for name, memory in asked.items()}
 
 
-def _asked(setting: Setting, plan: Plan) -> dict[str, float]:
-    memory = setting.options.table_memory
+def _asked(context: Context, plan: Plan) -> dict[str, float]:
+    memory = context.options.table_memory
     if memory is None:
         return {}
     if not isinstance(memory, Mapping):
@@ -209,9 +209,9 @@ def _asked(setting: Setting, plan: Plan) -> dict[str, float]:
     return found
 
 
-def _check(setting: Setting, name: str, plan: Plan) -> None:
+def _check(context: Context, name: str, plan: Plan) -> None:
     """Raises `ValueError` where a table cannot have a working set."""
-    parameter, holders = setting.state.parameter(name), setting.stepping.holders
+    parameter, holders = context.state.parameter(name), context.stepping.holders
     held = holders.of(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
         how = f"on a {plan[name].grid}" if plan[name].grid is not None else f"whole on each rank: {plan[name].reason}"
@@ -219,13 +219,13 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             f"expected {name} in shards by columns, with table_memory, in the first call, found it {how}. Pass "
             f"strategy={{{name!r}: 'alltoall'}}, or leave it out of table_memory."
         )
-    device = parameter.device if parameter.device.type != "meta" else setting.device
+    device = parameter.device if parameter.device.type != "meta" else context.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"expected {name} on the CPU or on a CUDA device, with table_memory, found it on {device}. Leave it out of "
             "table_memory."
         )
-    if device.type == "cpu" and setting.options.spill_to is None:
+    if device.type == "cpu" and context.options.spill_to is None:
         raise ValueError(
             f"expected a directory in spill_to for {name}, which is on the CPU, with table_memory, found none: rows "
             "that do not fit lie there. Pass both. A CUDA model's lie in its host's memory without it."
@@ -235,15 +235,15 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
             f"expected one optimizer of {name} in compile(), with table_memory, found {len(held)}: what it keeps of a "
             "row lies beside the row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
-    how = holders.moving(parameter, semantics(setting.options.row_updates))
-    if how == "sweep" or (how not in STILL and setting.options.row_updates == "sweep"):
+    how = holders.moving(parameter, semantics(context.options.row_updates))
+    if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
         raise ValueError(not_replayable(name, type(held[0][0])))
 
 
-def _columns(setting: Setting, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
-    parameter = setting.state.parameter(name)
-    ((optimizer, group),) = setting.stepping.holders.of(parameter)
-    width = len(_columns_of(shape, setting.communicator.world_size, rank))
+def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
+    parameter = context.state.parameter(name)
+    ((optimizer, group),) = context.stepping.holders.of(parameter)
+    width = len(_columns_of(shape, context.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
     return columns | state_columns(optimizer, group, like, optimizer.state.get(parameter) or {})
@@ -253,20 +253,20 @@ def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
     return range(shape[1])[part_of(shape, Grid(1, ranks), rank)[1]]
 
 
-def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
+def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
     """Finds the module of a table on the meta device whose rows can be computed when first read; None: the table has
     values, or its module has its own `reset_parameters`."""
-    parameter = setting.state.parameter(name)
+    parameter = context.state.parameter(name)
     if parameter.device.type != "meta":
         return None
-    for module in setting.model.modules():
+    for module in context.model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight is parameter:
             stock = type(module).reset_parameters in (nn.Embedding.reset_parameters, nn.EmbeddingBag.reset_parameters)
             return module if stock else None
     return None
 
 
-def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
+def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
     """Makes the working sets of tables beyond memory, one for those of a row space.
 
     Collective: fails on all ranks or on none.
@@ -276,41 +276,41 @@ def open_working_sets(setting: Setting, plan: Plan, beyond: Mapping[str, Tier]) 
     joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others come behind
     among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
-    told, directory = None, setting.options.spill_to
+    told, directory = None, context.options.spill_to
     for first_table in [name for name in beyond if name not in among]:
         space = joined.get(first_table) or space_of(plan, [first_table])
         first_rows = {table: space.rows_of(table).start for table in space.tables if table in beyond}
-        initial = FirstOfTables({first: _initial(setting, name, plan[name]) for name, first in first_rows.items()})
+        initial = FirstOfTables({first: _initial(context, name, plan[name]) for name, first in first_rows.items()})
         columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
         slots = sum(plan.memory[name].slots for name in first_rows)
-        name, device = space.name if first_table in joined else first_table, _device_of(setting, first_table)
+        name, device = space.name if first_table in joined else first_table, _device_of(context, first_table)
         try:
             memory = WorkingSet(
-                name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder, device
+                name, rows, slots, columns, initial, directory, lambda: context.stepping.recorder, device
             )
             found |= {table: (memory, first) for table, first in first_rows.items()}
         except TierError as error:
             told = told or str(error)
-    _agree(setting, told)
+    _agree(context, told)
     return found
 
 
-def _device_of(setting: Setting, name: str) -> torch.device:
-    device = setting.state.parameter(name).device
-    return device if device.type != "meta" else setting.device
+def _device_of(context: Context, name: str) -> torch.device:
+    device = context.state.parameter(name).device
+    return device if device.type != "meta" else context.device
 
 
-def _initial(setting: Setting, name: str, decision: Decision) -> FirstValues:
+def _initial(context: Context, name: str, decision: Decision) -> FirstValues:
     """Returns the first values of a table's rows on this rank. Collective."""
-    communicator, module = setting.communicator, begins_lazily(setting, name)
+    communicator, module = context.communicator, begins_lazily(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _columns_of(decision.shape, communicator.world_size, communicator.rank)
-    dtype, padding = setting.state.parameter(name).dtype, getattr(module, "padding_idx", None)
+    dtype, padding = context.state.parameter(name).dtype, getattr(module, "padding_idx", None)
     return FirstValues(own, decision.shape[1], dtype, seed, padding)
 
 
 def place_tiered(
-    setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
+    context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> TieredTable:
     """Moves a table into its file, or leaves its rows to be computed, and puts a working set in its place. Collective.
 
@@ -320,18 +320,18 @@ def place_tiered(
         memory: its working set.
         first: its first row in that.
     """
-    parameter, communicator = setting.state.parameter(name), setting.communicator
-    ((optimizer, _),) = setting.stepping.holders.of(parameter)
-    device, columns = _device_of(setting, name), memory.records.columns
+    parameter, communicator = context.state.parameter(name), context.communicator
+    ((optimizer, _),) = context.stepping.holders.of(parameter)
+    device, columns = _device_of(context, name), memory.records.columns
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
-    if begins_lazily(setting, name) is None:
+    if begins_lazily(context, name) is None:
         layout = shard_parameter(name, parameter, shape, communicator, None, mesh)
         parts = {key: own_part_of(value, layout) for key, value in state.items() if key in columns}
         values = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)
         layout = Layout.of_table(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
-    _store(setting, memory, first, shape[0], values)
+    _store(context, memory, first, shape[0], values)
     width = len(_columns_of(shape, communicator.world_size, communicator.rank))
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)  # one element's memory
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
@@ -342,16 +342,16 @@ def place_tiered(
     return TieredTable(
         parameter,
         layout,
-        semantics(setting.options.row_updates),
+        semantics(context.options.row_updates),
         optimizer,
-        gradients=setting.state.gradients_reader(),
+        gradients=context.state.gradients_reader(),
         memory=memory,
         first=first,
         shown=columns.keys() & state.keys(),
     )
 
 
-def _store(setting: Setting, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
+def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
     """Puts a table's first values at rest. Collective: fails on all ranks or on none."""
     told = None
     try:
@@ -360,10 +360,10 @@ def _store(setting: Setting, memory: WorkingSet, first: int, rows: int, values: 
             memory.store(some + first, cut)
     except TierError as error:
         told = str(error)
-    _agree(setting, told)
+    _agree(context, told)
 
 
-def _agree(setting: Setting, told: str | None) -> None:
+def _agree(context: Context, told: str | None) -> None:
     """Raises on every rank what one of them has to tell."""
-    for rank, each in setting.communicator.reports(told).items():
-        raise ValueError(each if setting.communicator.world_size == 1 else f"on rank {rank}: {each}")
+    for rank, each in context.communicator.reports(told).items():
+        raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from embrace_fx.passes.partition import extract_ids
-from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls
+from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader
-from embrace_fx.setup.setting import Setting
+from embrace_fx.session.program_cache import StepCounters
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import draws
 from embrace_fx.vocabulary.plan import Plan
 
 
 def batch_check(
-    setting: Setting, plan: Plan, graph: TrainingGraph, calls: Calls, *, train: bool
+    context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
     """Makes the check of a batch's ids of whole tables; the announcement itself checks ids of sharded tables.
 
@@ -28,9 +29,9 @@ def batch_check(
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
     tables = [t for t in tables if not any(map(draws, extract_ids(graph, [t]).graph.nodes))]
-    if not tables or setting.communicator.world_size == 1:
+    if not tables or context.communicator.world_size == 1:
         return lambda leaves: None
-    read_ids = reader(extract_ids(graph, tables), setting.state)
+    read_ids = reader(extract_ids(graph, tables), context.state)
     names, num_rows = zip(*((t.parameter, t.num_rows) for t in tables for _ in t.uses), strict=True)
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
@@ -41,11 +42,11 @@ def batch_check(
             except Exception as error:  # the announcement reports any failure to the other ranks
                 return unreadable(error)
             failure = bad_id_report(ids, names, num_rows)
-            if failure is None and calls.count % SAMPLED_EVERY == 0:
+            if failure is None and counters.calls % SAMPLED_EVERY == 0:
                 for table in watched:
                     own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
                     rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
-                    calls.rows_seen[table.parameter] = rows
+                    counters.rows_seen[table.parameter] = rows
             return failure
 
     return look

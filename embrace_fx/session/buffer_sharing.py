@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
-from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
-from embrace_fx.setup.setting import Setting
+from embrace_fx.session.program_cache import StepCounters
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
 
@@ -30,10 +30,10 @@ class BufferSharing:
         due: the next forward shares them.
     """
 
-    def __init__(self, setting: Setting, calls: Calls) -> None:
-        self._setting = setting
-        self._state = setting.state
-        self._calls = calls
+    def __init__(self, context: Context, counters: StepCounters) -> None:
+        self._context = context
+        self._state = context.state
+        self._counters = counters
         self._live = frozenset[str]()  # changed by training forwards, whose results depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
@@ -54,8 +54,8 @@ class BufferSharing:
             announcement; and one that shares them behind it, before the forward reads a buffer. Collective. None:
             there are none to share.
         """
-        alone = self._setting.communicator.world_size == 1
-        if alone or not self._setting.options.shares_buffers or not self._shared():
+        alone = self._context.communicator.world_size == 1
+        if alone or not self._context.options.shares_buffers or not self._shared():
             return lambda: 0, None
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
@@ -76,7 +76,7 @@ class BufferSharing:
             if due:
                 # As ranks run out of batches, the authority moves to other ranks: each goes on with the buffers of
                 # the one before.
-                every = self._setting.announcements.buffers_differ or self._calls.authority != 0
+                every = self._context.announcements.buffers_differ or self._counters.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
                 self._were = AsSeen.of(self._unwritten())
@@ -96,7 +96,7 @@ class BufferSharing:
     def _share(self, names: Sequence[str]) -> None:
         places = [self._state.place_of_buffer(name) for name in names]
         tensors = [owner[key] for owner, key in places]
-        self._setting.communicator.broadcast(tensors, self._calls.authority)
+        self._context.communicator.broadcast(tensors, self._counters.authority)
 
 
 @functools.lru_cache(maxsize=64)

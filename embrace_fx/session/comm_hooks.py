@@ -64,6 +64,11 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
                 f"{strategy!r}: the hook reduces whole gradients in buckets, tables' included. Leave the strategy out, "
                 "or register one of allreduce_hook, fp16_compress_hook, bf16_compress_hook, without a state."
             )
+    if options.route == "graph" or options.memory_budget is not None or options.table_memory is not None:
+        raise ValueError(
+            "expected no route='graph', memory_budget or table_memory with a communication hook, in "
+            "register_comm_hook(), found one of them: the forward runs as it is written, on replicas. Leave it out."
+        )
     communicator.comm_hook = asked
     return asked.name
 

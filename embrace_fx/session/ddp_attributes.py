@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _READ: Mapping[str, Callable[[Any], Any]] = {  # of a `Session`
     "require_backward_grad_sync": lambda session: session.state.synchronised,
-    "require_forward_param_sync": lambda session: session.planned.buffers.due,
+    "require_forward_param_sync": lambda session: session.programs.buffers.due,
     "find_unused_parameters": lambda session: True,
     "static_graph": lambda session: False,
     "gradient_as_bucket_view": lambda session: False,
@@ -63,7 +63,7 @@ _MACHINERY = (
 
 def _shares_buffers(session: Session) -> bool:
     buffers = [name for name in session.state.buffer_names() if name not in session.state.ignored]
-    return session.options.shares_buffers and session.planned.buffers.due and bool(buffers)
+    return session.options.shares_buffers and session.programs.buffers.due and bool(buffers)
 
 
 def _logged(session: Session) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def assign(session: Session, name: str, value: Any) -> None:
     if name == "require_backward_grad_sync":
         session.state.synchronised = bool(value)
     elif name == "require_forward_param_sync":
-        session.planned.buffers.due = bool(value)
+        session.programs.buffers.due = bool(value)
     elif name in _GIVEN:
         of = {"process_group": session.group, "device_mesh": session.device_mesh}
         present = of.get(name, session.options.shares_buffers)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embrace_fx.capture.gradient_graph import captured_of, gradient_graph, lookup_tables
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
+from embrace_fx.runtime.step.accumulation import Accumulation
+from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
-from embrace_fx.session.accumulation import Accumulation
-from embrace_fx.session.calls import Kinds, Variant
-from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
-from embrace_fx.session.gradient_step import GradientStep
-from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.session.program_cache import Entry
+from embrace_fx.session.programs import ORDER, Programs
 from embrace_fx.setup.agreement import agree_on_first_call
-from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import tell
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import log
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import BY_ROWS
 
@@ -36,15 +36,14 @@ class EagerCalls:
         reason: why calls run eagerly, in one line; "": calls are captured.
     """
 
-    def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
+    def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
         self._replicated = False  # before the first plan, ranks have got rank 0's parameters to evaluate with
-        self.reason = ASKED if setting.options.route == "eager" else ""
-        self._setting = setting
-        setting.stepping.of_any_layout = bool(self.reason)
-        self._planned = planned
-        self._kinds = kinds
+        self.reason = ASKED if context.options.route == "eager" else ""
+        self._context = context
+        context.stepping.of_any_layout = bool(self.reason)
+        self._programs = programs
         self._accumulation = Accumulation(weakref.WeakMethod(self._look))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order in which the first backward made their gradients
@@ -54,22 +53,18 @@ class EagerCalls:
     def take_over(self, reason: str) -> None:
         """Switches to the eager route, for good."""
         self.reason = reason
-        self._setting.stepping.of_any_layout = True
-        self._kinds.clear()
+        self._context.stepping.of_any_layout = True
+        self._programs.cache.clear()
         self._rows, self._came, self._order = {}, (), ()
-        if self._setting.communicator.rank == 0:
-            tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
+        if self._context.communicator.rank == 0:
+            log("%s runs as it is written, on replicas: %s", type(self._context.model).__name__, reason)
 
     def fit(self) -> None:
         """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
-        if reason := self._planned.fit():
+        if reason := self._programs.fit():
             self.take_over(reason)
-            self._plan_for_gradients()
-
-    def _plan_for_gradients(self) -> None:
-        """Makes the plan of a model whose calls were captured until now. Collective."""
-        variant = self._variant(self._trained(), train=True)
-        self._planned.plan_for(variant, self._rows_of(variant))
+            entry = self._entry(self._trained(), train=True)
+            self._programs.replan(entry, self._rows_of(entry), reason)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
         """Runs the user's forward on a batch. Collective.
@@ -77,23 +72,23 @@ class EagerCalls:
         Raises:
             PeerFailure: a rank has failed; on every rank.
         """
-        planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
+        programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = train and bool(trained)  # of a frozen model, autograd alone passes gradients through
         announcements.settle()  # of a step without backward
-        variant = self._variant(trained, train=train)
-        rows = self._rows_of(variant)
-        if planned.plan is None:
-            planned.make(variant, rows)
+        entry = self._entry(trained, train=train)
+        rows = self._rows_of(entry)
+        if programs.plan is None:
+            programs.decide(entry, rows)
         if train and announcements.asked_to_plan:
             self._order = self._came
             trained = self._trained()
-            variant = self._variant(trained, train=train)
-            planned.make_again(variant, rows)
-        planned.calls.count += train
-        accumulates = train and not self._setting.state.synchronised
-        results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
+            entry = self._entry(trained, train=train)
+            programs.replan(entry, rows)
+        programs.counters.calls += train
+        accumulates = train and not self._context.state.synchronised
+        results = self._run(entry, trained, args, kwargs, accumulates=accumulates)
         if train:
-            planned.observe()
+            programs.observe()
         return results
 
     def evaluate_unplanned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,8 +97,8 @@ class EagerCalls:
         Raises:
             RuntimeError: the model is on the meta device, and has no values yet.
         """
-        setting, model = self._setting, self._setting.model
-        agree_on_first_call(setting.communicator, EVALUATING, None)
+        context, model = self._context, self._context.model
+        agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
             raise RuntimeError(
                 "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
@@ -111,52 +106,52 @@ class EagerCalls:
                 "enabled."
             )
         if not self._replicated:
-            buffers = setting.options.shares_buffers
-            broadcast_state(model, setting.state.ignored, setting.communicator, buffers=buffers)
+            buffers = context.options.shares_buffers
+            broadcast_state(model, context.state.ignored, context.communicator, buffers=buffers)
         self._replicated = True
         return model(*args, **kwargs)
 
     def evaluates(self) -> bool:
         """Tells whether forwards without gradients run as they are written, whatever training calls do."""
-        plan, options = self._planned.plan, self._setting.options
+        plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
         if self.reason or (options.route is None and not self._shares_buffers):
             return True
-        trains = any(parameter.requires_grad for parameter in self._setting.model.parameters())
-        return trains and options.route is None and not self._setting.state.ignored
+        trains = any(parameter.requires_grad for parameter in self._context.model.parameters())
+        return trains and options.route is None and not self._context.state.ignored
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a forward without gradients eagerly, after applying every update.
 
         Collective where ranks share buffers. Else it needs no other rank: one may evaluate while the others wait.
         """
-        if (flow := self._planned.flow) is not None:
+        if (flow := self._programs.flow) is not None:
             flow.leave()
-        self._planned.synchronize()
+        self._programs.synchronize()
         if not self._shares_buffers:
-            return self._setting.model(*args, **kwargs)
+            return self._context.model(*args, **kwargs)
         trained = self._trained()
-        return self._run(self._variant(trained, train=False), trained, args, kwargs, accumulates=False)
+        return self._run(self._entry(trained, train=False), trained, args, kwargs, accumulates=False)
 
     @property
     def _shares_buffers(self) -> bool:
         """Whether a forward reads buffers that rank 0 sends."""
-        state = self._setting.state
-        return self._setting.options.shares_buffers and not state.ignored.issuperset(state.buffer_names())
+        state = self._context.state
+        return self._context.options.shares_buffers and not state.ignored.issuperset(state.buffer_names())
 
-    def _variant(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Variant:
-        """Returns the variant that takes the place of a capture; makes it at the first call."""
-        kind = self._kinds["eager", tuple(trained), train]
-        if not kind.variants:
-            name = self._setting.state.names[0]
-            graph = self._graph(trained) if train else idle_graph(name, self._setting.state.parameter(name))
-            kind.variants.append(Variant(captured_of(graph), graph, train))
-        return kind.variants[0]
+    def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
+        """Returns the entry that takes the place of a capture; makes it at the first call."""
+        kind = self._programs.cache["eager", tuple(trained), train]
+        if not kind.found:
+            name = self._context.state.names[0]
+            graph = self._graph(trained) if train else idle_graph(name, self._context.state.parameter(name))
+            kind.found.append(Entry(captured_of(graph), graph, train))
+        return kind.found[0]
 
-    def _rows_of(self, variant: Variant) -> list[Tensor]:
+    def _rows_of(self, entry: Entry) -> list[Tensor]:
         """Lists for each table the rows of a recent gradient; before the first one, all that it may have."""
-        tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in variant.analysed.tables}
+        tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in entry.analysed.tables}
         return [
             self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
             for name, size in tables.items()
@@ -164,9 +159,10 @@ class EagerCalls:
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
         """Records the rows of gradients every few steps; after the first step, asks for a plan for its order."""
-        if self._came and (not self._tables or self._planned.calls.count % SAMPLED_EVERY):
+        if self._came and (not self._tables or self._programs.counters.calls % SAMPLED_EVERY):
             return
-        self._planned.calls.asks_to_plan |= not self._came and self._setting.options.given_plan is None
+        if not self._came:
+            self._programs.ask_to_replan(ORDER)
         self._came = self._came or tuple(gradients)
         for name in self._tables:
             gradient = gradients.get(name)
@@ -177,7 +173,7 @@ class EagerCalls:
 
         Buckets are filled from the end of this order, and launched as they are full.
         """
-        state = self._setting.state
+        state = self._context.state
         if self._sorted is None or self._sorted[0] is not state.names or self._sorted[1] is not self._order:
             first: dict[int, str] = {}
             for name in state.names:
@@ -190,14 +186,14 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        self._tables = lookup_tables(self._setting.model, trained)
-        self._row_tables = frozenset(lookup_tables(self._setting.model, trained, only_sparse=True))
-        whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # sharded tables become whole
+        self._tables = lookup_tables(self._context.model, trained)
+        self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
+        whole = {name: table.shape for name, table in self._context.state.tables.items()}  # sharded tables become whole
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
         """Finds the tables whose gradients stay sparse."""
-        plan, alone = self._planned.plan, self._setting.communicator.world_size == 1
+        plan, alone = self._programs.plan, self._context.communicator.world_size == 1
         assert plan is not None
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
@@ -207,7 +203,7 @@ class EagerCalls:
 
     def _run(
         self,
-        variant: Variant,
+        entry: Entry,
         trained: Mapping[str, nn.Parameter],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -215,22 +211,22 @@ class EagerCalls:
         accumulates: bool,
     ) -> Any:
         """Announces a call, and runs the forward."""
-        setting = self._setting
+        context = self._context
         if self.reason:
-            setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
-        program = self._planned.build(variant, accumulates=accumulates)
-        step = GradientStep(program, tuple(trained), self._rows_of(variant) if variant.train else (), self._in_rows())
+            context.state.hooked = frozenset()  # autograd calls the hooks of gradients
+        program = self._programs.build(entry, accumulates=accumulates)
+        step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
         step.announce()
         try:
-            results = setting.model(*args, **kwargs)
+            results = context.model(*args, **kwargs)
         except Exception as error:
-            if setting.communicator.world_size > 1 and not is_of_ranks(error):
-                setting.announcements.give_up(failure_text(error))
+            if context.communicator.world_size > 1 and not is_of_ranks(error):
+                context.announcements.give_up(failure_text(error))
                 error.add_note(TOLD)
             raise
-        if variant.train:
+        if entry.train:
             self._accumulation.watch(trained)
-            setting.state.awaiting_backward.add(step)
+            context.state.awaiting_backward.add(step)
             self._accumulation.expect(step, results)
         return results
 

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.planning.fitting import Misfit
+from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.errors import CaptureError, RefusedError
+from embrace_fx.capture.garbage import not_collecting
+from embrace_fx.capture.model_watch import ModelWatch
+from embrace_fx.capture.read_values import Changed
+from embrace_fx.passes.pipeline import analyse
+from embrace_fx.planning.fitting import PlanViolation
+from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.session.calls import Arguments, Kind, Kinds, Variant, kind_key
-from embrace_fx.session.captures import Captures
-from embrace_fx.session.garbage import not_collecting
-from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.pipeline import analyse
-from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.runtime.tables.placement import whole_parameters
+from embrace_fx.session.program_cache import Arguments, Entries, Entry, key_of
+from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, give_up, runs_eagerly_for
-from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import stage
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import stage
+
+MAX_CAPTURES = 32
+"""Most captures of one model: each takes seconds, and shapes that never repeat would cost them at every step. Torch's
+own limit of recompilations is of this order."""
+
+MOST_UNUSED_OF_FLOATS, MOST_UNUSED = 3, 8
+"""Most captures in a row, for a value that differs, of which none has served a second call. A float that differs in
+each call is annealed, and does not return; a task's number returns after all tasks have had their turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class GraphCalls:
     """Runs one model's calls on captured graphs."""
 
-    _setting: Setting
-    _planned: PlanInUse
-    _kinds: Kinds
-    _captures: Captures
+    _context: Context
+    _programs: Programs
     _lookahead: Lookahead
     _watch: ModelWatch
 
@@ -44,21 +54,21 @@ class GraphCalls:
             PlanDoesNotFit: the plan must be changed first; on every rank.
             RunsEagerly: no graph holds the forward; on every rank.
         """
-        planned, leaves, train = self._planned, call.leaves, call.train
-        kind = self._kinds[kind_key(self._watch.modes(), leaves, call.spec, train)]
-        variant = self._variant(kind, call)
-        planned.calls.ahead = self._lookahead.batches if self._lookahead.active else 0
-        if planned.plan is None:
+        programs, leaves, train = self._programs, call.leaves, call.train
+        kind = programs.cache[key_of(self._watch.modes(), leaves, call.spec, train)]
+        entry = self._entry(kind, call)
+        programs.counters.ahead = self._lookahead.batches if self._lookahead.active else 0
+        if programs.plan is None:
             with not_collecting():
-                planned.make(variant, variant.captured.inputs(leaves))
-        if self._setting.announcements.asked_to_plan:
-            planned.make_again(variant, leaves)
-        variant, program = self._runs(variant, kind, call)
+                programs.decide(entry, entry.captured.inputs(leaves))
+        if self._context.announcements.asked_to_plan:
+            programs.replan(entry, leaves)
+        entry, program = self._runs(entry, kind, call)
         following = self._following(kind, program, leaves, call.spec) if program.flow is not None else None
-        if planned.flow is not None and program.flow is None:
-            planned.flow.leave()
-        planned.calls.count += train
-        inputs, hints = variant.captured.inputs(leaves), self._setting.state.hints
+        if programs.flow is not None and program.flow is None:
+            programs.flow.leave()
+        programs.counters.calls += train
+        inputs, hints = entry.captured.inputs(leaves), self._context.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)
             rows_ahead = self._of_coming(kind, farthest, call.spec, is_next=False)
@@ -71,29 +81,29 @@ class GraphCalls:
             if hints is not None:
                 hints.end_call()
         if train:
-            planned.observe()
-        return variant.captured.results(results, call.args, call.kwargs)
+            programs.observe()
+        return entry.captured.results(results, call.args, call.kwargs)
 
-    def _variant(self, kind: Kind, call: Arguments) -> Variant:
+    def _entry(self, kind: Entries, call: Arguments) -> Entry:
         """Finds, or makes, a capture that is valid for a batch."""
-        found = next((v for v in kind.variants if v.captured.accepts(call.leaves)), None)
+        found = kind.accepting(call.leaves)
         if found is not None:
             found.reused += 1
             return found
         with not_collecting():
             return self._capture(kind, call)
 
-    def _runs(self, variant: Variant, kind: Kind, call: Arguments) -> tuple[Variant, Program]:
-        """Finds the variant and the program that a batch runs on; compiles the program at first."""
-        accumulates = call.train and not self._setting.state.synchronised
-        compiles = accumulates not in variant.programs
-        program = self._planned.build(variant, accumulates=accumulates)
-        if compiles and not variant.captured.accepts(call.leaves):  # compiling has added guards
-            return self._runs(self._variant(kind, call), kind, call)
-        return variant, program
+    def _runs(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
+        """Finds the entry and the program that a batch runs on; compiles the program at first."""
+        accumulates = call.train and not self._context.state.synchronised
+        compiles = accumulates not in entry.programs
+        program = self._programs.build(entry, accumulates=accumulates)
+        if compiles and not entry.captured.accepts(call.leaves):  # compiling has added guards
+            return self._runs(self._entry(kind, call), kind, call)
+        return entry, program
 
     def _following(
-        self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec
+        self, kind: Entries, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> NextBatch | None:
         """Returns the next batch, if it is known and has a program."""
         coming = self._lookahead.following(leaves)
@@ -102,24 +112,24 @@ class GraphCalls:
         return self._of_coming(kind, coming, spec, is_next=True)
 
     def _of_coming(
-        self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec, *, is_next: bool
+        self, kind: Entries, coming: Sequence[Any] | None, spec: pytree.TreeSpec, *, is_next: bool
     ) -> NextBatch | None:
         """Reads a future batch by the program on which it will run; None: one of the two is not known yet.
 
         Args:
             is_next: it is the next one, whose rows leave ahead where its program overlaps steps.
         """
-        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
+        if coming is None or self._programs.cache.get(key_of(self._watch.modes(), coming, spec, True)) is not kind:
             return None
-        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        program = None if variant is None or variant.captured.switches else variant.programs.get(False)
-        if variant is None or program is None:
+        entry = kind.accepting(coming)
+        program = None if entry is None or entry.captured.switches else entry.programs.get(False)
+        if entry is None or program is None:
             return None  # an earlier step may still change which graph is valid
         of_ids = program.ids_program
         if of_ids is None or not of_ids.is_pure or (is_next and not program.overlaps_steps):
             return None
         try:
-            inputs = variant.captured.inputs(coming)
+            inputs = entry.captured.inputs(coming)
             if is_next and any(index >= len(coming) for index in of_ids.reads):
                 return None  # objects, from which the other inputs are read, may change until its turn
             with torch.no_grad(), autocast_is_in_the_graph():
@@ -127,32 +137,101 @@ class GraphCalls:
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
-    def _capture(self, kind: Kind, call: Arguments) -> Variant:
-        setting, planned = self._setting, self._planned
-        failure, captured, rank = None, None, setting.communicator.rank
-        if planned.flow is not None:
-            planned.flow.flush()  # a capture reads `.grad`, and what waits there could not be applied amid it
+    def _capture(self, kind: Entries, call: Arguments) -> Entry:
+        context, programs = self._context, self._programs
+        failure, captured, rank = None, None, context.communicator.rank
+        if programs.flow is not None:
+            programs.flow.flush()  # a capture reads `.grad`, and what waits there could not be applied amid it
         try:
             with stage("capturing", rank):
-                captured = self._captures.capture(kind, call.leaves, call.args, call.kwargs, call.train)
-                analysed = analyse(captured)
+                captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)
+                analysed = analyse(captured.graph)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        options = setting.options
+        options = context.options
         asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
+        asks |= options.shards_by_request and isinstance(failure, CaptureError) and failure.communicates
         route = "graph" if asks else options.route
-        activity = setting.activity(train=call.train)
-        if planned.plan is None:
+        activity = context.activity(train=call.train)
+        if programs.plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                reason = agree_on_first_call(setting.communicator, activity, failure, route)
+                reason = agree_on_first_call(context.communicator, activity, failure, route)
             if reason:
                 raise RunsEagerly(reason)
         elif reason := runs_eagerly_for(failure, route):
-            planned.fits(Misfit(eager=reason), activity)
+            programs.check_fit(PlanViolation(eager=reason), activity)
         elif failure is not None:
-            give_up(setting.announcements, failure)
+            give_up(context.announcements, failure)
         assert captured is not None
-        kind.variants.append(variant := Variant(captured, analysed, call.train))
-        if planned.plan is not None:
-            planned.build(variant)
-        return variant
+        kind.found.append(entry := Entry(captured, analysed, call.train))
+        if programs.plan is not None:
+            programs.build(entry)
+        return entry
+
+    def _captured(
+        self, kind: Entries, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> Captured:
+        """Captures a batch; sizes that have varied among the calls of its kind are symbolic.
+
+        Raises:
+            CaptureError: the model cannot be captured, or has been captured too often.
+        """
+        changed = kind.found[-1].captured.changed(leaves) if kind.found else []
+        kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
+        constant = next((each for each in changed if each.name not in kind.values), None)
+        if self._programs.cache.captures >= MAX_CAPTURES:
+            raise CaptureError(
+                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
+                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, and pass "
+                "numbers that change, attributes of the model too, as tensors.",
+                str(constant or f"shapes of its batches keep changing, and {MAX_CAPTURES} captures do not suffice"),
+            )
+        if constant is not None:
+            self._check_repeats(kind, constant)
+        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        captured = self._with_inputs(kind, args, kwargs, train)
+        return replace(captured, conditions=captured.conditions.unchanged())
+
+    def _with_inputs(self, kind: Entries, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
+        """Captures with the values that have changed as inputs, except those that decide the graph itself."""
+        whole = {name: table.shape for name, table in self._context.state.tables.items()}
+        model, dynamic = self._context.model, varying_sizes(kind)
+        while True:
+            try:
+                with whole_parameters(model, whole):
+                    captured = capture(model, args, kwargs, train=train, dynamic=dynamic, values=kind.values)
+            except CaptureError as error:
+                if not kind.values or error.raised is not None:
+                    raise
+                deciding = kind.values
+            else:
+                deciding = captured.deciding
+            if not deciding:
+                self._programs.cache.captures += 1
+                return captured
+            kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
+
+    def _check_repeats(self, kind: Entries, changed: Changed) -> None:
+        """Raises `RefusedError` where a value that the forward reads differs in each call."""
+        most = MOST_UNUSED_OF_FLOATS if type(changed.now) is float else MOST_UNUSED
+        if len(kind.found) >= most and not any(entry.reused for entry in kind.found[-most:]):
+            raise RefusedError(
+                f"expected values that repeat from call to call, in {type(self._context.model).__name__}, found that "
+                f"{changed}: each of the last {most} captures has served one call. Pass it as a tensor, keep it in a "
+                "buffer, or leave out route='graph': the forward then runs as it is written.",
+                str(changed),
+            )
+
+
+def varying_sizes(kind: Entries) -> frozenset[tuple[int, int]]:
+    """Finds the sizes of the last call that may vary, (index of argument, dimension): those that did.
+
+    Where any size has varied, batch sizes may vary too: a loader whose lengths vary ends with a short batch. A batch
+    size that equals a varying size stays constant, because torch would take the two for one symbol.
+    """
+    current = kind.shapes[-1]
+    sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}
+    varied = {at for at, size in sizes.items() if any(seen[at[0]][at[1]] != size for seen in kind.shapes)}
+    varied_sizes = {sizes[at] for at in varied}
+    firsts = {at for at, size in sizes.items() if varied and at[1] == 0 and size not in varied_sizes}
+    return frozenset(varied | firsts)

@@ -13,10 +13,10 @@ from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
 from embrace_fx.runtime.probe.pace import pace
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.context import Context
 
 
-def offloading(setting: Setting, compute: Compute) -> tuple[Copies | None, CopyRate]:
+def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
     """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
 
     Args:
@@ -30,7 +30,7 @@ def offloading(setting: Setting, compute: Compute) -> tuple[Copies | None, CopyR
     Raises:
         PeerFailure: a rank cannot offload; on every rank.
     """
-    options, devices = setting.options, {parameter.device for parameter in setting.model.parameters()}
+    options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
     on = streams_of(device) if len(devices) == 1 else None
     if options.memory_budget is None or (options.spill_to is None and on is None):
@@ -47,8 +47,8 @@ def offloading(setting: Setting, compute: Compute) -> tuple[Copies | None, CopyR
         own = rate / times, start_ms * times
     except (ValueError, RuntimeError, OSError) as error:
         failure = error
-    setting.communicator.check_none_failed(failure)
-    return copies, _agreed(setting.communicator, own, on_host=on is None)
+    context.communicator.check_none_failed(failure)
+    return copies, _agreed(context.communicator, own, on_host=on is None)
 
 
 def _agreed(communicator: Communicator, own: Measured, *, on_host: bool) -> CopyRate:

@@ -1,319 +1,383 @@
-"""Builds programs for captured graphs under one plan: runs passes, agrees on launches, starts the flow."""
+"""The programs of one model's calls, and the plan they run under.
+
+    call -> key -> entry (a capture) -> program under the plan in use
+
+A plan is made once, for the first training batch. Another one takes its place, with all that was built under it, by
+`replan` where it is asked for, or by `change` where a batch, an optimizer or the user needs tables whole.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from torch import fx
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from embrace_fx.capture.structured_trace import log_graph, log_text
-from embrace_fx.passes.collectives import sequence_hash
-from embrace_fx.passes.join_exchanges import ExchangedParameter, JoinExchanges
-from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.overlap.buckets import ChunkBuckets
-from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.passes.step_memory import StepMemory, step_memory
-from embrace_fx.planning.replanning import Calls
-from embrace_fx.planning.scheduling import Scheduling, cuts
+from embrace_fx.capture.garbage import not_collecting
+from embrace_fx.capture.structured_trace import log_text
+from embrace_fx.cost.links import Cluster
+from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.planning.findings import WHOLE, find, plan_on_links
+from embrace_fx.planning.fitting import (
+    NO_MOMENT,
+    RENAMED,
+    PlanViolation,
+    fitted,
+    renamed,
+    repeated,
+    violation,
+)
+from embrace_fx.planning.placing import gather_tables, place, place_anew
+from embrace_fx.planning.replanning import SAMPLED_EVERY, changes, describe_replan
+from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
-from embrace_fx.runtime.ranks.checksums import checksum_of_text
+from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.session.batch_check import batch_check
+from embrace_fx.runtime.tables.pending_parameters import Updates
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.calls import Variant
-from embrace_fx.session.gradient_graph import ROUTE as EAGER
-from embrace_fx.session.offloading import offloading
-from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
-from embrace_fx.session.step_graphs import StepGraphs
-from embrace_fx.setup.agreement import give_up
-from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import tell
-from embrace_fx.viz.graphs import Graphs
+from embrace_fx.session.program_cache import Entry, ProgramCache, StepCounters
+from embrace_fx.session.step_pipeline import StepPipeline
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import log, stage
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.plan_text import readable_bytes
-from embrace_fx.vocabulary.schedule import Cuts, Schedule
+from embrace_fx.vocabulary.plan_summary import summary
 
-if TYPE_CHECKING:
-    from embrace_fx.runtime.lower.inductor import RegionCompiler
+ONCE_IN = 100
+"""Calls within which no plan is made twice for the same reason."""
+USER = "model.replan()"
+DRIFT = "the rows read, which have changed"
+MODULE = "a module, which has changed"
+ORDER = "the order in which the backward made its gradients"
+"""Reasons to plan again."""
 
 
-class ProgramBuilder:
-    """Builds one model's programs while a plan is in use.
+class Programs:
+    """The programs of one model's calls, and the plan they run under.
 
     Args:
         on_other_batch: called when another batch comes than the expected one.
+        on_placed: called when tables have been placed as a plan says, with whether it is the first.
 
     Attributes:
-        flow: the communication between steps; None before the first training program, on one rank, and at the end.
-        scheduling: the schedule of the steps; None before the first training program, and if nothing is scheduled.
-        graphs: the graphs of the last training program, after each pass.
-        built: a training program is built.
+        cache: the entries of the calls so far.
+        pipeline: the plan in use, and what steps run on under it; None before the first training call.
+        counters: the state that calls share.
+        buffers: shares the model's buffers.
+        links: the links that have been probed; None before.
+        records: whether the steps of each program are recorded as soon as it is built.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        plan: Plan,
-        calls: Calls,
-        buffers: BufferSharing,
-        on_other_batch: Callable[[], None],
-    ) -> None:
-        self.flow: Flow | None = None
-        self.scheduling: Scheduling | None = None
-        self.graphs = Graphs()
-        self.built = False
-        self._setting = setting
-        self._plan = plan
-        self._calls = calls
-        self._buffers = buffers
+    def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
+        self.cache = ProgramCache()
+        self.pipeline: StepPipeline | None = None
+        self.counters, self.records = StepCounters(), False
+        self.links: Cluster | None = None
+        self.buffers = BufferSharing(context, self.counters)
+        self._context = context
         self._on_other_batch = on_other_batch
-        self._copies, self._copy_rate = offloading(setting, plan.links.compute)
-        self._communicator = setting.communicator
-        self._announcements = setting.announcements
-        self._shown: Compiled | None = None  # the last training program's graphs
-        self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
-        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
-        self._told_least = False  # a budget that is not kept was reported
-        self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
-        self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
-
-    def build(self, variant: Variant, *, accumulates: bool) -> None:
-        """Makes a program of a variant. The first training program's is collective.
-
-        Args:
-            accumulates: whether dense gradients are not reduced.
-
-        Raises:
-            PeerFailure: a rank could not build its own; on every rank.
-        """
-        train, reduce = variant.train, variant.train and not accumulates
-        first = reduce and not self.built
-        joint, compiled, failure = None, None, None
-        try:
-            joint = self._compile(variant.analysed, train=train, reduce=reduce)
-            compiled = self._overlap(joint, variant) if reduce else joint
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        if first:
-            self._communicator.check_none_failed(failure)
-            self.built = True
-        elif failure is not None:
-            give_up(self._announcements, failure)
-        assert joint is not None
-        assert compiled is not None
-        if reduce:
-            self._start(compiled, gradients_alone=variant.captured.route == EAGER)
-            self._show(compiled)
-            log_text("pass_times", compiled.times)
-            for name, module in compiled.graphs.items():
-                log_graph(name, module)
-        else:
-            self._show_besides(compiled, "accumulating" if train else "evaluation")
-        of_steps = StepGraphs(compiled, variant.analysed) if reduce and self.flow is not None else None
-        program = variant.programs[accumulates] = self._program(joint, compiled, variant, of_steps, reduce=reduce)
-        if of_steps is not None:
-            self._overlapped[program] = of_steps
-            self._show(compiled, of_steps)
-        if self._setting.options.backend == "inductor":  # compiled regions have added guards
-            variant.captured = variant.captured.guarded_again()
+        self._on_placed = on_placed
+        self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
+        self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
+        self._replanned: dict[str, int] = {}  # reason -> the call at which a plan was last asked for, for this reason
+        self._told_asked = False
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The predicted schedule; None before the first training program, and if nothing is scheduled."""
-        return None if self.scheduling is None else self.scheduling.schedule
+    def plan(self) -> Plan | None:
+        """The plan in use; None before the first training call."""
+        return None if self.pipeline is None else self.pipeline.plan
 
-    def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
-        """Shows the user the graphs of a training program, and the phases of its other step variants."""
-        self._shown, self._of_steps = compiled, of_steps
-        variants = of_steps.modules() if of_steps is not None else {}
-        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides})
+    @property
+    def flow(self) -> Flow | None:
+        """The communication between steps; None before the first training program, and on one rank."""
+        return None if self.pipeline is None else self.pipeline.flow
 
-    def _show_besides(self, compiled: Compiled, when: str) -> None:
-        """Shows the user the phases that run in an evaluation, or while gradients are accumulated."""
-        shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
-        self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
-        if self._shown is not None:
-            self._show(self._shown, self._of_steps)
+    def _in_use(self) -> StepPipeline:
+        assert self.pipeline is not None
+        return self.pipeline
 
-    def step_memory(self) -> StepMemory | None:
-        """Predicts the memory that a step of the last training program holds; None before the first."""
-        return None if self._shown is None else step_memory(self._shown.graph)
+    # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
-        present = {table.parameter for table in analysed.tables}
-        budget = self._setting.options.memory_budget
-        rates = self._plan.links.compute, self._copy_rate
-        memory = None if budget is None else Memory(budget, *rates, self._tell_least)
-        rank = self._communicator.rank
-        join = JoinExchanges(self._exchanged(), self._plan.renormed) if train else None
-        passes = training_passes(self._plan, present, rank, reduce=reduce, join=join, memory=memory)
-        return run_passes(analysed, passes)
+    def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
+        """Returns an entry's program under the plan; builds it at first.
 
-    def _tell_least(self, asked: int, least: int) -> None:
-        """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
-        if not self._told_least and self._communicator.rank == 0:
-            tell(
-                "a step of this batch holds at least %s, where memory_budget=%g asks for %s: it keeps to that",
-                readable_bytes(least),
-                self._setting.options.memory_budget,
-                readable_bytes(asked),
-            )
-        self._told_least = True
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
+        pipeline = self._in_use()
+        if not entry.programs:
+            state = self._context.state
+            found = violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
+            begins = entry.train and not pipeline.built  # all ranks build then: they must hear of one that cannot
+            self.check_fit(found, activity_of(train=entry.train, reduces=not accumulates), meets=begins)
+        for each in (False, accumulates):  # one that reduces gradients comes first: it starts the flow
+            if each not in entry.programs:
+                with stage("compiling", self._context.communicator.rank), not_collecting():
+                    pipeline.build(entry, accumulates=each)
+                self.start_recording()
+        return entry.programs[accumulates]
 
-    def _exchanged(self) -> dict[str, ExchangedParameter]:
-        """Finds the parameters whose rows or gradients a step exchanges; on a single process, none."""
-        if self._communicator.world_size == 1:
-            return {}
-        bucketed, sharded = {name for bucket in self._plan.buckets for name in bucket}, set(self._plan.sharded)
-        found = {}
-        for decision in self._plan:
-            name = decision.parameter
-            if name in bucketed or name in sharded:
-                parameter = self._setting.state.parameter(name)
-                padding = decision.padding_idx if name in sharded else None
-                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
-        return found
+    def start_recording(self) -> None:
+        """Starts the recording that was asked for, once there is a recorder."""
+        recorder = None if self.pipeline is None else self.pipeline.recorder
+        if self.records and recorder is not None and recorder.recording is None:
+            recorder.start()
 
-    def _overlap(self, compiled: Compiled, variant: Variant) -> Compiled:
-        """Overlaps communication with the next step, as the schedule says; not with a forward on the eager route, which
-        could read any parameter anywhere."""
-        if not self._launches():
-            return compiled
-        analysed = variant.analysed
-        if variant.captured.route == EAGER:
-            whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
-            return run_passes(analysed, (ChunkBuckets(whole),), compiled)
-        passes = overlap_passes(self._plan, self._plan.schedule_name, self._communicator.rank, self._cuts)
-        return run_passes(analysed, (*passes, *self._ordering()), compiled)
+    # -- the plan ------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _cuts(self) -> Cuts:
-        """The pieces in which the plan's communication travels."""
-        return cuts(self._setting, self._plan)
+    def decide(self, entry: Entry, leaves: Sequence[Any]) -> None:
+        """Makes the plan, places parameters as it says, and builds the first program. Collective.
 
-    def _launches(self) -> bool:
-        """Tells whether a launcher sends the steps' exchanges; a user's communication hook sends its own in a step."""
-        devices = {parameter.device for parameter in self._setting.model.parameters()}
-        one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
-        return self._communicator.world_size > 1 and one_device and self._communicator.comm_hook is None
+        Raises:
+            PeerFailure: a rank's batch is bad, on every rank.
+            ValueError: the options do not fit the model, on every rank.
+        """
+        context, analysed, findings = self._context, entry.analysed, None
+        given, rank = context.options.given_plan, context.communicator.rank
+        if given is None:
+            with stage("planning", rank):
+                findings = find(context, analysed, leaves, frozenset())
+                plan = plan_on_links(context, findings, None, known=self.links)
+        else:
+            plan = repeated(context, analysed, given)
+        plan = fit_plan(context, plan, findings.sparsity if findings else {}, partial(at_rest, context))
+        self._adopt(plan, findings)
+        with stage("placing parameters", rank):
+            place(context, analysed, plan)
+        self._on_placed(True)
+        self.build(entry)
+        if rank == 0:
+            log("%s", summary(plan))
 
-    def _start(self, compiled: Compiled, *, gradients_alone: bool) -> None:
-        """Makes the flow at the first training program. Collective then.
+    def _adopt(self, plan: Plan, findings: Findings | None) -> None:
+        """Puts a plan in use, without programs: all at once, or on an error nothing."""
+        self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
+        log_text("plan", lambda: str(plan))
+
+    def ask_to_replan(self, reason: str) -> bool:
+        """Asks all ranks, with the next announcement, for another plan; once in a hundred calls for the same reason."""
+        calls, last = self.counters.calls, self._replanned.get(reason)
+        if self._context.options.given_plan is not None or (last is not None and calls - last < ONCE_IN):
+            return False
+        self._replanned[reason] = calls
+        self.counters.replan_for = reason
+        return True
+
+    def observe(self) -> None:
+        """Follows the rows of training calls; asks for another plan where they drift."""
+        monitor = self._in_use().monitor
+        if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
+            monitor.observe(self._context.announcements.rows_read)
+            if monitor.wants_plan and self.counters.replan_for != DRIFT:
+                self.ask_to_replan(DRIFT)
+
+    def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:
+        """Plans again, for a batch. Collective.
 
         Args:
-            gradients_alone: as in `Scheduling`.
+            reason: why; "": the reason of the rank that asked in its announcement. The plan then stays for now where a
+                rank's work is unfinished, or has run out of batches (`join`): a plan is made for every rank's batch.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
-        name, devices = self._plan.schedule_name, {p.device for p in self._setting.model.parameters()}
-        several = self._communicator.world_size > 1
-        if self.scheduling is not None or (several and self._communicator.comm_hook is not None):
+        context, pipeline, forced = self._context, self._in_use(), bool(reason)
+        old, communicator, asked = pipeline.plan, context.communicator, self.counters
+        if not forced:
+            if asked.uneven or not self._may_change_everywhere(entry):
+                return
+            reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
+            asked.replan_for = ""
+        used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")} if not forced else frozenset()
+        with stage("planning again", communicator.rank):
+            schedule = "" if forced else old.schedule_name
+            findings = find(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
+        if findings is not None:
+            findings = findings.with_whole(self._whole, WHOLE)
+            if (monitor := pipeline.monitor) is not None and monitor.wants_plan:  # otherwise it has no means yet
+                findings = findings.with_rows(monitor.rows)
+        new = plan_on_links(context, findings, old, known=self.links)
+        if forced or changes(old, new) or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name):
+            self._replace(entry.analysed, new, findings, reason)
             return
-        if several and not self._launches():
-            warnings.warn(
-                f"expected a model on the CPU or on one GPU for schedule={name!r}, found one on "
-                f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
-                "step. Pass schedule='none' to say so.",
-                stacklevel=2,
-            )
-            return
-        graph, in_order = compiled.graph, self._compute_in_order
-        self.scheduling = Scheduling(
-            self._setting,
-            self._plan,
-            graph,
-            self._cuts,
-            in_order,
-            gradients_alone=gradients_alone,
-            ahead=self._calls.ahead,
-        )
-        self.flow = self.scheduling.start(self._on_other_batch)
-        self._setting.stepping.follow(self.flow, self.scheduling.recorder)
+        pipeline.findings = findings
+        pipeline.monitor_rows()
+        if reason == USER and communicator.rank == 0:
+            log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
-    def end_flow(self) -> None:
-        """Applies updates pending between steps, and ends the flow."""
-        flow, self.flow = self.flow, None
-        if flow is not None:
-            self._setting.stepping.follow(None, flow.recorder)
-            flow.close()
+    def change(self, new: Plan, reason: str) -> None:
+        """Puts a modified copy of the plan in use. Collective."""
+        analysed = next(self.cache.entries()).analysed
+        self._replace(analysed, new, self._in_use().findings, reason)
 
-    def _ordering(self) -> tuple[OrderCompute, ...]:
-        return (OrderCompute(self._units),) if self._units else ()
+    def check_fit(self, found: PlanViolation, activity: int, *, meets: bool = False) -> None:
+        """Makes all ranks change the plan, if it does not meet the needs that this rank's batch has (`found`).
 
-    def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward's units of all training programs, from the next backward on.
+        Args:
+            activity: the activity of the call.
+            meets: all ranks come here, whether or not it meets the needs of their batches.
+
+        Raises:
+            PlanDoesNotFit: it does not meet them; on every rank.
+        """
+        self._violation = found
+        if found or meets:
+            self._context.announcements.announce(Announcement(activity=activity, does_not_fit=bool(found)))
+
+    def fit(self) -> str:
+        """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
 
         Returns:
-            The graph of the program that was built last.
+            Why forwards run eagerly from here on, on every rank; "" where graphs hold them.
+
+        Raises:
+            PeerFailure: the plan may not change now on some rank; on every rank, and nothing changed.
         """
-        self._units = units
-        for program, of_steps in self._overlapped.items():
-            of_steps.order(self._ordering())
-            program.compute_as(of_steps.steady.graph)
-            self._show(of_steps.steady, of_steps)
-        assert self._shown is not None
-        log_graph("order_compute", self._shown.graph.phases["backward"])
-        return self._shown.graph
+        own, self._violation = self._violation, PlanViolation()
+        state, communicator = self._context.state, self._context.communicator
+        blocked = "an earlier call's backward is still to come" if state.awaiting_backward else None
+        if state.unreduced and (own.renamed or any(name in state.tables for name in own.whole)):
+            blocked = "gradients wait that were summed up under no_sync()"
+        everyone = communicator.gather((own, blocked), tuple[PlanViolation, str | None])
+        needed = [needs for needs, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in each.names()})) or "parameters"
+        if len({each.renamed for each in needed}) > 1:
+            raise PeerFailure(dict.fromkeys(range(len(needed)), RENAMED.format(names)))
+        if reasons := {rank: reason for rank, (_, reason) in enumerate(everyone) if reason is not None}:
+            raise PeerFailure({rank: NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+        if eager := next((each.eager for each in needed if each.eager), ""):
+            return eager
+        self._whole |= {name for each in needed for name in each.whole}
+        self.change(fitted(self._in_use().plan, needed), f"a batch that uses {names} otherwise")
+        if own.renamed:
+            self._adopt(renamed(self._in_use().plan, dict(own.renamed)), None)
+        return ""
 
-    def _launched(self, joint: Compiled, flow: Flow | None) -> int:
-        """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""
-        if self._communicator.world_size == 1:
-            return 0
-        launched = sequence_hash(joint.graph, ordered=flow is None)
-        return checksum_of_text(f"{launched} {self._communicator.gradient_dtype}")
+    def make_whole(self, names: Sequence[str], reason: str) -> None:
+        """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective.
 
-    def _program(
-        self, joint: Compiled, compiled: Compiled, variant: Variant, of_steps: StepGraphs | None = None, *, reduce: bool
-    ) -> Program:
-        """Makes a variant's program.
-
-        Args:
-            joint: its graph, before communication overlaps the next step.
-            of_steps: the graphs of the steps, if it does.
+        Raises:
+            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
         """
-        analysed, train = variant.analysed, variant.train
-        flow = self.flow if train and reduce else None
-        told, share = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
-        check = batch_check(self._setting, self._plan, analysed, self._calls, train=train)
-        launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
-
-        def head(leaves: Sequence[Any]) -> Announcement:
-            return self._calls.announcement(
-                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=told()),
-                self._communicator.progress.optimizer_steps,
+        entry = next(each for each in self.cache.entries() if each.train)
+        if not self._may_change(entry) or self._context.options.given_plan is not None:
+            raise RuntimeError(
+                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
+                f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
+                "put together. Pass the optimizer to compile(), and step after every backward."
             )
+        findings, plan = self._in_use().findings, self._in_use().plan
+        findings = None if findings is None else findings.with_whole(names, reason)
+        self._replace(entry.analysed, plan_on_links(self._context, findings, plan), findings, reason)
 
-        return Program(
-            compiled.graph,
-            self._setting.state,
-            self._announcements,
-            self._plan.buckets if reduce else None,
-            variant.captured.result_constants,
-            head,
-            flow,
-            share_buffers=share,
-            recorder=self.scheduling.recorder if self.scheduling is not None and self.flow is None and train else None,
-            links=self._plan.links,
-            regions=self._region_compiler(),
-            variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
-            copies=self._copies,
-            of_gradients=variant.captured.route == EAGER,
+    @outside_of_modes()
+    def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
+        """Puts another plan in use, between two steps. Collective."""
+        old, context = self._in_use().plan, self._context
+        with context.state.pending.closed():  # while parameters move, only the flow applies their updates
+            self._in_use().close()
+            context.state.settle_tables()
+            context.state.reads.restart()
+            with stage("placing parameters anew", context.communicator.rank):
+                place_anew(context, analysed, old, new)
+            line = describe_replan(self.counters.calls, reason, old, new)
+            self._adopt(replace(new, history=(*old.history, line)), findings)
+            self._on_placed(False)
+        for each in self.cache.entries():
+            each.programs.clear()
+        if context.communicator.rank == 0:
+            log("planned again %s", line)
+
+    def _may_change_everywhere(self, entry: Entry) -> bool:
+        """Tells whether the plan may change on every rank. Collective.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing; on every rank.
+        """
+        own = Announcement(activity=self._context.activity(train=entry.train), sizes=(self._may_change(entry),))
+        return all(may for (may,) in self._context.announcements.announce(own))
+
+    def _may_change(self, entry: Entry) -> bool:
+        """Tells whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
+        state, flow = self._context.state, self.flow
+        tables = {decision.parameter for decision in self._in_use().plan if decision.is_table}
+        return (
+            entry.train
+            and not state.unreduced
+            and not state.awaiting_backward
+            and (flow is None or flow.recorder.recording is None)
+            and {table.parameter for table in entry.analysed.tables} == tables
         )
 
-    def _assigned(self, variant: Variant) -> frozenset[str]:
-        """Names the buffers that the forward assigns, besides those that its graph writes."""
-        replay, state = variant.captured.replay, self._setting.state
-        if variant.captured.route == EAGER:  # the forward may write any buffer
-            return frozenset(state.buffer_names())
-        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
+    # -- pending updates -----------------------------------------------------------------------------------------------
 
-    def _region_compiler(self) -> RegionCompiler | None:
-        if self._setting.options.backend == "eager":
-            return None
-        from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
+    def updates(self) -> tuple[Updates, Updates]:
+        """Makes the two kinds of pending updates between calls: of dense parameters, and of tables."""
+        state, lock = self._context.state, self._context.state.pending.lock
 
-        return RegionCompiler()
+        def apply_dense() -> None:
+            if self.flow is not None:
+                self.flow.settle_buckets()
+
+        def tables() -> Iterable[nn.Parameter]:
+            if not state.has_resting_rows and ((flow := self.flow) is None or not flow.has_tables_under_way):
+                return ()
+            return state.table_parameters()
+
+        def joined() -> list[Tensor]:
+            return [memory for space in state.spaces.values() for memory in space.joined]
+
+        dense = Updates(lambda: () if (flow := self.flow) is None else flow.buckets.stepped, apply_dense, lock)
+        return dense, Updates(tables, self._tables_may_change, lock, joined)
+
+    def late_optimizers(self) -> list[Optimizer]:
+        """Lists the optimizers whose last step may still be pending."""
+        found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
+        return found if (flow := self.flow) is None else found + flow.buckets.optimizers
+
+    def synchronize(self) -> None:
+        """Applies every update that an optimizer has stepped; waits for no work that other ranks have not begun."""
+        self._context.state.pending.close()
+        self._apply()
+
+    def _apply(self) -> None:
+        if self.flow is not None:
+            self.flow.parameters_may_change()
+        self._context.state.settle_tables()
+
+    def parameters_may_change(self) -> None:
+        """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
+        self._context.state.pending.close()
+        self._tables_may_change()
+
+    def _tables_may_change(self) -> None:
+        self._apply()
+        state = self._context.state
+        if state.reads.in_every_step and state.tables and not self._told_asked:
+            self._told_asked = True
+            if self._context.communicator.rank == 0:
+                log(_ASKED)
+
+    def leave_model(self) -> None:
+        """Makes all tables whole, for another `compile`. Collective."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            gather_tables(self._context, self.pipeline.plan.sharded)
+            self._context.stepping.replicas = []
+
+    def close(self) -> None:
+        """Applies pending updates, and ends the communication between steps."""
+        self._context.state.pending.close()  # applying updates below reads parameters
+        if self.pipeline is not None:
+            self.pipeline.close()
+
+
+_ASKED = (
+    "this loop asks for the parameters in every step (model.parameters()), or keeps a state dict of the optimizer: all "
+    "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) does not ask"
+)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embrace_fx.capture.gradient_graph import as_lookups, gradient_graph
 from embrace_fx.cost.links import CORE
 from embrace_fx.planning.findings import find, plan_on_links
-from embrace_fx.session.gradient_graph import as_lookups, gradient_graph
-from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
-from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import AUTO
@@ -45,30 +45,32 @@ AWAITED = 0.5
 _LAYERS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def runs_as_written(setting: Setting, planned: PlanInUse, leaves: Sequence[Any]) -> str:
+def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
     """Returns why a model is not captured, in one line; "": it is. Collective.
 
     Args:
         leaves: the arguments of the first training call, flattened.
     """
-    if setting.communicator.world_size == 1 or _asks_for_a_graph(setting):
+    if (hook := context.communicator.comm_hook) is not None and context.communicator.world_size > 1:
+        return f"the communication hook {hook.name} reduces whole gradients"
+    if context.communicator.world_size == 1 or _asks_for_a_graph(context):
         return ""
-    agree_on_first_call(setting.communicator, setting.activity(train=True), None)
+    agree_on_first_call(context.communicator, context.activity(train=True), None)
     ids = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _may_be_ids(leaf)]
-    tables = _tables(setting.model)
-    if len(tables) > FEW_TABLES or (tables and not all(setting.communicator.gather(bool(ids), bool))):
+    tables = _tables(context.model)
+    if len(tables) > FEW_TABLES or (tables and not all(context.communicator.gather(bool(ids), bool))):
         return ""
     advice = "route='graph' captures"
     if not tables:
         return f"it has no table that only lookups read; {advice}"
-    trained = {name: p for name, p in setting.model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
     rows = [_rows(ids, parameter) for parameter in tables.values()]
-    findings = find(setting, graph, rows, frozenset(), schedule="none")
-    plan = plan_on_links(setting, findings, None, known=planned.links)
-    planned.links = plan.links if plan.links_are == "probed" else None
+    findings = find(context, graph, rows, frozenset(), schedule="none")
+    plan = plan_on_links(context, findings, None, known=programs.links)
+    programs.links = plan.links if plan.links_are == "probed" else None
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
-    positions = max(setting.communicator.gather(max(each.numel() for each in ids), int))
+    positions = max(context.communicator.gather(max(each.numel() for each in ids), int))
     saved_ms = _saved_ms(plan)
     compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
     if plan.sharded and saved_ms > WORTH * compute_ms:
@@ -77,16 +79,16 @@ def runs_as_written(setting: Setting, planned: PlanInUse, leaves: Sequence[Any])
     return f"shards of {names} would save {saved_ms:.1f} ms of a step of about {compute_ms:.0f} ms; {advice}"
 
 
-def _asks_for_a_graph(setting: Setting) -> bool:
+def _asks_for_a_graph(context: Context) -> bool:
     """Whether an option asks for what only a graph gives, or lookups as written would differ from DDP's."""
-    options, state = setting.options, setting.state
+    options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"
-    usual &= options.backend == "eager" and options.rows == "exact" and setting.communicator.comm_hook is None
+    usual &= options.backend == "eager" and options.rows == "exact"
     if any(each is not None for each in asked) or not usual or state.hooked or state.ignored:
         return True
-    layers = [module for module in setting.model.modules() if isinstance(module, _LAYERS)]
-    holders, updates = setting.stepping.holders, semantics(options.row_updates)
+    layers = [module for module in context.model.modules() if isinstance(module, _LAYERS)]
+    holders, updates = context.stepping.holders, semantics(options.row_updates)
     apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
     return apart or any(holders.moving(m.weight, updates) == "lazy" for m in layers)
 

@@ -18,42 +18,41 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.bypasses import close_bypasses
-from embrace_fx.planning.fitting import Misfit
+from embrace_fx.capture.model_watch import ModelWatch
+from embrace_fx.planning.fitting import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
+from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
+from embrace_fx.runtime.ranks.forks import watch_forks
 from embrace_fx.runtime.ranks.rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
 from embrace_fx.runtime.tables.placement import broadcast_state
-from embrace_fx.session import checkpoint
-from embrace_fx.session.calls import Arguments, Kinds
-from embrace_fx.session.captures import Captures
+from embrace_fx.runtime.tables.replica_check import compare_replicas
+from embrace_fx.runtime.tiers import checkpoint
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
-from embrace_fx.session.forks import watch_forks
 from embrace_fx.session.graph_calls import GraphCalls
-from embrace_fx.session.idling import Idling
-from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.replica_check import compare_replicas
+from embrace_fx.session.program_cache import Arguments
+from embrace_fx.session.programs import MODULE, ONCE_IN, USER, Programs
 from embrace_fx.session.route import runs_as_written
+from embrace_fx.session.shadow_rank import ShadowRank
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up
-from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import log, stage
 from embrace_fx.setup.options import Options
-from embrace_fx.setup.setting import Setting
-from embrace_fx.setup.telling import stage, tell
 
 
 class Session:
-    """Calls, programs and state behind one `CompiledModel`."""
+    """StepCounters, programs and state behind one `CompiledModel`."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Session:
         options: Options,
     ) -> None:
         self.model, self.optimizers, self.options = model, optimizers, options
-        self.lookahead = Lookahead(self._end_lookahead, lambda: self._setting.stepping.recorder)
+        self.lookahead = Lookahead(self._end_lookahead, lambda: self._context.stepping.recorder)
         self.device_mesh = group if isinstance(group, DeviceMesh) else None
         self._given_group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
         self.communicator = Communicator(self._given_group or default_group(), Rounding(options.rows))
@@ -77,19 +76,17 @@ class Session:
         self._send_first_state()
         self.state = ModelState(model)
         self._watch = ModelWatch(model, self.state)
-        self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
-        self._captures = Captures(self._setting)
+        self._context = Context(model, self._stepping(), self.state, self.announcements, options)
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
-        self._kinds = Kinds()
-        self.planned = PlanInUse(self._setting, self._kinds, self.lookahead.warn_of_other_batch, self._note_places)
-        self._eager = EagerCalls(self._setting, self.planned, self._kinds)
-        self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
+        self.programs = Programs(self._context, self.lookahead.warn_of_other_batch, self._note_places)
+        self._eager = EagerCalls(self._context, self.programs)
+        self.state.pending.watch(self.programs.updates(), self.programs.late_optimizers)
         close_bypasses()
         watch_forks(self)
-        self._graphs = GraphCalls(self._setting, self.planned, self._kinds, self._captures, self.lookahead, self._watch)
-        self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
-        self.idling = Idling(self._setting, self.planned, self._eager.fit)
+        self._graphs = GraphCalls(self._context, self.programs, self.lookahead, self._watch)
+        self.views = Views(self._context, self.programs, lambda: self._eager.reason)
+        self.shadow = ShadowRank(self._context, self.programs, self._eager.fit)
 
     def _send_first_state(self) -> None:
         """Sends rank 0's parameters and buffers to every rank, as DDP's constructor does. Collective.
@@ -109,7 +106,7 @@ class Session:
 
         def make_whole(names: Sequence[str], reason: str) -> None:
             if (session := itself()) is not None:
-                session.planned.make_whole(names, reason)
+                session.programs.make_whole(names, reason)
 
         stepping = Stepping(self.state, self.communicator, make_whole)
         if self.communicator.rank == 0:
@@ -122,7 +119,7 @@ class Session:
     @property
     def shards(self) -> tuple[str, ...]:
         """The sharded tables."""
-        return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
+        return () if self.programs.plan is None or self.communicator.world_size == 1 else self.programs.plan.sharded
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -136,14 +133,14 @@ class Session:
     def before_fork(self) -> None:
         """Applies updates, and waits for gradients; of those, this thread alone knows that nobody works with them."""
         self.state.pending.apply()
-        if (flow := self.planned.flow) is not None and threading.current_thread() is threading.main_thread():
+        if (flow := self.programs.flow) is not None and threading.current_thread() is threading.main_thread():
             flow.materialise()
 
     def in_fork(self) -> None:
         """Has a forked child use no connection to other ranks."""
         self.communicator.leave_fork()
-        if self.planned.flow is not None:
-            self.planned.flow.launcher.queue.error = RuntimeError(FORKED)
+        if self.programs.flow is not None:
+            self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
@@ -173,21 +170,22 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_first, rank = self.planned.plan is None, self.communicator.rank
+        is_first, rank = self.programs.plan is None, self.communicator.rank
         # Each stage of a first step may be short, and all together long.
         with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if not self._begun:
                 self._begin()
             leaves, spec = flatten_arguments(args, kwargs)
-            calls, count = self.planned.calls, self.planned.calls.count
+            counters = self.programs.counters
+            count = counters.calls
             while True:
                 try:
                     return self._call(args, kwargs, leaves, spec)
                 except RunsEagerly as found:
                     self._eager.take_over(str(found))
                 except PlanDoesNotFit:
-                    calls.count = count
+                    counters.calls = count
                     self._eager.fit()
                     if self._watch.renamed():
                         gather_buffers(self.model)
@@ -201,16 +199,16 @@ class Session:
         train = torch.is_grad_enabled()
         self.communicator.check_open()
         self._look_at_model(train)
-        if self.planned.plan is None and not (train and self._watch.trains):
+        if self.programs.plan is None and not (train and self._watch.trains):
             if self._to_load is not None:
                 raise RuntimeError(
                     "expected a call for training after load_checkpoint(), found an evaluation: tables are placed, and "
                     "the checkpoint is read, in the first call with gradients enabled. Make that one first."
                 )
             return self._eager.evaluate_unplanned(args, kwargs)
-        if self.planned.plan is None and not self._eager.reason:
+        if self.programs.plan is None and not self._eager.reason:
             with stage("looking at the model", self.communicator.rank):
-                if reason := runs_as_written(self._setting, self.planned, leaves):
+                if reason := runs_as_written(self._context, self.programs, leaves):
                     self._eager.take_over(reason)
         if not train and self._eager.evaluates():
             return self._eager.evaluate(args, kwargs)
@@ -228,51 +226,55 @@ class Session:
         """
         changed = self._watch.refusal()
         if changed is not None and (names := self._watch.renamed()):
-            if self.planned.plan is not None:
-                self.planned.fits(Misfit(renamed=tuple(names.items())), self._setting.activity(train=train))
+            if self.programs.plan is not None:
+                self.programs.check_fit(
+                    PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train)
+                )
             self._follow_names()
         elif changed is not None:
-            if self.planned.plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self.communicator, self._setting.activity(train=train), changed)
+            if self.programs.plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(self.communicator, self._context.activity(train=train), changed)
             give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
             self.state.refresh(self.model)
             self._watch.note()
-            self._kinds.clear()
-        if (plan := self.planned.plan) is not None and self.state.hooked:
+            self.programs.cache.clear()
+            if self.programs.plan is not None:
+                self.programs.ask_to_replan(MODULE)
+        if (plan := self.programs.plan) is not None and self.state.hooked:
             whole = tuple(sorted(self.state.hooked & set(plan.sharded)))
-            self.planned.fits(Misfit((), whole), self._setting.activity(train=train))
+            self.programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
     def _follow_names(self) -> None:
         """Goes on with parameters under the names that modules hold them by now, as the plan does."""
         self.state.refresh(self.model)
         self._watch.note()
-        self._kinds.clear()
+        self.programs.cache.clear()
         self._eager.forget()
-        if self.planned.plan is not None:
+        if self.programs.plan is not None:
             self._note_places(first=False)
 
     def _end_lookahead(self) -> None:
         """Applies every update, and expects no next batch."""
-        if self.planned.flow is not None:
-            self.planned.flow.expect_no_batch()
-        self.planned.synchronize()
+        if self.programs.flow is not None:
+            self.programs.flow.expect_no_batch()
+        self.programs.synchronize()
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
-    def join_hook(self, *, divides_by_all: bool) -> Idling:
+    def join_hook(self, *, divides_by_all: bool) -> ShadowRank:
         if self.options.table_memory is not None:
             raise ValueError(
                 "expected a model without table_memory, in join(), found one with: once a rank has run out of batches, "
                 "tables are put together on all of them. Give ranks equally many batches, or leave table_memory out."
             )
-        self.idling.divides_by_all = divides_by_all
-        return self.idling
+        self.shadow.divides_by_all = divides_by_all
+        return self.shadow
 
     def meet_joined(self) -> None:
         """Exchanges activities with ranks without batches, at the head of a call under `join`. Collective."""
-        self.idling.meet(self._setting.activity(train=torch.is_grad_enabled()))
+        self.shadow.meet(self._context.activity(train=torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Session:
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # ranks are equal again
         self._watch.note_parameters()
-        if self.planned.plan is not None:
+        if self.programs.plan is not None:
             self._note_places(first=False)
 
     def _note_places(self, first: bool) -> None:
@@ -292,50 +294,60 @@ class Session:
         else:
             self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
         if first and self._to_load is not None:
-            checkpoint.load(self._setting, self._to_load)
+            checkpoint.load(*self._saved(), self._to_load)
         if first:
             self._watch.note_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Makes a context in which every table is whole on every rank. Collective."""
-        return whole_tables(self._setting, self.planned)
+        return whole_tables(self._context, self.programs)
+
+    def replan(self) -> None:
+        """Asks for another plan with the next training batch."""
+        if self.programs.plan is None:
+            raise RuntimeError("expected a training call before replan(), found none: the first one makes a plan.")
+        if not self.programs.ask_to_replan(USER) and self.communicator.rank == 0:
+            log("the plan stays: it was given, or made for model.replan() less than %d calls ago", ONCE_IN)
 
     def check_replicas(self) -> None:
         """Compares what all ranks should hold alike. Collective."""
-        self.planned.synchronize()
-        compare_replicas(self._setting)
+        self.programs.synchronize()
+        compare_replicas(self.state, self._context.stepping.holders.optimizers, self.communicator)
+
+    def _saved(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
+        return self.model, self.state, self._context.stepping.holders.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes model and optimizers into a folder. Collective."""
-        self.planned.synchronize()
-        checkpoint.save(self._setting, folder)
+        self.programs.synchronize()
+        checkpoint.save(*self._saved(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Loads a checkpoint: now, or in the first call, after tables have been placed. Collective."""
-        if self.planned.plan is None:
+        if self.programs.plan is None:
             self._to_load = folder
             return
         self.parameters_may_change()
-        checkpoint.load(self._setting, folder)
+        checkpoint.load(*self._saved(), folder)
         self.parameters_were_loaded()
 
     def parameters_may_change(self) -> None:
         """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
-        self.planned.parameters_may_change()
+        self.programs.parameters_may_change()
 
     def close(self) -> None:
         """Applies pending updates, and ends the threads and process groups of the model."""
         self._eager.forget()
-        self.planned.close()
+        self.programs.close()
         self.state.settle_tables()
-        self._kinds.clear()
+        self.programs.cache.clear()
         self.communicator.close()
         self._placed.kept = None
 
     def release(self) -> None:
         """Leaves the model to another `compile`, with whole tables and every update applied. Collective."""
-        self.planned.synchronize()
-        self.planned.leave_model()
+        self.programs.synchronize()
+        self.programs.leave_model()
         gather_buffers(self.model)
         self._outside.stop()
         self._placed.remove_hooks()
@@ -345,7 +357,7 @@ class Session:
 def _tell_of_empty_groups(optimizer: Optimizer) -> None:
     """Tells of groups without parameters, as `name.startswith("module.emb")` makes them of names that do not."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
-        tell(
+        log(
             "the param group(s) %s of %s hold no parameter; names of a compiled model do not begin with 'module.'",
             ", ".join(map(str, empty)),
             type(optimizer).__name__,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from embrace_fx.runtime.tables.part import REFUSAL
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.state_dicts import show_parts, take_own_parts
-from embrace_fx.setup.telling import tell
+from embrace_fx.setup.log import log
 
 if TYPE_CHECKING:
     from embrace_fx.session.session import Session
@@ -54,7 +54,7 @@ class Placed:
         """Records where a session has placed its tables."""
         self.layouts = session.state.layouts
         if self.layouts and self.copies and session.communicator.rank == 0:
-            tell(_MADE_BEFORE, ", ".join(self.layouts))
+            log(_MADE_BEFORE, ", ".join(self.layouts))
         self.copies.clear()
 
 

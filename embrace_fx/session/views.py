@@ -6,18 +6,18 @@ import contextlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 
-from embrace_fx.planning.background import background_of
-from embrace_fx.planning.summary import advice
-from embrace_fx.planning.timeline import gather_timeline
+from embrace_fx.passes.scheduler.background import background_of
+from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import told_of
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
-from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.setting import Setting
+from embrace_fx.session.programs import Programs
+from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
-from embrace_fx.viz.why import why
+from embrace_fx.viz.why import unlike_predicted, why
 from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import LANES
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_summary import advice
 from embrace_fx.vocabulary.plan_text import preformatted, render, terminal_width
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 from embrace_fx.vocabulary.shares import SHARES, Share
@@ -30,63 +30,68 @@ class Views:
         runs_eagerly: returns the reason why calls run eagerly; "": they are captured.
     """
 
-    def __init__(self, setting: Setting, planned: PlanInUse, runs_eagerly: Callable[[], str]) -> None:
-        self._setting = setting
+    def __init__(self, context: Context, programs: Programs, runs_eagerly: Callable[[], str]) -> None:
+        self._context = context
         self._runs_eagerly = runs_eagerly
-        self._planned = planned
+        self._programs = programs
         self._timeline: Timeline | None = None
 
     @property
     def plan(self) -> Plan:
-        if self._planned.plan is None:
+        if self._programs.plan is None:
             raise RuntimeError(
                 "expected the model to have been called, before its plan, report or graphs are read, found that it has "
                 "not been called for training: the graph is captured with the first batch. Call the model once, with "
                 "gradients enabled."
             )
-        return self._planned.plan
+        return self._programs.plan
 
     @property
     def graphs(self) -> Graphs:
         """The graphs of the last training program."""
         assert self.plan is not None  # raises before the first call
-        assert self._planned.builder is not None
-        return self._planned.builder.graphs.instead(self._runs_eagerly())
+        assert self._programs.pipeline is not None
+        return self._programs.pipeline.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
-        told, setting = render(self.plan, folded=True) + told_of(self._setting.communicator), self._setting
+        told, context = render(self.plan, folded=True) + told_of(self._context.communicator), self._context
         told = "\n".join(part for part in (told, self._why(), advice(self.plan)) if part)
         if reason := self._runs_eagerly():
             told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
-        builder = self._planned.builder
-        held, schedule = (builder.step_memory(), builder.schedule) if builder is not None else (None, None)
-        tables = setting.state.tables
+        pipeline = self._programs.pipeline
+        assert pipeline is not None
+        held, schedule, tables = pipeline.step_memory(), pipeline.schedule, context.state.tables
         if tables:
-            memory = self.plan.memory if builder is None or builder.scheduling is None else builder.scheduling.memory
             step_ms = self._beside_storage_ms(schedule)
             first = {space.name: space.tables[0] for space in self.plan.spaces}
-            beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in memory.items()}
-            told += f"\n\n{tables_report(tables, setting.communicator.world_size, beyond)}"
+            beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in pipeline.memory.items()}
+            told += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
         if held is not None:
-            told += f"\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
+            told += f"\n\n{memory_report(held, context.model, context.stepping.holders.optimizers)}"
         return Report(told)
 
     def _why(self) -> str:
-        """Prints where the time of the last steps went; "" if none has been measured."""
-        shares_ms = self._setting.stepping.recorder.tally.shares_ms()
-        told = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
-        return "" if told is None else textwrap.fill(str(told), terminal_width())
+        """Prints where the time of the last steps went, and where it was predicted otherwise; "": none was measured."""
+        shares_ms = self._context.stepping.recorder.tally.shares_ms()
+        found = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
+        if shares_ms is None or found is None:
+            return ""
+        decided = None if self._programs.pipeline is None else self._programs.pipeline.decided
+        # A forward as written is not predicted; links that are assumed answer for nothing.
+        predicts = decided is not None and not self._runs_eagerly() and self.plan.links_are != "assumed"
+        unlike = unlike_predicted(shares_ms, decided) if predicts and decided is not None else ""
+        return textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width())
 
     def _beside_storage_ms(self, schedule: Schedule | None) -> float | None:
         """Returns the ms of a step, measured or else predicted, without its waits for rows of tables beyond memory."""
-        shares_ms = self._setting.stepping.recorder.tally.shares_ms()
+        shares_ms = self._context.stepping.recorder.tally.shares_ms()
         if shares_ms is not None:
             return sum(shares_ms.values()) - shares_ms["storage"]
         return None if schedule is None else schedule.beside_storage_ms
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures of the last whole step."""
-        steps, plan = self._setting.stepping.recorder.tally.steps, self.plan
+        steps, plan = self._context.stepping.recorder.tally.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
             "sent_bytes_ddp": float(sum(d.ddp_bytes_per_step for d in plan)),
@@ -101,7 +106,7 @@ class Views:
     @property
     def schedule(self) -> Schedule:
         assert self.plan is not None  # raises before the first call
-        found = None if self._planned.builder is None else self._planned.builder.schedule
+        found = None if self._programs.pipeline is None else self._programs.pipeline.schedule
         if found is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
@@ -121,23 +126,24 @@ class Views:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        if self._planned.recorder is None and self._planned.builder is not None:
+        if self._programs.pipeline is not None and self._programs.pipeline.recorder is None:
             raise RuntimeError(_NOT_SCHEDULED)
-        self._planned.records = True
-        self._planned.start_recording()
+        self._programs.records = True
+        self._programs.start_recording()
         recording = None
         try:
             yield
         finally:
-            self._planned.records = False
-            if (recorder := self._planned.recorder) is not None and recorder.recording is not None:
+            self._programs.records = False
+            recorder = None if self._programs.pipeline is None else self._programs.pipeline.recorder
+            if recorder is not None and recorder.recording is not None:
                 recording = recorder.stop()
         if recording is None:
             raise RuntimeError(
                 "expected training steps to be recorded, under `with model.record():`, found none. Train a few steps "
                 "inside of it."
             )
-        self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
+        self._timeline = gather_timeline(self._context.communicator, recording, self.schedule.steps)
 
 
 class Report(str):

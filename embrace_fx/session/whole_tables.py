@@ -9,10 +9,10 @@ from math import prod
 
 import torch
 
-from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.planning.fitting import PlanViolation, fitted
 from embrace_fx.runtime.memory.resident import available_bytes
-from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.setting import Setting
+from embrace_fx.session.programs import Programs
+from embrace_fx.setup.context import Context
 
 COPIES = 2
 """Copies of a table that a rank holds while its parts arrive: the whole table, and the received parts."""
@@ -21,42 +21,42 @@ _WHOLE = "assembled under whole()"
 
 
 @contextlib.contextmanager
-def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
+def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
     """Makes sharded tables, their state and gradients whole on every rank, and shards them at the end. Collective.
 
     Raises:
         RuntimeError: a call still waits for its backward, or the tables do not fit into the memory of some rank; on
             every rank, and nothing changed.
     """
-    planned.parameters_may_change()
-    plan = planned.plan
-    if plan is None or not plan.sharded or setting.communicator.world_size == 1:
+    programs.parameters_may_change()
+    plan = programs.plan
+    if plan is None or not plan.sharded or context.communicator.world_size == 1:
         yield
         return
-    _check(setting, plan.sharded)
-    planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
+    _check(context, plan.sharded)
+    programs.change(fitted(plan, [PlanViolation((), plan.sharded)], _WHOLE), "whole()")
     try:
         yield
     finally:
-        planned.parameters_may_change()
-        planned.change(plan)
+        programs.parameters_may_change()
+        programs.change(plan, "the end of whole()")
 
 
-def _refusal(setting: Setting) -> str:
+def _refusal(context: Context) -> str:
     """Returns the reason why this rank cannot make its tables whole now; "": it can."""
-    state = setting.state
+    state = context.state
     if state.awaiting_backward or state.unreduced:
         return "results of a call wait for their backward, or gradients that were summed up under no_sync()"
     return ""
 
 
-def _check(setting: Setting, names: Sequence[str]) -> None:
+def _check(context: Context, names: Sequence[str]) -> None:
     """Raises where a rank refuses, or the memory of a host or device is too small. Collective."""
-    needed = COPIES * sum(_missing_bytes(setting, name) for name in names)
-    on_device = setting.state.parameter(names[0]).is_cuda
-    where = f"{socket.gethostname()} {setting.communicator.rank if on_device else 0}"
-    own = _refusal(setting), needed, _free_bytes(on_device), where
-    everyone = setting.communicator.gather(own, tuple[str, int, int, str])
+    needed = COPIES * sum(_missing_bytes(context, name) for name in names)
+    on_device = context.state.parameter(names[0]).is_cuda
+    where = f"{socket.gethostname()} {context.communicator.rank if on_device else 0}"
+    own = _refusal(context), needed, _free_bytes(on_device), where
+    everyone = context.communicator.gather(own, tuple[str, int, int, str])
     for rank, (refusal, _, free, where) in enumerate(everyone):
         wanted = sum(each for _, each, _, other in everyone if other == where)
         if wanted > free:
@@ -68,10 +68,10 @@ def _check(setting: Setting, names: Sequence[str]) -> None:
             )
 
 
-def _missing_bytes(setting: Setting, name: str) -> int:
+def _missing_bytes(context: Context, name: str) -> int:
     """Counts the bytes of a table, and of its state in optimizers, that a rank needs to hold it whole."""
-    table, parameter = setting.state.tables[name], setting.state.parameter(name)
-    held = [o.state.get(parameter) or {} for o in setting.stepping.holders.optimizers if parameter in o.state]
+    table, parameter = context.state.tables[name], context.state.parameter(name)
+    held = [o.state.get(parameter) or {} for o in context.stepping.holders.optimizers if parameter in o.state]
     copies = 1 + sum(torch.is_tensor(v) and v.dim() == 2 for each in held for v in each.values())
     return copies * prod(table.shape) * parameter.element_size()
 

@@ -1,1 +1,1 @@
-"""Sets a compiled model up: checks its options, lets ranks agree on them, and finds their process group."""
+"""Sets a compiled model up: checks its options, and lets ranks agree on model, optimizers and options."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -13,14 +14,15 @@ from torch.optim import Optimizer
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.default_group import check_mesh
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.ranks.step_checks import check_activities
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.setup.group import check_mesh
+from embrace_fx.runtime.tables.replica_check import settings_of
+from embrace_fx.runtime.tables.shared_memory import refuse_shared_memory
 from embrace_fx.setup.options import Options
-from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
 class SetUpError(ValueError, RuntimeError):
@@ -53,20 +55,21 @@ def agree_on_set_up(
     """
     own: dict[str, str] | str
     try:
-        check_arguments(model, optimizers)
         options.check()
         check_mesh(mesh)
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the "
+                "forward of a module that holds its parameters."
+            )
+        found = (_wrappers(model), _optimizers(model, optimizers), _parameters(model, is_called=is_called))
+        if problem := next(chain(*found), None):
+            raise ValueError(problem)
         if options.backend == "inductor":
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
-        if not is_called:
-            check_trainable(model)
-        refuse_stand_ins(model)
-        refuse_parts(model)
-        refuse_node_hooks(model)
         refuse_shared_memory(model)
-        refuse_counts_of_ignored(model)
         own = {**describe(model, optimizers, options), "communication hook": hook or "none"}
     except ValueError as error:
         own = str(error)
@@ -94,72 +97,87 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
     return found
 
 
-def refuse_parts(model: nn.Module) -> None:
-    """Raises `ValueError` where another compiled model has sharded a table that this one shares."""
-    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
-    own = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, Part) and id(parameter.spread) not in own:
-            raise ValueError(
-                f"expected parameters that no other compiled model has sharded, in compile() or the first call, found "
-                f"{name}: this rank has only its part of it. Keep a table that several models read whole, in each of "
-                f"them: strategy={{{name!r}: 'allreduce'}}; or compile one module that holds these models."
+def _wrappers(model: nn.Module) -> Iterator[str]:
+    """Yields why a model is compiled, or wrapped, already."""
+    kind = type(model).__name__
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
+    if by_torch or getattr(type(model), "_wraps_a_model", False):
+        yield (
+            f"expected a plain model, in compile(), found a {kind}, which wraps one already. Pass the model that was "
+            "wrapped, once: compile() stands in the wrapper's place."
+        )
+    for name, module in model.named_modules():
+        if getattr(type(module), "_wraps_a_model", False):
+            yield (
+                f"expected a plain model, in compile(), found a {kind} whose {name} is compiled by an own compile(). "
+                "Compile the whole, with the plain module in that place."
+            )
+    for hook in model._state_dict_pre_hooks.values():
+        if taken := getattr(hook, "taken", ""):
+            yield (
+                f"expected a model that compile() can take, in compile(), found a {kind} {taken}. Load its "
+                "full_state_dict() into a new model, and compile that."
             )
 
 
-def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raises `ValueError` where an argument is no model or optimizer, or the optimizers do not step the model."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
-            "of a module that holds its parameters."
-        )
-    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
-    if by_torch or getattr(type(model), "_wraps_a_model", False):
-        raise ValueError(
-            f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
-            "model that was wrapped, once: compile() stands in the wrapper's place."
-        )
-    wrapped = next(
-        (name for name, module in model.named_modules() if getattr(type(module), "_wraps_a_model", False)), ""
-    )
-    if wrapped:
-        raise ValueError(
-            f"expected a plain model, in compile(), found a {type(model).__name__} whose {wrapped} is compiled by an "
-            "own compile(). Compile the whole, with the plain module in that place."
-        )
-    taken = next((told for hook in model._state_dict_pre_hooks.values() if (told := getattr(hook, "taken", ""))), "")
-    if taken:
-        raise ValueError(
-            f"expected a model that compile() can take, in compile(), found a {type(model).__name__} {taken}. Load its "
-            "full_state_dict() into a new model, and compile that."
-        )
+def _optimizers(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
+    """Yields which optimizers cannot train a model."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise ValueError(
+            yield (
                 f"expected optimizer to be a torch.optim.Optimizer, or several, in compile(), found {_what(optimizer)}."
                 " Make it over the model's parameters first: torch.optim.Adagrad(model.parameters(), lr=0.01)."
             )
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
+        elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            yield (
                 f"expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, in compile(), "
                 "found that it holds none of them: its steps would leave the model as it is. Make it over this model's "
                 "parameters()."
             )
 
 
-def _what(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Raises `ValueError` where a model has nothing to train."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
+def _parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
+    """Yields which parameters cannot be trained."""
+    if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
+        yield (
             "expected a model with at least one trainable parameter, in compile(), found none in "
             f"{type(model).__name__}. There is nothing to train or to communicate; call the model itself."
         )
+    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
+    placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
+    named: Any = model.named_parameters()
+    for name, parameter in named:
+        if not isinstance(parameter, nn.Parameter):
+            yield (
+                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
+                "gradients are reduced and delivered to parameters. Give functional_call tensors for all parameters "
+                "and buffers, or the plain model."
+            )
+        if isinstance(parameter, Part) and id(parameter.spread) not in placed:
+            yield (
+                f"expected parameters that no other compiled model has sharded, in compile() or the first call, found "
+                f"{name}: this rank has only its part of it. Keep a table that several models read whole, in each of "
+                f"them: strategy={{{name!r}: 'allreduce'}}; or compile one module that holds these models."
+            )
+        if parameter.requires_grad and has_node_hooks(parameter):
+            yield (
+                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
+                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
+                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
+            )
+    ignored = names_to_ignore(model)
+    for name, module in model.named_modules():
+        weight = f"{name}.weight" if name else "weight"
+        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
+            yield (
+                f"expected no scale_grad_by_freq of parameters to ignore, in compile(), found it of {weight}: ids are "
+                "counted over all ranks. Leave it out of the layer, or divide the gradient in a hook of the parameter."
+            )
+
+
+def _what(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 
 
 def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
@@ -189,46 +207,6 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                     f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
                     "every rank."
                 )
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a param group in a form that ranks compare."""
-    options = ((key, value) for key, value in group.items() if key != "params")
-    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
-
-
-def refuse_stand_ins(model: nn.Module) -> None:
-    """Raises `ValueError` where plain tensors replace parameters during a call, as in `functional_call`."""
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, nn.Parameter):
-            raise ValueError(
-                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
-                "gradients are reduced and delivered to parameters. Give functional_call tensors for all parameters "
-                "and buffers, or the plain model."
-            )
-
-
-def refuse_node_hooks(model: nn.Module) -> None:
-    """Raises `ValueError` where a hook waits for autograd to accumulate a gradient, as an optimizer in the backward."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and has_node_hooks(parameter):
-            raise ValueError(
-                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
-                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
-                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
-            )
-
-
-def refuse_counts_of_ignored(model: nn.Module) -> None:
-    """Raises `ValueError` where a parameter to ignore scales its gradient by frequency, counted over all ranks here."""
-    ignored = names_to_ignore(model)
-    for name, module in model.named_modules():
-        weight = f"{name}.weight" if name else "weight"
-        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
-            raise ValueError(
-                f"expected no scale_grad_by_freq of parameters to ignore, in compile(), found it of {weight}: ids are "
-                "counted over all ranks. Leave it out of the layer, or divide the gradient in a hook of the parameter."
-            )
 
 
 def agree_on_first_call(

@@ -14,7 +14,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.wire import FORMATS, Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import Grid, Plan
 from embrace_fx.vocabulary.schedule import AUTO, SCHEDULES
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -78,6 +78,13 @@ class Options:
     def shares_buffers(self) -> bool:
         """Whether forwards read rank 0's buffers."""
         return self.broadcast_buffers is True
+
+    @property
+    def shards_by_request(self) -> bool:
+        """Whether a strategy, or the plan that is given, shards a table."""
+        asked = [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
+        sharded = self.given_plan is not None and bool(self.given_plan.sharded)
+        return sharded or any(each == "alltoall" or isinstance(each, Grid) for each in asked)
 
     @cached_property
     def given_plan(self) -> Plan | None:

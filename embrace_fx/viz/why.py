@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from embrace_fx.vocabulary.schedule import Schedule
 from embrace_fx.vocabulary.shares import Share
 
 NAMES: Mapping[Share, str] = {
@@ -55,6 +57,13 @@ CHANGES: Mapping[Share, str] = {
 }
 """Largest part of a step -> what makes it smaller."""
 
+WAITS: tuple[Literal["ids", "embedding", "dense", "delayed"], ...] = ("ids", "embedding", "dense", "delayed")
+PREDICTED: tuple[Share, ...] = ("forward", "backward", "between", *WAITS)
+"""Parts of a step that a schedule predicts: compute, with what it costs to issue it, and waits for links."""
+
+LEFT = 0.25
+"""Share of the predicted time by which a measured step must leave it to be told."""
+
 LEAST = 0.02
 """Share of a step; smaller parts are printed together."""
 
@@ -99,4 +108,32 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
         f"{step} {whole_ms:.1f} ms. {most}, {first_ms / whole_ms:.0%} or {first_ms:.1f} ms, is {NAMES[first]}.",
         f"What would change it most: {CHANGES[first]}.",
         tuple(parts),
+    )
+
+
+def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
+    """Says that a measured step leaves the predicted one, with the option to try; "": it does not.
+
+    Args:
+        shares_ms: part of the measured step -> milliseconds.
+        schedule: the schedule that was decided on.
+    """
+    figures = schedule.diagnostics()
+    measured_ms = sum(shares_ms[part] for part in PREDICTED)
+    if figures.step_ms <= 0 or abs(measured_ms - figures.step_ms) <= LEFT * figures.step_ms:
+        return ""
+    waits_ms = sum(shares_ms[lane] - figures.exposed_ms.get(lane, 0.0) for lane in WAITS)  # more than predicted
+    compute_ms = measured_ms - figures.step_ms - waits_ms
+    is_waiting = abs(waits_ms) > abs(compute_ms)
+    more_ms = waits_ms if is_waiting else compute_ms
+    if is_waiting and waits_ms < 0:
+        option = "cluster=embrace_fx.Cluster(...), which plans for faster links"
+    elif schedule.name == "none":
+        option = "schedule='2d', which hides more of the links"
+    else:
+        option = "schedule='none', which asks less of the host"
+    return (
+        f"Forward, backward and links take {measured_ms:.1f} ms of it, where {figures.step_ms:.1f} ms were predicted: "
+        f"{abs(more_ms):.1f} ms {'more' if more_ms > 0 else 'less'} in {'waits' if is_waiting else 'compute'}. To try: "
+        f"{option}."
     )

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
-from embrace_fx.vocabulary.operation_id import CLASS_LANES, OperationId
+from embrace_fx.vocabulary.operation_id import OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -42,15 +42,6 @@ LAUNCHES: frozenset[str] = frozenset(
     }
 )
 """Ops whose result is in flight: only `wait_tensor` returns the value."""
-
-OWN_GROUPS: frozenset[str] = frozenset(CLASS_LANES)
-"""The group names of a program's own launches: communication classes."""
-
-USERS_LAUNCHES: frozenset[str] = frozenset(
-    f"_c10d_functional::{name}"
-    for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-)
-"""Ops that, on any group not in `OWN_GROUPS`, are collectives of the user's forward, in program order."""
 
 SUBMISSIONS: frozenset[str] = frozenset(
     {"embrace::submit_ids", "embrace::submit_rows", "embrace::submit_gradients", "embrace::submit_chunk"}
@@ -97,18 +88,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
     args += [parameters[k].default_value for k in range(len(args), position)]
     args[position : position + 1] = [value]
     node.args = tuple(args)
-
-
-def is_users_launch(node: fx.Node) -> bool:
-    """Tells whether a node launches a collective of the user's forward, or of its backward."""
-    if op_name(node) not in USERS_LAUNCHES:
-        return False
-    return (node.kwargs["group_name"] if "group_name" in node.kwargs else node.args[-1]) not in OWN_GROUPS
-
-
-def is_users_wait(node: fx.Node) -> bool:
-    """Tells whether a node waits for a collective of the user's forward."""
-    return op_name(node) == "_c10d_functional::wait_tensor" and is_users_launch(node.all_input_nodes[0])
 
 
 def draws(node: fx.Node) -> bool:

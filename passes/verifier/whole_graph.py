@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
     TrainingGraph,
     outputs_of,
 )
-from embrace_fx.vocabulary.ops import is_users_launch, op_name
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
@@ -72,7 +72,6 @@ def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
             if size is not None and sizes.setdefault(group, size) != size:
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
-    yield from _users_order(graph)
     if not graph.phases or overlaps_steps(graph):
         return  # the schedule decides the order; `handed_over_once` checks that no launch was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
@@ -116,16 +115,6 @@ def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
     shape = launch.meta["val"].shape
     if op_name(launch) in EQUAL_SHAPES and not all(isinstance(size, int) for size in shape):
         yield Violation(launch, "a shape that is equal on all ranks", f"{list(shape)}", remedy)
-
-
-def _users_order(graph: TrainingGraph) -> Iterator[Violation]:
-    """The collectives of the user's forward run in the order of the program."""
-    joint, run = (
-        [node.name for module in modules for node in module.graph.nodes if is_users_launch(node)]
-        for modules in ((graph.module,), running_modules(graph))
-    )
-    if joint != run:
-        yield Violation(None, f"the forward's own collectives in their order, {joint}", f"{run}", "leave them in place")
 
 
 def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:

@@ -28,7 +28,7 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id
-from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
+from embrace_fx.vocabulary.ops import launch_of, op_name
 
 
 class Bindings:
@@ -89,7 +89,7 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = self._of_user(node) or self._lookup(node) or self._copied(node)
+        found = self._lookup(node) or self._copied(node)
         return found or self._noted(self.of_forward, node, self._in_flow(node))
 
     def _copied(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -116,9 +116,8 @@ class Bindings:
         if op_name(node) == "embrace::pack_bucket":
             names, keeps = self._buckets[node.meta["bucket"]], self._keeps_buckets
             return Packer(self._state, names, scales=comm_hook is None, keeps_memory=keeps)
-        found = self._of_user(node) or self._copied(node)
         launch = self._in_flow(node) or self.unique(node) or self._hooked(comm_hook, node)
-        return found or self._noted(self.of_backward, node, launch)
+        return self._copied(node) or self._noted(self.of_backward, node, launch)
 
     def _hooked(self, comm_hook: CommHook | None, node: fx.Node) -> Callable[..., Any] | None:
         """Makes the function by which the user's hook reduces a bucket; None: there is no bucket, or no hook."""
@@ -141,15 +140,6 @@ class Bindings:
     ) -> Callable[..., Any] | None:
         call = call or self.by_op.get(op_name(node))
         return call and launches.add(node, call)
-
-    def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Makes the function that launches or awaits a collective of the user's forward, on the group that it names."""
-        target: Any = node.target
-        if is_users_launch(node):
-            return _named(partial(_launched, self._communicator, target, node.name), node.name)
-        if is_users_wait(node):
-            return _named(partial(_awaited, self._communicator, target, node.all_input_nodes[0].name), node.name)
-        return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
         found = None if self._flow is None else _call_of(self._flow, node)
@@ -246,17 +236,6 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
     if communicator.world_size > 1 or parameter is None:
         return None
     return streams.streams_of(parameter.device)
-
-
-def _launched(communicator: Communicator, launch: Callable[..., Tensor], name: str, *args: Any) -> Tensor:
-    communicator.progress.note(name)
-    with communicator.watching(name):
-        return launch(*args)
-
-
-def _awaited(communicator: Communicator, wait: Callable[..., Tensor], name: str, launched: Tensor) -> Tensor:
-    with communicator.watching(name):
-        return wait(launched)
 
 
 def _exchange_gradient_(

@@ -23,7 +23,7 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session import captures as capturing
+from embrace_fx.session import graph_calls as capturing
 from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same, train_reference

@@ -186,7 +186,7 @@ def _ahead(rank: int, world_size: int) -> list[bool]:
     for step, batch in enumerate(compiled.lookahead(labelled(step, rank) for step in range(6))):
         model.scale = 1 / (1 + step)
         compiled(*batch).backward()
-        known.append(session_of(compiled).planned.flow._ahead is not None)
+        known.append(session_of(compiled).programs.flow._ahead is not None)
         optimizer.step()
         optimizer.zero_grad()
     return known

@@ -67,7 +67,7 @@ def _launched_early(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], 
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
         for step in range(5):
             if step == 4:
-                _note_launches(session_of(compiled).planned.flow.launcher, launched)
+                _note_launches(session_of(compiled).programs.flow.launcher, launched)
                 model.note = lambda: early.extend(launched)
             compiled(*labelled(step, rank)).backward()
             optimizer.step()

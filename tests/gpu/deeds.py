@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
 import embrace_fx
-from embrace_fx.session import batch_check, plan_in_use
+from embrace_fx.session import batch_check, programs
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.drifting import LINKS, ROWS, SPARSE_AGAIN, TABLE, make
 from tests.support.drifting import batch as drifting_batch
@@ -152,7 +152,7 @@ def plans_anew(rank: int, world_size: int, kind: str) -> Found:
     training = Training(rank, kind, make(seed=rank), strategy="auto", cluster=LINKS)
     plans = []
     batches = [tuple(each.to(training.device) for each in drifting_batch(k, rank)) for k in range(SPARSE_AGAIN.stop)]
-    with patch.object(plan_in_use, "SAMPLED_EVERY", 1), patch.object(batch_check, "SAMPLED_EVERY", 1):
+    with patch.object(programs, "SAMPLED_EVERY", 1), patch.object(batch_check, "SAMPLED_EVERY", 1):
         for batch in training.model.lookahead(batches):
             training.model(*batch).backward()
             training.step()

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.overlap.await_late import AwaitRowsLate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
-from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from embrace_fx.passes.collectives import USERS, collective_sequence, sequence_hash
-from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.collectives import collective_sequence, sequence_hash
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.tables import find_tables
-from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Tangent, TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from tests.support.graphs import IDS, analysed, tables_model
 from tests.support.graphs import D as WIDTH
@@ -21,7 +19,6 @@ from tests.support.hand_built_graphs import (
     B,
     Builder,
     D,
-    V,
     dense_graph,
     partitioned_graph,
     table_graph,
@@ -90,44 +87,3 @@ def test_hash_tells_other_launches_apart() -> None:
         two_reductions(rows=D + 1),
     ]
     assert len({sequence_hash(graph) for graph in others}) == len(others)
-
-
-def users_collectives() -> TrainingGraph:
-    """The forward reduces x, whose sum it returns, then its negative, which only the backward reads; it sums too."""
-    b = Builder()
-    x, tangent = b.input("x", BatchInput(0), B), b.input("tangent", Tangent(0), B)
-    values = [x, b.call(aten.neg.default, x), tangent]
-    waits = [b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, v, "sum", "0")) for v in values]
-    gradient = b.call(aten.mul.Tensor, waits[1], waits[2])
-    return b.done((waits[0], Result(0)), (gradient, Gradient(Parameter("w"))))
-
-
-def test_the_users_collectives_stay_where_the_program_has_them() -> None:
-    graph = Partition()(users_collectives())
-    verify(graph, after="Partition")
-    per_phase = {
-        name: len(module.graph.find_nodes(op="call_function", target=c10d.all_reduce.default))
-        for name, module in graph.phases.items()
-    }
-    assert per_phase == {"unique": 0, "ids": 0, "forward": 2, "backward": 1}
-    assert [each.group for each in collective_sequence(graph)] == [USERS] * 3
-
-
-def test_their_order_may_not_change() -> None:
-    graph = Partition()(users_collectives())
-    forward = graph.phases["forward"].graph
-    first, _ = forward.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    wait, last = forward.find_nodes(op="call_function", target=c10d.wait_tensor.default)
-    last.append(first)
-    first.append(wait)
-    with pytest.raises(VerificationError, match="the forward's own collectives in their order"):
-        verify(graph, after="Move")
-
-
-def test_ids_that_other_ranks_send_are_known_in_the_forward_alone() -> None:
-    b = Builder()
-    table, ids = b.input("table", Parameter("t"), V, D), b.input("ids", BatchInput(0), B, dtype=torch.int64)
-    everyones = b.call(c10d.wait_tensor.default, b.call(c10d.all_gather_into_tensor.default, ids, 2, "0"))
-    rows = [b.call(aten.embedding.default, table, each) for each in (ids, everyones)]
-    found = find_tables(b.done(*((each, Result(k)) for k, each in enumerate(rows))))
-    assert [use.ids_from_batch for use in found[0].uses] == [True, False]

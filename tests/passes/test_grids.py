@@ -19,10 +19,10 @@ import embrace_fx
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
-from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid

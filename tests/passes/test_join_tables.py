@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.passes.join_tables import JoinTables
+from embrace_fx.passes.pipeline import analyse
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.session.pipeline import analyse
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.row_space import RowSpace
 from tests.support.golden import check_golden
@@ -123,7 +123,8 @@ def test_values_of_a_forward_alone_that_reads_one_of_the_tables() -> None:
 
 def test_values_of_a_batch_of_another_size() -> None:
     model, shorter = model_of(lambda m, x, y: both(m, x, y).sum()), (IDS[:1], OTHER_IDS[:1])
-    graph = analyse(capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)})))
+    captured = capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)}))
+    graph = analyse(captured.graph)
     joined = JoinTables((SPACE,))(graph)
     verify(joined, after="JoinTables", captured=graph, previous=graph)
     expected = below_each_other(model, run_graph(graph, model, *shorter))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.step_memory import memory_of, step_memory
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan

@@ -14,8 +14,8 @@ from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
 from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.overlap.split import SplitRows
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,

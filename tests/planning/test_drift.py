@@ -16,9 +16,8 @@ from embrace_fx.cost.sparsity import measure, with_units
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.planning.findings import facts_of
-from embrace_fx.planning.reads import used_parameters
-from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
+from embrace_fx.planning.findings import facts_of, used_parameters
+from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, SparsityMonitor
 from embrace_fx.runtime.tables.holders import Holders
 from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed
@@ -46,13 +45,13 @@ def _findings() -> Findings:
     return Findings(graph, legal, rows, 2)
 
 
-def _drift() -> Drift:
+def _drift() -> SparsityMonitor:
     """Rank 0's."""
     findings = _findings()
-    return Drift(decide(findings, LINKS, links_are="given"), findings)
+    return SparsityMonitor(decide(findings, LINKS, links_are="given"), findings)
 
 
-def _samples_until_wanted(drift: Drift, rows: Callable[[int], int], limit: int = 200) -> int | None:
+def _samples_until_wanted(drift: SparsityMonitor, rows: Callable[[int], int], limit: int = 200) -> int | None:
     for sample in range(limit):
         drift.observe({TABLE: (rows(sample),) * 2, OTHER: (6, 6)})
         if drift.wants_plan:

@@ -18,7 +18,7 @@ import embrace_fx
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session import batch_check, plan_in_use
+from embrace_fx.session import batch_check, programs
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.cases import long_but
@@ -98,8 +98,9 @@ def _evaluate(model: nn.Module) -> float:
 def train(rank: int, world_size: int, case: Case) -> Found:
     """Trains through the shifts, every call a sample."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plan_in_use, batch_check):
+        for module in (programs, batch_check):
             patch.setattr(module, "SAMPLED_EVERY", 1)
+        patch.setattr(programs, "ONCE_IN", 0)
         return _train(rank, case)
 
 
@@ -235,8 +236,9 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
     compiled = embrace_fx.compile(model, optimizer=optimizer, cluster=LINKS)
     strategies = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plan_in_use, batch_check):
+        for module in (programs, batch_check):
             patch.setattr(module, "SAMPLED_EVERY", 1)
+        patch.setattr(programs, "ONCE_IN", 0)
         for step in range(0, DENSE.stop, 2):
             TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
             optimizer.step()

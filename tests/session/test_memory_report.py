@@ -35,7 +35,7 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
                 table = session_of(model).state.tables["embedding.weight"]
                 before = table.predicted_bytes(world_size)
             if step == 2:
-                flow = session_of(model).planned.flow
+                flow = session_of(model).programs.flow
                 assert flow is not None
                 flow.recorder.start()
             loss.backward()

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import capture
+from embrace_fx.passes.pipeline import Pass, analyse
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.runtime.lower.lower import lower
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.session.pipeline import Pass, analyse
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -100,7 +100,7 @@ def classifier() -> Classifier:
 
 def analysed(model: nn.Module, *args: Any, train: bool = True, **kwargs: Any) -> TrainingGraph:
     """The captured graph of a model's call, its tables found."""
-    return analyse(capture(model, args, kwargs, train=train))
+    return analyse(capture(model, args, kwargs, train=train).graph)
 
 
 def apply(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:

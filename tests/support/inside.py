@@ -12,23 +12,23 @@ def session_of(model: Any) -> Any:
 
 def captures_of(model: Any) -> int:
     """How many captures a compiled model has made."""
-    found: int = session_of(model)._captures.count
+    found: int = session_of(model).programs.cache.captures
     return found
 
 
-def step_builder_of(model: Any) -> Any:
-    """What has built the step that a compiled model runs."""
-    return session_of(model).planned.builder
+def pipeline_of(model: Any) -> Any:
+    """The plan of a compiled model, and what its steps run on."""
+    return session_of(model).programs.pipeline
 
 
-def setting_of(session: Any) -> Any:
-    """What a session has been told once, or the plan of a model without ranks."""
-    return session._setting
+def context_of(session: Any) -> Any:
+    """What a session, or the plan of a model without ranks, has been told once."""
+    return session._context
 
 
-def kinds_of(session: Any) -> list[Any]:
-    """The kinds of calls that a session has captured."""
-    return list(session._kinds.values())
+def entries_of(session: Any) -> list[Any]:
+    """The captured calls of a session, with their programs."""
+    return list(session.programs.cache.entries())
 
 
 def captured_graph_of(planned: Any) -> Any:
@@ -38,4 +38,4 @@ def captured_graph_of(planned: Any) -> Any:
 
 def memory_limit_of(model: Any) -> Any:
     """The bytes that a compiled model's step may hold, or None."""
-    return step_builder_of(model)._shown.graph.memory_limit
+    return pipeline_of(model)._shown.graph.memory_limit

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost import links as cost
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.scheduler.step_graph import Sizes, build
-from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.plan import Decision, Plan

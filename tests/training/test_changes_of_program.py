@@ -131,7 +131,7 @@ class Side:
             with self.model.whole() if self.session else contextlib.nullcontext():
                 assert self.plain.emb.weight.shape == (ROWS, WIDTH)
         elif what == "plan" and self.session:
-            self.session.planned.calls.asks_to_plan = True
+            self.session.programs.counters.replan_for = "a test"
 
     def ends(self) -> Any:
         """Returns what training has come to."""

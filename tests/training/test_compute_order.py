@@ -13,12 +13,13 @@ from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import reordered
 from embrace_fx.passes.scheduler.launch_order import schedule as launch_schedule
 from embrace_fx.planning import scheduling
+from embrace_fx.session.step_pipeline import PROFILED, PROFILED_AFTER
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.training import SEED, make_optimizers, whole_parameters
 
-STEPS = scheduling.PROFILED_AFTER + scheduling.PROFILED + 8
+STEPS = PROFILED_AFTER + PROFILED + 8
 """The order changes when the profile is there; some steps follow."""
 
 

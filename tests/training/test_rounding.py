@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.cost.wire import Format
+from embrace_fx.passes.pipeline import training_passes
 from embrace_fx.passes.round_gradients import RoundRowGradients
-from embrace_fx.session.pipeline import training_passes
 from embrace_fx.vocabulary.plan import Grid, Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.ranks import RankError, reset_torch_state, run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import embrace_fx
 from tests.support.hugging_face import LONG, TRAININGS, make_gpt2
-from tests.support.inside import kinds_of, session_of
+from tests.support.inside import entries_of, session_of
 from tests.support.published_models import check
 from tests.support.reference import assert_same
 
@@ -102,7 +102,7 @@ def test_evaluation_returns_the_objects_that_the_model_returns(strategy: str, ro
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-12)
     assert not found.loss.requires_grad
     _assert_same_cache(found.past_key_values, expected.past_key_values)
-    captured = [variant.captured.route for kind in kinds_of(session_of(compiled)) for variant in kind.variants]
+    captured = [entry.captured.route for entry in entries_of(session_of(compiled))]
     assert captured == routes  # the log message in its forward notwithstanding; no table sharded: as written
 
 

@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.ops import SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
 from embrace_fx.vocabulary.submissions import submitted
-from tests.support.inside import session_of
+from tests.support.inside import pipeline_of, session_of
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.training import SEED, make_optimizers
@@ -120,9 +120,9 @@ def _trains(rank: int, world_size: int, model: str, ways: list[Way]) -> dict[Way
 def _train(training: Training) -> Seen:
     compiled = training.compiled
     training.step(training.batches(1))
-    flow = session_of(compiled).planned.flow
+    flow = session_of(compiled).programs.flow
     if flow is None:  # one process: nothing is submitted, and nothing leaves
-        recorder = session_of(compiled).planned.recorder
+        recorder = pipeline_of(compiled).recorder
         assert recorder is not None
         recording = recorder.start()
         _epochs(training)

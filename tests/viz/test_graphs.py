@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.viz.drawing import fold
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import PHASES

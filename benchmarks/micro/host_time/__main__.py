@@ -7,9 +7,10 @@
 Ranks are processes of this machine that meet on its loopback: what the host does for a step does not depend on a link's
 rate. Each system has processes of its own, and systems take turns: a round is every system once. Times are medians of
 rounds of what the kernel says that each thread has run (/proc); a ratio is of two systems of one round. Calls come from
-processes that count in place of measuring. "small" has two tables of 50,000 x 32 under Adam, eight small layers and a
-batch of 16 x 20; its DDP has SparseAdam for the tables. The lab's five models train under Adagrad; TorchRec runs where
-`make bench-peers` has made its environment.
+processes that count in place of measuring; `--rounds 0` counts alone.
+"small" has two tables of 50,000 x 32 under Adam, eight small layers and a batch of 16 x 20; its DDP has SparseAdam for
+the tables. "tables-26" and its like have so many tables of 1,000 x 16, each of which a batch of 64 looks up once. They
+and the lab's five models train under Adagrad; TorchRec runs where `make bench-peers` has made its environment.
 """
 
 from __future__ import annotations
@@ -122,12 +123,9 @@ def compare(model: str, ranks: int, rounds: int, asked: Sequence[str] = ()) -> d
     totals = {name: [sum(one["cpu_ms"] for one in each.values()) for each in times[name]] for name in systems}
     counts = {name: measure("count", model, name, ranks) for name in systems}
     for name in systems:
-        ratios = [own / other for own, other in zip(totals[name], totals[systems[0]], strict=True)]
-        wakes = statistics.median(sum(one["waits"] for one in each.values()) for each in times[name])
         count = counts[name]
         print(
-            f"{name:18} {statistics.median(totals[name]):8.2f} ms, {statistics.median(ratios):5.2f} times "
-            f"{systems[0]}'s ({min(ratios):.2f} to {max(ratios):.2f}); wake-ups {wakes:5.0f}, "
+            f"{name:18} {_took(times[name], totals[name], totals[systems[0]], systems[0]) if rounds else ''}"
             f"Python calls {sum(count['python_calls'].values()):7.0f}, lock calls {count['lock_calls']:5.0f}, "
             f"ops {count['ops']['calls']:6.0f}, allocations {count['ops']['allocations']:5.0f}, "
             f"copied {count['ops']['copied_bytes'] / 2**20:7.2f} MiB"
@@ -136,13 +134,23 @@ def compare(model: str, ranks: int, rounds: int, asked: Sequence[str] = ()) -> d
     return {"model": model, "ranks": ranks, "times": times, "counts": counts}
 
 
+def _took(rounds: list[dict[str, Any]], own_ms: list[float], others_ms: list[float], other: str) -> str:
+    ratios = [own / of_other for own, of_other in zip(own_ms, others_ms, strict=True)]
+    wakes = statistics.median(sum(one["waits"] for one in each.values()) for each in rounds)
+    return (
+        f"{statistics.median(own_ms):8.2f} ms, {statistics.median(ratios):5.2f} times {other}'s "
+        f"({min(ratios):.2f} to {max(ratios):.2f}); wake-ups {wakes:5.0f}, "
+    )
+
+
 def _tell_parts(rounds: list[dict[str, Any]], count: dict[str, Any]) -> None:
     names = sorted({name for each in rounds for name in each})
     of_thread = {
         name: statistics.median(each.get(name, {"cpu_ms": 0.0})["cpu_ms"] for each in rounds) for name in names
     }
     shown = sorted(of_thread.items(), key=lambda item: -item[1])[:6]
-    print("    threads: " + ", ".join(f"{name} {cpu_ms:.2f} ms" for name, cpu_ms in shown))
+    if rounds:
+        print("    threads: " + ", ".join(f"{name} {cpu_ms:.2f} ms" for name, cpu_ms in shown))
     rooms = list(count["python_calls"].items())[:10]
     print("    Python calls: " + ", ".join(f"{room} {calls:.0f}" for room, calls in rooms))
     ops = list(count["ops"]["by_name"].items())[:10]

@@ -1,4 +1,4 @@
-"""Models and systems whose work on the host is measured: the lab's five, and one whose compute is next to nothing."""
+"""Models and systems whose work on the host is measured: the lab's five, and some whose compute is next to nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 SMALL = "small"
-NAMES = (SMALL, *MODELS)
+MANY = {f"tables-{count}": count for count in (4, 26, 120)}
+"""Models of so many small tables of one width."""
+NAMES = (SMALL, *MANY, *MODELS)
 EAGER = "embrace_eager"
 """embrace_fx where models run as they are written, which is DDP's way too."""
 LR, SEED, BATCHES = 1e-3, 0, 48
@@ -67,14 +69,50 @@ class _Small(TableModel):
         return loss
 
 
+@dataclass(frozen=True)
+class ManyTables:
+    """Tables of one width, each of which a batch looks up once, and two small layers."""
+
+    tables: int
+    rows: int = 1000
+    width: int = 16
+    batch_size: int = 64
+
+    def make(self) -> TableModel:
+        return _Many(self)
+
+    def batch(self, step: int, rank: int, seed: int) -> Batch:
+        random = torch.Generator().manual_seed(hash((step, rank, seed)) & 0x7FFFFFFF)
+        return (torch.randint(self.rows, (self.batch_size, self.tables), generator=random),)
+
+
+class _Many(TableModel):
+    def __init__(self, sizes: ManyTables) -> None:
+        super().__init__()
+        names = [f"t{k}" for k in range(sizes.tables)]
+        self.tables = nn.ModuleDict({name: nn.Embedding(sizes.rows, sizes.width) for name in names})
+        self.layers = nn.Sequential(nn.Linear(sizes.tables * sizes.width, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def lookups(self, *batch: Tensor) -> Lookups:
+        (ids,) = batch
+        return {name: (name, ids[:, k]) for k, name in enumerate(self.tables)}
+
+    def loss(self, rows: Mapping[str, Tensor], *_: Tensor) -> Tensor:
+        loss: Tensor = self.layers(torch.cat([*rows.values()], 1)).square().mean()
+        return loss
+
+
 def systems_of(model: str) -> tuple[str, ...]:
     """Names of the systems that a model is measured under, by default."""
+    if model in MANY:
+        return ("ddp_sparse", "embrace_none", "embrace_2d")
     return tuple(SMALL_SYSTEMS) if model == SMALL else ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d")
 
 
 def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
     """Trains endlessly; yields this rank's loss of each step. Collective."""
-    workload = SmallWorkload() if model == SMALL else MODELS[model]["lab"]
+    sizes = ManyTables(MANY[model]) if model in MANY else None
+    workload = sizes or (SmallWorkload() if model == SMALL else MODELS[model]["lab"])
     batches = _again([workload.batch(step, rank, SEED) for step in range(BATCHES)])
     if model != SMALL:
         peer = EmbraceFx("auto", route="eager") if system == EAGER else SYSTEMS[system].peer()

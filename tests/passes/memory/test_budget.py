@@ -19,9 +19,9 @@ from embrace_fx.passes.memory.choose import TimedStep, choices
 from embrace_fx.passes.memory.foresee import Foresight
 from embrace_fx.passes.memory.regions import can_run_again
 from embrace_fx.passes.node_cost import estimate, node_ms
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.graph import written_by
 from tests.support.budgets import IDS, make, measured, plain
 from tests.support.checkpointed import (
@@ -35,7 +35,7 @@ from tests.support.checkpointed import (
 )
 from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
-from tests.support.inside import memory_limit_of, step_builder_of
+from tests.support.inside import memory_limit_of, pipeline_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.training import whole
 
@@ -73,7 +73,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 
     saved, peak = measured(compiled.module, compiled)
 
-    predicted: Any = step_builder_of(compiled).step_memory()
+    predicted: Any = pipeline_of(compiled).step_memory()
     states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
     assert predicted.saved_bytes == pytest.approx(saved + states, rel=0.05)
@@ -141,7 +141,7 @@ def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> No
     with CountedMemory([*model.parameters(), ids]) as counted:
         gradients(model, compiled, ids)
 
-    predicted: Any = step_builder_of(compiled).step_memory()
+    predicted: Any = pipeline_of(compiled).step_memory()
     assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
 
 
@@ -158,7 +158,7 @@ def test_rows_that_the_batch_reads_count() -> None:
         compiled(*batch).backward()
 
     assert_equal_gradients(found, expected)
-    builder: Any = step_builder_of(compiled)
+    builder: Any = pipeline_of(compiled)
     assert any("again" in node.meta for node in builder.step_memory().nodes)
     assert counted.peak_bytes <= memory_limit_of(compiled)
     assert counted.peak_bytes == pytest.approx(builder.step_memory().peak_bytes, rel=1e-3)
@@ -170,7 +170,7 @@ def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
     compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
     compiled(*batch).backward()
     assert compiled.plan is not None
-    found: Any = step_builder_of(compiled).step_memory()
+    found: Any = pipeline_of(compiled).step_memory()
     return str(compiled.plan.rows), found.peak_bytes, [node.name for node in found.nodes if "again" in node.meta]
 
 
@@ -213,7 +213,7 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
     wide(x).sum().backward()
 
     limit = memory_limit_of(compiled)
-    assert step_builder_of(compiled).step_memory().peak_bytes == limit
+    assert pipeline_of(compiled).step_memory().peak_bytes == limit
     assert limit >= 4 * 2 * 64 * 512  # the gradients
     assert caplog.text.count("memory_budget=0.2 asks for") == 1
 

@@ -19,8 +19,8 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory import cheap
 from embrace_fx.passes.memory.cheap import AT_MOST, RecomputeCheap
 from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.session.pipeline import run_passes
 from tests.support.checkpointed import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
 

@@ -12,7 +12,7 @@ import embrace_fx
 from embrace_fx.viz import trace
 from tests.support.budgets import IDS, make
 from tests.support.checkpointed import Block, gradients
-from tests.support.inside import step_builder_of
+from tests.support.inside import pipeline_of
 
 
 @pytest.mark.long
@@ -23,7 +23,7 @@ def test_the_line_stands_above_schedule_and_timeline(tmp_path: Path) -> None:
         for _ in range(3):
             gradients(compiled.module, compiled, IDS)
 
-    found: Any = step_builder_of(compiled).step_memory()
+    found: Any = pipeline_of(compiled).step_memory()
     predicted = compiled.schedule.predicted
     assert max(point.held_bytes for point in predicted.memory) == found.peak_bytes
     assert [p.at_ms for p in predicted.memory] == sorted(p.at_ms for p in predicted.memory)

@@ -17,7 +17,7 @@ from benchmarks.memory.residual import ResidualWorkload
 from benchmarks.models import MODELS
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.counted_memory import CountedMemory
-from tests.support.inside import memory_limit_of, session_of, step_builder_of
+from tests.support.inside import memory_limit_of, pipeline_of, session_of
 from tests.support.ranks import run_ranks
 from tests.support.training import whole
 
@@ -55,7 +55,7 @@ def _trains(
             compiled(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    builder: Any = step_builder_of(compiled)
+    builder: Any = pipeline_of(compiled)
     limit: Any = memory_limit_of(compiled)
     # Of the scheduled graph: what only the data knows is as the plan expects it.
     predicted = builder.step_memory().peak_bytes

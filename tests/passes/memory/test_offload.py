@@ -24,20 +24,20 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import CopyRate, place
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import build_alone
 from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, COPY_OPS, OFFLOAD, offload_id, reload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 from tests.support.budgets import IDS, make, measured
 from tests.support.checkpointed import Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
-from tests.support.inside import step_builder_of
+from tests.support.inside import pipeline_of
 from tests.support.ranks import run_ranks
 from tests.support.streams.noted_streams import NotedStreams
 from tests.support.training import whole
@@ -163,7 +163,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         with mock.patch.object(budget_pass, "can_run_again", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:
-            copies: Any = step_builder_of(compiled)._copies
+            copies: Any = pipeline_of(compiled)._copies
             os.ftruncate(copies._file.descriptor, 0)
         loss.backward()
     except (RuntimeError, ValueError, PeerFailure) as error:
@@ -200,7 +200,7 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
     ):
         made(IDS)
 
-    rate = step_builder_of(made)._copy_rate
+    rate = pipeline_of(made)._copy_rate
     assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
 
 

@@ -16,8 +16,8 @@ import embrace_fx
 from embrace_fx.passes.collectives import collective_sequence
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.regions import RecomputeRegions
+from embrace_fx.passes.pipeline import run_passes, training_passes
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.session.pipeline import run_passes, training_passes
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, outputs_of
 from embrace_fx.vocabulary.plan import Decision, Plan
 from tests.support.checkpointed import (

@@ -16,8 +16,8 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
+from embrace_fx.capture.gradient_graph import gradient_graph
 from embrace_fx.cost.links import Cluster, Handling
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.step_cost import Added, cheapest, compared, has_compute, prices
-from embrace_fx.session.gradient_graph import gradient_graph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES

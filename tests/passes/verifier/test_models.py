@@ -18,15 +18,15 @@ from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.passes.overlap.variants import splits_rows
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
+from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.planning.scheduling import cuts
-from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
 from embrace_fx.vocabulary.submissions import submitted
 from tests.support.cases import long_but
 from tests.support.hugging_face import LONG, TRAININGS
-from tests.support.inside import captured_graph_of, setting_of
+from tests.support.inside import captured_graph_of, context_of
 from tests.support.models import MODELS
 
 RANKS = 4
@@ -57,7 +57,7 @@ def test_all_that_a_model_runs_is_sound(model: str, schedule: ScheduleName) -> N
     planned = embrace_fx.plan(
         module, batch, world_size=RANKS, optimizer=optimizer, strategy="alltoall", schedule=schedule
     )
-    graph, found = captured_graph_of(planned), cuts(setting_of(planned), planned)
+    graph, found = captured_graph_of(planned), cuts(context_of(planned), planned)
 
     compiled = run_passes(graph, training_passes(planned, {table.parameter for table in graph.tables}, 0))
     compiled = run_passes(graph, overlap_passes(planned, schedule, 0, found), compiled)

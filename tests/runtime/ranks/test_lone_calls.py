@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from tests.support.habits import Words, adam, ends, ids_of, step_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.scenarios.schemes import Words, ids_of
 
 LIMIT_S = 10.0
 """On a machine with other work; a second where there is none."""
@@ -69,11 +69,21 @@ def test_what_all_ranks_must_ask_for_is_refused_where_one_asks_alone(asked: str,
     assert first == second
 
 
+def _adam(model: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), 0.02, eps=1e-3)
+
+
+def _step(optimizer: torch.optim.Adam, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def _alone(rank: int, world_size: int, deed: str, steps: int, *, catches: bool) -> list[Any]:
     """As loops do that keep the best model: rank 0 evaluates it, or saves it, while the others wait in a barrier."""
     torch.manual_seed(0)
     model = embrace_fx.compile(Words(), strategy="alltoall")
-    optimizer = adam(model)
+    optimizer = _adam(model)
     for k in range(steps + 2):
         if k == steps and rank == 0:
             began_s = time.monotonic()
@@ -83,8 +93,8 @@ def _alone(rank: int, world_size: int, deed: str, steps: int, *, catches: bool) 
             time.sleep(2 * LOOKS_S)
         if k == steps:
             dist.barrier()
-        step_of(optimizer, model(ids_of(rank, k)).square().mean())
-    return ends(model)
+        _step(optimizer, model(ids_of(rank, k)).square().mean())
+    return [*embrace_fx.full_state_dict(model).values()]
 
 
 DEEDS: dict[str, Callable[[Any], object]] = {
@@ -145,7 +155,7 @@ class Labelled(nn.Module):
 def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) -> None:
     """Rank 0 catches the error of its batch, and runs a small one instead."""
     model = embrace_fx.compile(Labelled(), strategy="alltoall")
-    optimizer = adam(model)
+    optimizer = _adam(model)
     for k in range(4):
         ids, labels = ids_of(rank, k), torch.zeros_like(ids_of(rank, k))
         bad = rank == 0 and k == 2
@@ -155,7 +165,7 @@ def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) ->
             if rank > 0:
                 raise
             loss = model(ids[:1], labels[:1])
-        step_of(optimizer, loss)
+        _step(optimizer, loss)
 
 
 @pytest.mark.parametrize(("bad_ids", "bad_labels", "told"), [(1000, 0, "found 1016"), (0, 50, "IndexError: Target 50")])

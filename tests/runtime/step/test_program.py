@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.cost.links import Cluster
+from embrace_fx.passes.pipeline import analyse, run_passes, training_passes
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.session.pipeline import analyse, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant
@@ -44,7 +44,7 @@ BATCH = (torch.tensor([1, 2, 2]), torch.tensor([2.0, 3.0]))
 @cache
 def partitioned() -> TrainingGraph:
     """What a single process runs of it, with every gradient dense."""
-    graph = analyse(capture(Words(), BATCH, {}, train=True))
+    graph = analyse(capture(Words(), BATCH, {}, train=True).graph)
     return run_passes(graph, training_passes(Plan(1, (), ()), (), 0)).graph
 
 
@@ -112,7 +112,7 @@ def test_a_second_backward_of_a_step_is_refused(case: Case) -> None:
 def test_a_tensor_of_the_batch_gets_its_gradient(case: Case) -> None:
     scale = torch.tensor([2.0, 3.0], requires_grad=True)
     other = scale.detach().clone().requires_grad_()
-    graph = analyse(capture(Words(), (BATCH[0], scale), {}, train=True))
+    graph = analyse(capture(Words(), (BATCH[0], scale), {}, train=True).graph)
     graph = run_passes(graph, training_passes(Plan(1, (), ()), (), 0)).graph
     announcements = Announcements(Communicator(None))
     case.program = Program(graph, ModelState(case.model), announcements, None, {}, links=Cluster())

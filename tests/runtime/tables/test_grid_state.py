@@ -22,7 +22,7 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
-from tests.support.inside import kinds_of, session_of, setting_of
+from tests.support.inside import context_of, entries_of, session_of
 from tests.support.ranks import run_ranks
 from tests.support.training import whole, whole_parameters, whole_state
 
@@ -134,20 +134,20 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     model, _ = _trained_model(rank, grid, range(2))
     model(torch.arange(9)).square().mean().backward()
     session = session_of(model)
-    session.planned.synchronize()
-    assert session.planned.flow is not None
-    session.planned.flow.close()
+    session.programs.synchronize()
+    assert session.programs.flow is not None
+    session.programs.flow.close()
     before = whole_parameters(model)
-    old, graph = session.views.plan, kinds_of(session)[0].variants[0].analysed
+    old, graph = session.views.plan, entries_of(session)[0].analysed
     decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
     replicated = replace(old, decisions=decisions)
     found: dict[str, Any] = {}
-    place_anew(setting_of(session), graph, old, replicated)
+    place_anew(context_of(session), graph, old, replicated)
     table = next(session.model.parameters())
     found["replica"] = torch.equal(table.detach(), before["0.weight"])
     assert table.grad is not None
     gradient = table.grad.clone()
-    place_anew(setting_of(session), graph, replicated, old)
+    place_anew(context_of(session), graph, replicated, old)
     found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
     again = session.state.tables["0.weight"].whole_gradient()
     assert again is not None

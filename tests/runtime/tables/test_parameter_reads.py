@@ -43,7 +43,7 @@ def _changed_after_each_step(rank: int, world_size: int) -> bool:
         model(torch.arange(3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        session_of(model).planned.change(model.plan)
+        session_of(model).programs.change(model.plan, "a test")
     found: bool = session_of(model).state.reads.in_every_step
     model.close()
     return found

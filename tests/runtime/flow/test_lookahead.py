@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.runtime.flow.lookahead import Lookahead
 
 
 class Loader:

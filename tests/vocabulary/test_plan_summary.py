@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from embrace_fx.planning.summary import LONGEST, advice, summary
 from embrace_fx.vocabulary.plan import Candidate, Decision, Plan
+from embrace_fx.vocabulary.plan_summary import LONGEST, advice, summary
 from embrace_fx.vocabulary.plan_text import render
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import embrace_fx
-from embrace_fx.session.checkpoint import REST
+from embrace_fx.runtime.tiers.checkpoint import REST
 from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from embrace_fx.session.calls import Kind, Kinds, kind_key
-from embrace_fx.session.captures import varying_sizes
+from embrace_fx.session.graph_calls import varying_sizes
+from embrace_fx.session.program_cache import Entries, ProgramCache, key_of
 
 IDS, MASK = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 
 
 def key(*args: Any, train: bool = True, modes: tuple[bool, ...] = (True,)) -> Any:
     leaves, spec = pytree.tree_flatten(args)
-    return kind_key(modes, leaves, spec, train)
+    return key_of(modes, leaves, spec, train)
 
 
 def test_shapes_and_values_of_tensors_do_not_tell_calls_apart() -> None:
@@ -53,12 +53,12 @@ def test_autocast_tells_calls_apart() -> None:
 
 
 def test_an_evaluation_knows_what_has_varied_in_training() -> None:
-    kinds = Kinds()
-    kinds[key(IDS)].shapes.append({0: (2, 3)})
+    cache = ProgramCache()
+    cache[key(IDS)].shapes.append({0: (2, 3)})
 
-    assert kinds[key(IDS, train=False)].shapes == [{0: (2, 3)}]
-    assert kinds[key(MASK)].shapes == []
-    assert kinds[key(IDS)] is not kinds[key(IDS, train=False)]
+    assert cache[key(IDS, train=False)].shapes == [{0: (2, 3)}]
+    assert cache[key(MASK)].shapes == []
+    assert cache[key(IDS)] is not cache[key(IDS, train=False)]
 
 
 # -- sizes that vary ---------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_an_evaluation_knows_what_has_varied_in_training() -> None:
 
 def varying(*shapes: tuple[int, ...]) -> frozenset[tuple[int, int]]:
     """Of calls with one tensor each."""
-    return varying_sizes(Kind(shapes=[{0: shape} for shape in shapes]))
+    return varying_sizes(Entries(shapes=[{0: shape} for shape in shapes]))
 
 
 def test_the_first_call_has_only_numbers() -> None:
@@ -88,4 +88,4 @@ def test_a_size_that_varied_long_ago_is_still_open() -> None:
 def test_tensors_are_told_apart_by_their_place() -> None:
     calls = [{0: (4,), 1: (4, 7)}, {0: (4,), 1: (4, 9)}]
 
-    assert varying_sizes(Kind(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}
+    assert varying_sizes(Entries(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}

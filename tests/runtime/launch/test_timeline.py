@@ -7,10 +7,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from embrace_fx.planning import timeline as timeline_module
-from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT
+from embrace_fx.runtime.launch import timeline as timeline_module
 from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
+from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph, Timeline

@@ -14,21 +14,22 @@ from dataclasses import replace
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.passes.join_exchanges import idle_graph
-from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.planning.fitting import PlanViolation, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
-from embrace_fx.session.calls import Variant
-from embrace_fx.session.gradient_graph import ROUTE as EAGER
-from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.setup.setting import Setting
+from embrace_fx.session.program_cache import Entry
+from embrace_fx.session.programs import Programs
+from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.plan import Plan
 
 _WHOLE = "a rank has run out of batches, and steps no shards"
+_OVER = "the end of join()"
 
 _NO_BATCH = (
     "expected at least one batch on every rank, under join(), found none on rank(s) {}: a model is compiled for its "
@@ -36,7 +37,7 @@ _NO_BATCH = (
 )
 
 
-class Idling(JoinHook):
+class ShadowRank(JoinHook):
     """Joins the calls of other ranks, after this one has run out of batches: the hook that torch's `Join` calls.
 
     Args:
@@ -46,13 +47,13 @@ class Idling(JoinHook):
         divides_by_all: gradients are divided by the number of all ranks, not of those that still have batches.
     """
 
-    def __init__(self, setting: Setting, planned: PlanInUse, fit: Callable[[], None]) -> None:
-        self._setting = setting
-        self._planned = planned
+    def __init__(self, context: Context, programs: Programs, fit: Callable[[], None]) -> None:
+        self._context = context
+        self._programs = programs
         self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
-        self._variants: dict[bool, Variant] = {}
-        self._of_plan: Plan | None = None  # the plan that `_variants` are for
+        self._entries: dict[bool, Entry] = {}
+        self._of_plan: Plan | None = None  # the plan that `_entries` are for
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
@@ -64,26 +65,26 @@ class Idling(JoinHook):
         Raises:
             RuntimeError: a rank has joined before the first batch; on every rank.
         """
-        planned, calls = self._planned, self._planned.calls
-        everyone = self._setting.announcements.meet(activity)
+        programs, counters = self._programs, self._programs.counters
+        everyone = self._context.announcements.meet(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
-        calls.authority, calls.uneven = active[-1], bool(joined)
-        self._setting.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
-        plan = planned.plan
+        counters.authority, counters.uneven = active[-1], bool(joined)
+        self._context.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
+        plan = programs.plan
         if joined and plan is None:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
         if joined and plan is not None and plan.sharded:
             self._sharded = plan
             self._agree_on_gradients(active)
-            planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
+            programs.change(fitted(plan, [PlanViolation((), plan.sharded)], _WHOLE), _WHOLE)
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
         """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
-        tables = self._setting.state.tables
+        tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.held is not None)
-        everyone = self._setting.communicator.gather(own, tuple[str, ...])
+        everyone = self._context.communicator.gather(own, tuple[str, ...])
         kept = {name for rank in active for name in everyone[rank]}
         for name, table in tables.items():
             if name not in kept:
@@ -104,7 +105,7 @@ class Idling(JoinHook):
     def _run(self, activity: int) -> None:
         """Runs the program without batch."""
         program = self._program(activity)
-        with torch.no_grad(), autocast_is_in_the_graph(), self._setting.state.pending.closed():
+        with torch.no_grad(), autocast_is_in_the_graph(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
             if program.has_backward:
@@ -114,29 +115,29 @@ class Idling(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends `join` when all ranks have run out of batches; the last of them have the newest state. Collective."""
-        setting = self._setting
-        self._planned.calls.authority, self._planned.calls.uneven = 0, False
-        setting.state.gradient_scale = 1.0
-        ranks = [rank for rank, each in enumerate(setting.communicator.gather(is_last_joiner, bool)) if each]
-        if self._planned.plan is None:
+        context = self._context
+        self._programs.counters.authority, self._programs.counters.uneven = 0, False
+        context.state.gradient_scale = 1.0
+        ranks = [rank for rank, each in enumerate(context.communicator.gather(is_last_joiner, bool)) if each]
+        if self._programs.plan is None:
             return
-        self._planned.parameters_may_change()
-        apart, buffers = setting.state.ignored.union(self._planned.plan.sharded), setting.options.shares_buffers
-        broadcast_state(setting.model, apart, setting.communicator, buffers=buffers, source=ranks[-1])
-        setting.communicator.progress.optimizer_steps = 0  # ranks are equal again
+        self._programs.parameters_may_change()
+        apart, buffers = context.state.ignored.union(self._programs.plan.sharded), context.options.shares_buffers
+        broadcast_state(context.model, apart, context.communicator, buffers=buffers, source=ranks[-1])
+        context.communicator.progress.optimizer_steps = 0  # ranks are equal again
         sharded, self._sharded = self._sharded, None
-        if sharded is not None and self._planned.any_variant().captured.route != EAGER:
-            self._planned.change(sharded)
+        if sharded is not None and next(self._programs.cache.entries()).captured.route != EAGER:
+            self._programs.change(sharded, _OVER)
 
     def _program(self, activity: int) -> Program:
         """Makes the program of a rank without a batch for the others' activity."""
-        state, planned = self._setting.state, self._planned
-        if self._of_plan is not planned.plan:
-            self._variants, self._of_plan = {}, planned.plan
+        state, programs = self._context.state, self._programs
+        if self._of_plan is not programs.plan:
+            self._entries, self._of_plan = {}, programs.plan
         train, accumulates = activity != EVALUATING, activity == ACCUMULATING
-        if train not in self._variants:
+        if train not in self._entries:
             name = state.names[0]
             graph = idle_graph(name, state.parameter(name))
-            like = planned.any_variant().captured
-            self._variants[train] = Variant(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
-        return planned.build(self._variants[train], accumulates=accumulates)
+            like = next(programs.cache.entries()).captured
+            self._entries[train] = Entry(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
+        return programs.build(self._entries[train], accumulates=accumulates)

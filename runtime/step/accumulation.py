@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.result_objects import is_plain_object
 from embrace_fx.runtime.step.gradient_hooks import NodeHook, is_hooked
-from embrace_fx.session.gradient_step import GradientStep
+from embrace_fx.runtime.step.gradient_step import GradientStep
+from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _NO_CALL = (
     "expected a call of the compiled model before each backward, in backward(), found one that leaves gradients in its "

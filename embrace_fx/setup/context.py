@@ -1,4 +1,4 @@
-"""The setting of a compiled model: the model, its optimizers, the ranks, the options."""
+"""The context of a compiled model: the model, its optimizers, the ranks, the options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embrace_fx.setup.options import Options
 
 
 @dataclass(frozen=True)
-class Setting:
+class Context:
     """All that a plan is made for and applied to.
 
     Attributes:

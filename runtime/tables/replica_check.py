@@ -8,33 +8,34 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text, diverged
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DivergedReplicas
-from embrace_fx.setup.agreement import settings_of
-from embrace_fx.setup.setting import Setting
+from embrace_fx.runtime.tables.model_state import ModelState
 
 
-def compare_replicas(setting: Setting) -> None:
+def compare_replicas(state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator) -> None:
     """Compares replicas after every update has been applied. Collective.
 
     Raises:
         DivergedReplicas: some rank's differ; on every rank.
     """
-    if found := diverged(setting.communicator.gather(_checksums(setting), dict[str, int])):
+    if found := diverged(communicator.gather(_checksums(state, optimizers), dict[str, int])):
         raise DivergedReplicas(found)
 
 
-def _checksums(setting: Setting) -> dict[str, int]:
+def _checksums(state: ModelState, optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Maps the name of each value that should be equal on all ranks to its checksum; reads every replica once."""
     found: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
-    for what, value in _replicas(setting):
+    for what, value in _replicas(state, optimizers):
         if isinstance(value, Tensor):
             tensors[what] = checksum(value)
         else:
@@ -47,14 +48,13 @@ def _checksums(setting: Setting) -> dict[str, int]:
     return found
 
 
-def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
-    state = setting.state
+def _replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     names = {id(state.parameter(name)): name for name in reversed(state.names)}  # tied parameters by their first name
     sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
     for key, name in names.items():
         if key not in sharded and name not in state.ignored:
             yield name, state.parameter(name)
-    for k, optimizer in enumerate(setting.stepping.holders.optimizers):
+    for k, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
             yield f"param group {g} of optimizer {k} ({kind})", settings_of(group)
@@ -64,3 +64,9 @@ def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
                 is_part = isinstance(value, Tensor) and value.dim() > 0 and id(parameter) in sharded
                 if not is_part:
                     yield f"{key} of {name} ({kind})", value
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a param group in a form that ranks compare."""
+    options = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}

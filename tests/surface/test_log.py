@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from embrace_fx.setup import telling
+from embrace_fx.setup import log as progress
 from tests.support.first_contact import on_terminal, program, through_a_pipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -59,14 +59,14 @@ def test_logging_decides_what_is_shown(
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(telling.logger, "handlers", [])
-    before = root.level, telling.logger.level, root.manager.disable
+    monkeypatch.setattr(progress.logger, "handlers", [])
+    before = root.level, progress.logger.level, root.manager.disable
     try:
         exec(set_up, {"logging": logging})
-        telling.tell("%d tables", 3)
+        progress.log("%d tables", 3)
     finally:
         root.setLevel(before[0])
-        telling.logger.setLevel(before[1])
+        progress.logger.setLevel(before[1])
         logging.disable(before[2])
 
     found = capsys.readouterr().err
@@ -79,31 +79,31 @@ def test_logging_decides_what_is_shown(
 
 def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(telling, "LINE_EVERY_S", 0.2)
-    with telling.stage("planning"):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.2)
+    with progress.stage("planning"):
         for _ in range(3):  # each short, together long
-            with telling.stage("probing links"):
+            with progress.stage("probing links"):
                 time.sleep(0.15)
             time.sleep(0.15)
-    with telling.stage("placing"):
+    with progress.stage("placing"):
         pass
-    with telling.stage("capturing", rank=1):
+    with progress.stage("capturing", rank=1):
         time.sleep(0.5)
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
     assert all(re.fullmatch(r"embrace_fx: (probing links|planning), \d s so far", line) for line in lines)
-    assert not telling._of_thread.stages
+    assert not progress._of_thread.stages
 
 
 def test_a_stage_outside_of_the_main_thread_is_told_of_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(telling, "LINE_EVERY_S", 0.1)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.1)
 
     def train() -> None:
-        with telling.stage("capturing"):
+        with progress.stage("capturing"):
             time.sleep(0.5)
 
     thread = threading.Thread(target=train)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from benchmarks.namespaces import obstacle
 from benchmarks.network import Links, network
 from embrace_fx.cost.links import Cluster, Collective, launch_ms
-from embrace_fx.planning.links import links_between
 from embrace_fx.runtime.probe import probe as measuring
+from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, keep, recall
+from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.setup.disk_cache import VARIABLE, cache_folder, keep, recall
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from functools import partial
 from torch import fx
 
 from embrace_fx.passes.overlap.variants import PhaseAs, splits_rows
-from embrace_fx.session.pipeline import Compiled, Pass, run_passes
+from embrace_fx.passes.pipeline import Compiled, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 

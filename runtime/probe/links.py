@@ -8,9 +8,9 @@ import platform
 import torch
 
 from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.probe.disk_cache import keep, recall
 from embrace_fx.runtime.probe.probe import probed_links
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.setup.disk_cache import keep, recall
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from embrace_fx.passes.pipeline import run_passes, training_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import VerificationError
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.session.pipeline import run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.graphs import (
     IDS,

@@ -8,7 +8,6 @@ from time import perf_counter
 
 from torch import fx
 
-from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.join_exchanges import JoinExchanges
 from embrace_fx.passes.join_tables import JoinTables
@@ -55,9 +54,8 @@ class Compiled:
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
-def analyse(captured: Captured) -> TrainingGraph:
+def analyse(graph: TrainingGraph) -> TrainingGraph:
     """Finds a captured graph's tables, for the planner."""
-    graph = captured.graph
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 

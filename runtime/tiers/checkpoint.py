@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,19 +29,19 @@ from embrace_fx.runtime.tiers.records import WEIGHTS
 from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
-from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.ops import own_columns
 
 REST = "checkpoint.pt"
 
 
-def save(setting: Setting, folder: Path) -> None:
+def save(
+    model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
+) -> None:
     """Writes model and optimizers into a folder. Collective; no update may be pending.
 
     Raises:
         TierError: a rank cannot write; on every rank.
     """
-    communicator, state = setting.communicator, setting.state
     beyond = _beyond(state)
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
@@ -53,10 +53,9 @@ def save(setting: Setting, folder: Path) -> None:
             if table.failure:
                 raise TierError(table.failure)
             save_rows(table, folder / files[name][communicator.rank])
-    model = {k: v for k, v in setting.model.state_dict().items() if k not in beyond}
-    optimizers = [_of_optimizer(each, state) for each in setting.stepping.holders.optimizers]
+    others = {k: v for k, v in model.state_dict().items() if k not in beyond}
     with communicator.watching():
-        rest = whole_state({"model": dict(model), "optimizers": optimizers})
+        rest = whole_state({"model": others, "optimizers": [_of_optimizer(each, state) for each in optimizers]})
     rest["tables"] = {
         name: {"shape": tuple(table.shape), "files": files[name], **table.saved()} for name, table in beyond.items()
     }
@@ -65,24 +64,25 @@ def save(setting: Setting, folder: Path) -> None:
             _put(rest, folder)
 
 
-def load(setting: Setting, folder: Path) -> None:
+def load(
+    model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
+) -> None:
     """Reads a checkpoint that `save` wrote on any number of ranks. Collective; no update may be pending.
 
     Raises:
         TierError: the checkpoint is missing, broken, or of another model; on every rank.
     """
-    communicator, state = setting.communicator, setting.state
     beyond = _beyond(state)
     with _together(communicator, f"a checkpoint of this model in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
-        _check(rest, state, setting.stepping.holders.optimizers)
+        _check(rest, state, optimizers)
         for name, table in beyond.items():
             if name in rest["tables"]:
                 _load_table(table, rest["tables"][name], folder, communicator)
             else:  # saved before it was placed
-                _load_whole(table, rest["model"].pop(name), _take_state(rest, table, setting), communicator)
-    setting.model.load_state_dict(rest["model"], strict=False)
-    for optimizer, saved in zip(setting.stepping.holders.optimizers, rest["optimizers"], strict=True):
+                _load_whole(table, rest["model"].pop(name), _take_state(rest, table, optimizers), communicator)
+    model.load_state_dict(rest["model"], strict=False)
+    for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
             group.update(options)
         for number, parameter in enumerate(_parameters(optimizer)):
@@ -121,9 +121,9 @@ def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, An
     table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": NO_HISTORIES, "counters": counters})
 
 
-def _take_state(rest: dict[str, Any], table: TieredTable, setting: Setting) -> dict[str, Any]:
+def _take_state(rest: dict[str, Any], table: TieredTable, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Takes the state of a table out of what a checkpoint has of optimizers."""
-    for optimizer, saved in zip(setting.stepping.holders.optimizers, rest["optimizers"], strict=True):
+    for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.parameter:
                 found: dict[str, Any] = saved["state"].pop(number, {})
@@ -131,7 +131,7 @@ def _take_state(rest: dict[str, Any], table: TieredTable, setting: Setting) -> d
     return {}
 
 
-def _check(rest: Mapping[str, Any], state: ModelState, optimizers: list[Optimizer]) -> None:
+def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
     beyond = {name: tuple(table.shape) for name, table in _beyond(state).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}

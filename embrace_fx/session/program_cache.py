@@ -1,0 +1,131 @@
+"""The cache of a model's programs: call -> key -> captures that calls of the key may share -> program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture import Captured
+from embrace_fx.runtime.ranks.announcement import Announcement
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.vocabulary.graph import TrainingGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call, also flattened.
+
+    Attributes:
+        leaves: the flattened arguments, of the structure `spec`.
+        train: a backward may follow.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    train: bool
+
+
+@dataclass
+class Entry:
+    """A capture with its programs.
+
+    Attributes:
+        programs: by whether gradients are accumulated (`no_sync`); each built when first needed under the plan in use.
+        reused: number of calls that have used it after the one it was captured for.
+    """
+
+    captured: Captured
+    analysed: TrainingGraph
+    train: bool
+    programs: dict[bool, Program] = field(default_factory=dict)
+    reused: int = 0
+
+
+@dataclass
+class Entries:
+    """The captures of calls that differ only in shapes and constants.
+
+    Attributes:
+        shapes: of each captured batch, index of a tensor -> its shape.
+        values: names of values that have changed and are inputs of graphs.
+        deciding: names of values that have changed and cannot be inputs.
+    """
+
+    found: list[Entry] = field(default_factory=list)
+    shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+    values: frozenset[str] = frozenset()
+    deciding: frozenset[str] = frozenset()
+
+    def accepting(self, leaves: Sequence[Any]) -> Entry | None:
+        """Returns an entry that is valid for a batch; None: there is none yet."""
+        return next((each for each in self.found if each.captured.accepts(leaves)), None)
+
+
+class ProgramCache(dict[Any, Entries]):
+    """The entries of a model's calls, by `key_of`.
+
+    Calls with the same arguments share their `shapes`: sizes that vary in training also vary in an evaluation.
+
+    Attributes:
+        captures: number of captures made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captures = 0
+        self._shapes: dict[Any, list[dict[int, tuple[int, ...]]]] = {}
+
+    def __missing__(self, key: Any) -> Entries:
+        self[key] = found = Entries(shapes=self._shapes.setdefault(key[0], []))
+        return found
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields every entry."""
+        for each in self.values():
+            yield from each.found
+
+
+@dataclass
+class StepCounters:
+    """What a model's calls count and share.
+
+    Attributes:
+        calls: number of training calls.
+        replan_for: why this rank asks for another plan; "": it does not.
+        rows_seen: watched table -> rows read in the next step.
+        authority: the rank whose buffers the others take.
+        uneven: ranks may have taken different numbers of optimizer steps (`join`).
+        ahead: number of batches that the loader is read ahead.
+    """
+
+    calls: int = 0
+    replan_for: str = ""
+    rows_seen: dict[str, int] = field(default_factory=dict)
+    authority: int = 0
+    uneven: bool = False
+    ahead: int = 0
+
+    def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
+        """Adds to a step's announcement the values that are sent once, and clears them."""
+        seen, self.rows_seen = self.rows_seen, {}
+        steps = 0 if self.uneven else optimizer_steps
+        return replace(own, asks_to_plan=bool(self.replan_for), steps=steps, rows_seen=seen)
+
+
+def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
+    """Makes the key of a call: structure, dtypes, autocast and `modes`, the training modes of all modules."""
+    signature = tuple(
+        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    )
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+    return (spec, signature), train, modes, autocast

@@ -1,0 +1,374 @@
+"""What one model's steps run on under one plan: programs, the flow between them, its schedule, the graphs shown."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from embrace_fx.capture.gradient_graph import ROUTE as EAGER
+from embrace_fx.capture.structured_trace import log_graph, log_text
+from embrace_fx.cost.storage import RowMemory
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.join_exchanges import ExchangedParameter, JoinExchanges
+from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.overlap.buckets import ChunkBuckets
+from embrace_fx.passes.overlap.order import OrderCompute
+from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.passes.step_graphs import StepGraphs
+from embrace_fx.passes.step_memory import StepMemory, step_memory
+from embrace_fx.planning.replanning import SparsityMonitor
+from embrace_fx.planning.scheduling import Profile, agree_on_profile, cuts, launches, order, profile
+from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder, Recording
+from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.memory.resident import bytes_in_use
+from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
+from embrace_fx.runtime.ranks.checksums import checksum_of_text
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.session.batch_check import batch_check
+from embrace_fx.session.buffer_sharing import BufferSharing
+from embrace_fx.session.flows import start_flow
+from embrace_fx.session.offloading import offloading
+from embrace_fx.session.program_cache import Entry, StepCounters
+from embrace_fx.setup.agreement import give_up
+from embrace_fx.setup.context import Context
+from embrace_fx.setup.log import log
+from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_text import readable_bytes
+from embrace_fx.vocabulary.schedule import Cuts, Schedule
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+PROFILED_AFTER, PROFILED = 5, 6
+"""Steps that warm up, and steps that are measured; one or two disturbed ones do not change a median of six."""
+
+
+class StepPipeline:
+    """What one model's steps run on under one plan. Another plan gets another one.
+
+    Args:
+        findings: on rank 0, those that the plan was made from.
+        on_other_batch: called when another batch comes than the expected one.
+
+    Attributes:
+        monitor: on rank 0, the watch over the rows that batches read, if strategies depend on them.
+        flow: the communication between steps; None before the first training program, on one rank, and at the end.
+        schedule: the schedule of the steps; None before the first training program, and if nothing is scheduled.
+        decided: the same, as the cost model predicted it.
+        recorder: measures the steps; None like the schedule.
+        memory: the prediction for tables beyond memory, by row exchange.
+        graphs: the graphs of the last training program, after each pass.
+        built: a training program is built.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        findings: Findings | None,
+        counters: StepCounters,
+        buffers: BufferSharing,
+        on_other_batch: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.findings = findings and replace(findings, schedule=plan.schedule_name)
+        self.monitor: SparsityMonitor | None = None
+        self.monitor_rows()
+        self.flow: Flow | None = None
+        self.schedule: Schedule | None = None
+        self.decided: Schedule | None = None
+        self.recorder: Recorder | None = None
+        self.memory: Mapping[str, RowMemory] = plan.memory
+        self.graphs = Graphs()
+        self.built = False
+        self._context = context
+        self._counters = counters
+        self._buffers = buffers
+        self._on_other_batch = on_other_batch
+        self._copies, self._copy_rate = offloading(context, plan.links.compute)
+        self._shown: Compiled | None = None  # the last training program's graphs
+        self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
+        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
+        self._told_least = False  # a budget that is not kept was reported
+        self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
+        self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
+        self._steps, self._profiled = 0, False
+        self._recording: Recording | None = None
+        self._graph: TrainingGraph | None = None  # of the first training program
+
+    def monitor_rows(self) -> None:
+        """Watches the rows that batches read from here on, where strategies depend on them."""
+        watches = self.findings is not None and self.plan.watched and not self.plan.memory
+        self.monitor = SparsityMonitor(self.plan, self.findings) if watches and self.findings else None
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def build(self, entry: Entry, *, accumulates: bool) -> None:
+        """Makes a program of an entry. The first training program's is collective.
+
+        Args:
+            accumulates: whether dense gradients are not reduced.
+
+        Raises:
+            PeerFailure: a rank could not build its own; on every rank.
+        """
+        train, reduce = entry.train, entry.train and not accumulates
+        first = reduce and not self.built
+        joint, compiled, failure = None, None, None
+        try:
+            joint = self._compile(entry.analysed, train=train, reduce=reduce)
+            compiled = self._overlap(joint, entry) if reduce else joint
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        if first:
+            self._context.communicator.check_none_failed(failure)
+            self.built = True
+        elif failure is not None:
+            give_up(self._context.announcements, failure)
+        assert joint is not None
+        assert compiled is not None
+        if reduce:
+            self._start(compiled.graph, as_gradients=entry.captured.route == EAGER)
+            self._show(compiled)
+            log_text("pass_times", compiled.times)
+            for name, module in compiled.graphs.items():
+                log_graph(name, module)
+        else:
+            self._show_besides(compiled, "accumulating" if train else "evaluation")
+        of_steps = StepGraphs(compiled, entry.analysed) if reduce and self.flow is not None else None
+        program = entry.programs[accumulates] = self._program(joint, compiled, entry, of_steps, reduce=reduce)
+        if of_steps is not None:
+            self._overlapped[program] = of_steps
+            self._show(compiled, of_steps)
+        if self._context.options.backend == "inductor":  # compiled regions have added guards
+            entry.captured = entry.captured.guarded_again()
+
+    def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
+        """Shows the user the graphs of a training program, and the phases of its other step variants."""
+        self._shown, self._of_steps = compiled, of_steps
+        variants = of_steps.modules() if of_steps is not None else {}
+        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides})
+
+    def _show_besides(self, compiled: Compiled, when: str) -> None:
+        """Shows the user the phases that run in an evaluation, or while gradients are accumulated."""
+        shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
+        self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
+        if self._shown is not None:
+            self._show(self._shown, self._of_steps)
+
+    def step_memory(self) -> StepMemory | None:
+        """Predicts the memory that a step of the last training program holds; None before the first."""
+        return None if self._shown is None else step_memory(self._shown.graph)
+
+    def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
+        present = {table.parameter for table in analysed.tables}
+        budget = self._context.options.memory_budget
+        rates = self.plan.links.compute, self._copy_rate
+        memory = None if budget is None else Memory(budget, *rates, self._tell_least)
+        rank = self._context.communicator.rank
+        join = JoinExchanges(self._exchanged(), self.plan.renormed) if train else None
+        passes = training_passes(self.plan, present, rank, reduce=reduce, join=join, memory=memory)
+        return run_passes(analysed, passes)
+
+    def _tell_least(self, asked: int, least: int) -> None:
+        """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
+        if not self._told_least and self._context.communicator.rank == 0:
+            log(
+                "a step of this batch holds at least %s, where memory_budget=%g asks for %s: it keeps to that",
+                readable_bytes(least),
+                self._context.options.memory_budget,
+                readable_bytes(asked),
+            )
+        self._told_least = True
+
+    def _exchanged(self) -> dict[str, ExchangedParameter]:
+        """Finds the parameters whose rows or gradients a step exchanges; on a single process, none."""
+        if self._context.communicator.world_size == 1:
+            return {}
+        bucketed, sharded = {name for bucket in self.plan.buckets for name in bucket}, set(self.plan.sharded)
+        found = {}
+        for decision in self.plan:
+            name = decision.parameter
+            if name in bucketed or name in sharded:
+                parameter = self._context.state.parameter(name)
+                padding = decision.padding_idx if name in sharded else None
+                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
+        return found
+
+    def _overlap(self, compiled: Compiled, entry: Entry) -> Compiled:
+        """Overlaps communication with the next step, as the schedule says; not with a forward on the eager route, which
+        could read any parameter anywhere."""
+        if not self._launches:
+            return compiled
+        if entry.captured.route == EAGER:
+            whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
+            return run_passes(entry.analysed, (ChunkBuckets(whole),), compiled)
+        passes = overlap_passes(self.plan, self.plan.schedule_name, self._context.communicator.rank, self._cuts)
+        return run_passes(entry.analysed, (*passes, *self._ordering()), compiled)
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        """The pieces in which the plan's communication travels."""
+        return cuts(self._context, self.plan)
+
+    @cached_property
+    def _launches(self) -> bool:
+        """Whether a launcher sends the steps' exchanges; a user's communication hook sends its own in a step."""
+        devices = {parameter.device for parameter in self._context.model.parameters()}
+        one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
+        return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
+
+    def _start(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
+        """Decides the schedule, and makes the flow that follows it, at the first training program. Collective then.
+
+        Args:
+            as_gradients: the graph has only gradients, launched in the order in which autograd makes them.
+        """
+        context, plan = self._context, self.plan
+        several = plan.world_size > 1
+        if self.schedule is not None or (several and context.communicator.comm_hook is not None):
+            return
+        if several and not self._launches:
+            devices = ", ".join(sorted({str(parameter.device) for parameter in context.model.parameters()}))
+            warnings.warn(
+                f"expected a model on the CPU or on one GPU for schedule={plan.schedule_name!r}, found one on "
+                f"{devices}: its communication is launched and waited for within each step. Pass schedule='none' to "
+                "say so.",
+                stacklevel=2,
+            )
+            return
+        name, self._graph = "none" if as_gradients and several else "", graph
+        self._order = partial(order, context, plan, name=name, compute_in_order=self._compute_in_order)
+        self.schedule, self.memory = self._order(graph, beyond_memory(plan, self._counters.ahead))
+        self.decided = self.schedule
+        device = next(context.model.parameters()).device
+        on = streams_of(device)
+        self.recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
+        if several:
+            self.flow = start_flow(
+                context,
+                plan,
+                graph,
+                self.schedule,
+                self.recorder,
+                warn=self._on_other_batch,
+                after_announcement=self._after_announcement,
+                as_gradients=as_gradients,
+            )
+        context.stepping.follow(self.flow, self.recorder)
+
+    def _after_announcement(self) -> None:
+        """Counts and profiles steps, then follows the order computed from all ranks' profiles, from the next window on.
+
+        Called where every rank is known to continue.
+        """
+        if self._profiled or self.flow is None or self._graph is None:
+            return
+        self._steps += 1
+        recorder = self.flow.recorder
+        if self._steps == PROFILED_AFTER:
+            if recorder.recording is None:
+                self._recording = recorder.start()
+        elif self._steps == PROFILED_AFTER + PROFILED + 1:
+            if recorder.recording is None or recorder.recording is not self._recording:
+                self._steps = 0  # the user records these steps: profiles the next ones
+                return
+            everyone = self._context.communicator.gather(profile(recorder.stop()), Profile)
+            self.schedule, self.memory = self._order(self._graph, self.memory, agree_on_profile(everyone))
+            self.flow.launcher.reorder(launches(self.schedule, self.plan))
+            self._profiled = True
+
+    def close(self) -> None:
+        """Applies updates pending between steps, and ends the flow."""
+        flow, self.flow = self.flow, None
+        if flow is not None:
+            self._context.stepping.follow(None, flow.recorder)
+            flow.close()
+
+    def _ordering(self) -> tuple[OrderCompute, ...]:
+        return (OrderCompute(self._units),) if self._units else ()
+
+    def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
+        """Reorders the backward's units of all training programs, from the next backward on.
+
+        Returns:
+            The graph of the program that was built last.
+        """
+        self._units = units
+        for program, of_steps in self._overlapped.items():
+            of_steps.order(self._ordering())
+            program.compute_as(of_steps.steady.graph)
+            self._show(of_steps.steady, of_steps)
+        assert self._shown is not None
+        log_graph("order_compute", self._shown.graph.phases["backward"])
+        return self._shown.graph
+
+    def _launched(self, joint: Compiled, flow: Flow | None) -> int:
+        """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""
+        if self._context.communicator.world_size == 1:
+            return 0
+        launched = sequence_hash(joint.graph, ordered=flow is None)
+        return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
+
+    def _program(
+        self, joint: Compiled, compiled: Compiled, entry: Entry, of_steps: StepGraphs | None = None, *, reduce: bool
+    ) -> Program:
+        """Makes an entry's program.
+
+        Args:
+            joint: its graph, before communication overlaps the next step.
+            of_steps: the graphs of the steps, if it does.
+        """
+        analysed, train = entry.analysed, entry.train
+        flow = self.flow if train and reduce else None
+        told, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
+        check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
+        launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
+
+        def head(leaves: Sequence[Any]) -> Announcement:
+            return self._counters.announcement(
+                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=told()),
+                self._context.communicator.progress.optimizer_steps,
+            )
+
+        return Program(
+            compiled.graph,
+            self._context.state,
+            self._context.announcements,
+            self.plan.buckets if reduce else None,
+            entry.captured.result_constants,
+            head,
+            flow,
+            share_buffers=share,
+            recorder=self.recorder if self.flow is None and train else None,
+            links=self.plan.links,
+            regions=self._region_compiler(),
+            variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
+            copies=self._copies,
+            of_gradients=entry.captured.route == EAGER,
+        )
+
+    def _assigned(self, entry: Entry) -> frozenset[str]:
+        """Names the buffers that the forward assigns, besides those that its graph writes."""
+        replay, state = entry.captured.replay, self._context.state
+        if entry.captured.route == EAGER:  # the forward may write any buffer
+            return frozenset(state.buffer_names())
+        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
+
+    def _region_compiler(self) -> RegionCompiler | None:
+        if self._context.options.backend == "eager":
+            return None
+        from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
+
+        return RegionCompiler()

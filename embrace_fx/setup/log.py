@@ -1,0 +1,71 @@
+"""Logs on rank 0 each long stage of a first call, and one line of the decisions.
+
+All lines go to the logger "embrace_fx" at INFO. A program that has configured logging gets them by its own handlers
+and levels. Otherwise they are printed on stderr, because seconds without output look like a hang. Any means of
+`logging` silences them: a level of the logger, `logging.disable`, or handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+logger = logging.getLogger("embrace_fx")
+
+LINE_EVERY_S = 1.8
+"""Longest time without a line, whatever the stages."""
+
+_of_thread = threading.local()
+"""Holds a thread's nested stages, outermost first, with the time at which each began."""
+
+
+def log(message: str, *args: object) -> None:
+    """Logs one line at INFO; called on rank 0 only."""
+    configured = logger.hasHandlers()
+    if logger.isEnabledFor(logging.INFO) and configured:
+        logger.info(message, *args)
+    elif _shown_by_default():
+        print(f"embrace_fx: {message % args if args else message}", file=sys.stderr, flush=True)
+
+
+def _shown_by_default() -> bool:
+    """Tells whether the program has neither configured nor silenced logging of these lines."""
+    level_is_silent = logger.level != logging.NOTSET and logger.level > logging.INFO
+    off = logger.disabled or logging.root.manager.disable >= logging.INFO
+    return not (logger.hasHandlers() or level_is_silent or off)
+
+
+@contextlib.contextmanager
+def stage(what: str, rank: int = 0) -> Iterator[None]:
+    """Opens a context that logs a stage while it takes long, from a thread: an outer stage's logs inner ones too.
+
+    Args:
+        what: the stage, such as "probing links".
+        rank: this rank; only rank 0 reports.
+    """
+    if rank != 0:
+        yield
+        return
+    stages: list[tuple[str, float]] = vars(_of_thread).setdefault("stages", [])
+    stages.append((what, time.monotonic()))
+    ended, watch = threading.Event(), None
+    try:
+        if len(stages) == 1:
+            watch = threading.Thread(target=_watch, args=(stages, ended), name="embrace_fx progress", daemon=True)
+            watch.start()
+        yield
+    finally:
+        stages.pop()
+        ended.set()
+        if watch is not None:
+            watch.join()
+
+
+def _watch(stages: list[tuple[str, float]], ended: threading.Event) -> None:
+    while not ended.wait(LINE_EVERY_S):
+        for what, began_s in stages[-1:]:  # the last one may just have ended
+            log("%s, %.0f s so far", what, time.monotonic() - began_s)

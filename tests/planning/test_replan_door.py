@@ -1,0 +1,90 @@
+"""Plans asked for by the user, or by a module that changed: once for a reason, in one line."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adagrad
+
+import embrace_fx
+from embrace_fx.session.programs import MODULE
+from tests.support.drifting import DENSE, LINKS, TABLE, batch, make
+from tests.support.ranks import run_ranks
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
+    """Trains on batches for which the plan does not fit any more; the strategies of the table, and the lines."""
+    lines, log = _Lines(), logging.getLogger("embrace_fx")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    model = make(seed=rank)
+    compiled = embrace_fx.compile(model, optimizer=Adagrad(model.parameters(), 0.05), cluster=LINKS, schedule="none")
+    strategies = []
+    try:
+        for step in (0, *range(DENSE.start, DENSE.start + 5)):
+            compiled(*batch(step, rank)).backward()
+            compiled.optimizer.step()
+            compiled.optimizer.zero_grad()
+            strategies.append(compiled.plan[TABLE].strategy)
+            if ask:
+                compiled.replan()
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    return strategies, [line for line in lines.found if "planned again" in line or "the plan stays" in line]
+
+
+def test_a_plan_that_is_asked_for_is_made_once_and_says_what_it_saves() -> None:
+    (strategies, lines), (_, of_other) = run_ranks(2, _asks, True)
+
+    assert strategies[0] == "alltoall"
+    assert set(strategies[3:]) == {"allreduce"}
+    (line,) = [line for line in lines if "planned again" in line]
+    assert "for model.replan(): " in line
+    assert f"{TABLE} alltoall -> allreduce (" in line
+    assert "ms a step" in line
+    assert any("the plan stays" in line for line in lines)
+    assert of_other == []
+
+
+def test_without_asking_these_few_steps_change_nothing() -> None:
+    for strategies, lines in run_ranks(2, _asks, False):
+        assert set(strategies) == {"alltoall"}
+        assert lines == []
+
+
+def test_before_the_first_call_there_is_nothing_to_plan_again() -> None:
+    compiled = embrace_fx.compile(nn.Linear(2, 1))
+
+    with pytest.raises(RuntimeError, match="expected a training call before replan"):
+        compiled.replan()
+
+
+def test_a_module_that_changed_asks_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    compiled = embrace_fx.compile(model, route="graph")
+    compiled(torch.ones(1, 2)).sum().backward()
+    model[1] = nn.Tanh()
+    programs, asked = compiled._session.programs, []
+    ask = programs.ask_to_replan
+
+    def asks(reason: str) -> bool:
+        asked.append(reason)
+        return ask(reason)
+
+    monkeypatch.setattr(programs, "ask_to_replan", asks)
+    compiled(torch.ones(1, 2)).sum().backward()
+
+    assert asked == [MODULE]
