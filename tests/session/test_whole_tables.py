@@ -53,7 +53,7 @@ def test_parts_of_the_model_are_called_and_training_goes_on() -> None:
     looked, plain = run_ranks(2, _train, True), run_ranks(2, _train, False)
     for (found, same, told), (expected, _, _) in zip(looked, plain, strict=True):
         assert same == [True, True]
-        assert "with model.whole():" in told[0]
+        assert "with model.whole()" in told[0]
         assert "wait for their backward" in told[1]
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other)

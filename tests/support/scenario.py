@@ -203,7 +203,6 @@ class Scenario:
         refused: a part of the error that a compiled model raises; "": none.
         warned: whether a compiled model warns, of batches that are not those looked ahead to.
         rtol: how far from the reference it may end.
-        wrong: why it ends elsewhere today: a fault that is known and not mended.
     """
 
     run: Callable[[Training], None]
@@ -214,7 +213,6 @@ class Scenario:
     refused: str = ""
     warned: bool = False
     rtol: float = 1e-9
-    wrong: str = ""
 
 
 SCENARIOS: dict[str, Scenario] = {}

@@ -9,7 +9,6 @@ import pytest
 
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.ranks import run_ranks
-from tests.support.scenario import SCENARIOS
 from tests.support.scenarios import ROOMS, compare
 
 pytestmark = [
@@ -92,15 +91,3 @@ def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_scenarios_end_where_ddp_does_in_every_way(room: str, way: str) -> None:
     _check(ROOMS[room], *WAYS[way])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=each.wrong, raises=AssertionError))
-        for name, each in SCENARIOS.items()
-        if each.wrong
-    ],
-)
-def test_scenarios_that_end_elsewhere(name: str) -> None:
-    _check([name], *WAYS["2 ranks"])
