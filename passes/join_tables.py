@@ -2,7 +2,8 @@
 
 Contract
     Same values. A lookup of `embedding` becomes a view of the rows that all of them read together; a lookup by bags,
-    or one without a gradient, reads the space by itself. An id outside its table is outside the space.
+    or one without a gradient, reads the space by itself. An id outside its table is outside the space. What padding
+    rows get of a gradient is left out where gradients are summed up.
 
     rewrite, two tables of a space, V1 x D and V2 x D, one lookup each:
         e1 = aten.embedding(w1, x1); e2 = aten.embedding(w2, x2)
@@ -71,6 +72,7 @@ class _Lookup:
         number: of the table in its space.
         backward: the nodes that make its share of the gradient.
         is_joined: whether it is read with others.
+        is_bag: whether it sums rows up; a bag has no padding row here.
     """
 
     table: Table
@@ -79,6 +81,7 @@ class _Lookup:
     ids: fx.Node
     backward: tuple[fx.Node, ...]
     is_joined: bool
+    is_bag: bool
 
 
 def _join(graph: TrainingGraph, space: RowSpace) -> None:
@@ -115,7 +118,8 @@ def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
         for use in by_name[name].uses if name in by_name else ():
             backward = tuple(nodes[each] for each in use.backward)
             is_joined = use.kind == "embedding" and not use.scale_grad_by_freq and len(backward) == is_trained
-            found.append(_Lookup(by_name[name], number, nodes[use.lookup], nodes[use.ids], backward, is_joined))
+            is_bag = use.kind != "embedding"
+            found.append(_Lookup(by_name[name], number, nodes[use.lookup], nodes[use.ids], backward, is_joined, is_bag))
     return found
 
 
@@ -225,6 +229,8 @@ def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
         set_argument(node, "indices", ids)
+        if not lookup.is_bag:
+            set_argument(node, "padding_idx", -1)
         node.replace_input_with(before, weight)
         if node.target in LOOKUP_BACKWARDS:
             set_argument(node, "num_weights", weight.meta["val"].shape[0])

@@ -19,14 +19,14 @@ Contract
         ...
         grad_rows = aten.embedding_dense_backward(g, where, U, 0, False)
         flat = wait(embrace.all_to_all_gradients(embrace.split_columns(grad_rows, N), counts, D, "embedding", N))
-        ids_K, rows_Kd = embrace.coalesce(ids, flat, d, pad, 1 / N)
+        ids_K, rows_Kd = embrace.coalesce(ids, flat, d, [pad], 1 / N)
         return (..., ids_K, rows_Kd)                                  # GradientOfRows(weight, "ids" / "rows")
 
     on a grid of r x c ranks, whose own rows are V' x d:
         own_ids, own_counts, order = embrace.route_grid(ids, counts, rank, r, c)
         .. lookup(weight_shard, own_ids) .. all_to_all_rows(columns, own_counts, D, "embedding", N, r)
         .. join_grid(flat, order, own_counts, D, rank) .. split_grid(grad_rows, order, own_counts, rank)
-        .. all_to_all_gradients(flat, own_counts, D, "embedding", N, r) .. coalesce(own_ids, flat, d, pad', 1 / N)
+        .. all_to_all_gradients(flat, own_counts, D, "embedding", N, r) .. coalesce(own_ids, flat, d, [pad'], 1 / N)
 """
 
 from __future__ import annotations
@@ -250,10 +250,10 @@ class _Route:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
-    def padding(self, padding_idx: int) -> int:
-        """Returns the number, in this rank's shard, of the padding row; -1 where the shard does not have it."""
-        row, of_grid = divmod(padding_idx, self.grid.rows)
-        return row if padding_idx >= 0 and of_grid == self.grid.place(self.rank)[0] else -1
+    def padding(self, rows: Sequence[int]) -> list[int]:
+        """Returns the numbers, in this rank's shard, of those of some padding rows that the shard has."""
+        of_grid = self.grid.place(self.rank)[0]
+        return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
 
 def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> _Route:
@@ -312,7 +312,9 @@ def _row_gradient(
     sizes.expect(launch, ceil(read.all / route.grid.rows) * own)
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
-        how = own, route.padding(table.uses[0].padding_idx), 1.0 / (route.grid.rows * route.grid.columns)
+        space, padding_idx = graph.spaces.get(table.parameter), table.uses[0].padding_idx
+        paddings = space.padding_rows if space is not None else [padding_idx] if padding_idx >= 0 else []
+        how = own, route.padding(paddings), 1.0 / (route.grid.rows * route.grid.columns)
         coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         sizes.expect(ids_K, ceil(read.together / route.grid.rows))

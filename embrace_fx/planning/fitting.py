@@ -117,7 +117,9 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
 
 def space_of(plan: Plan, tables: Sequence[str]) -> RowSpace:
     """Makes a row space of tables in this order."""
-    return RowSpace.of({name: plan[name].shape[0] for name in tables})
+    return RowSpace.of(
+        {name: plan[name].shape[0] for name in tables}, {name: plan[name].padding_idx for name in tables}
+    )
 
 
 def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:

@@ -58,13 +58,21 @@ def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tenso
 
 @op(
     "submit_gradients",
-    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
+    "(Tensor rows, Tensor ids, Tensor counts, str table, int[] padding_rows, float scale, str launch) -> Tensor",
 )
-def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
+def _(
+    rows: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    table: str,
+    padding_rows: Sequence[int],
+    scale: float,
+    launch: str,
+) -> Tensor:
     """Submits a part of the gradients (U, D) of the rows this rank reads to the owners of their columns.
 
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
-    an empty tensor, which stands for the gradient in flight among the outputs of the backward.
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_rows` and `scale` those of `coalesce`. The result
+    is an empty tensor, which stands for the gradient in flight among the outputs of the backward.
     """
     return empty_as(rows, (0,))
 

@@ -287,11 +287,11 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     return empty_as(flat, (unknown_size(),))
 
 
-@op("coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
-def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+@op("coalesce", "(Tensor ids, Tensor flat, int columns, int[] padding_rows, float scale) -> Tensor[]")
+def _(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
     """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
 
-    The padding row is left out: it has no gradient.
+    Padding rows are left out: they have no gradient.
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 SPACE_BYTES = 2**30
 """Most bytes of a rank's part of a row space: the rank holds twice as many for a moment when its tables become one."""
@@ -20,19 +21,26 @@ class RowSpace:
     Attributes:
         tables: parameter names, in the order of their rows.
         bounds: row of the space at which each table begins, and the number of its rows.
+        padding_rows: rows of the space that get no gradient.
     """
 
     tables: tuple[str, ...]
     bounds: tuple[int, ...]
+    padding_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def of(rows: Mapping[str, int]) -> RowSpace:
+    def of(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
         """Makes the space of tables in this order: parameter name -> number of rows.
 
-        >>> RowSpace.of({"user.weight": 10, "item.weight": 20})
-        RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30))
+        Args:
+            paddings: parameter name -> the row without gradient; below 0, there is none.
+
+        >>> RowSpace.of({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
+        RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
         """
-        return RowSpace(tuple(rows), tuple(accumulate(rows.values(), initial=0)))
+        bounds = tuple(accumulate(rows.values(), initial=0))
+        of_tables = [(first, paddings.get(table, -1)) for table, first in zip(rows, bounds, strict=False)]
+        return RowSpace(tuple(rows), bounds, tuple(first + row for first, row in of_tables if row >= 0))
 
     @property
     def name(self) -> str:

@@ -128,17 +128,17 @@ def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torc
 
 
 def submit_gradients(
-    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], padding_idx: Any, scale: Any
+    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], padding_rows: Any, scale: Any
 ) -> fx.Node:
     """Inserts the submission of the row gradients of a table or row space.
 
     Args:
         given: the gradients, ids and counts.
-        padding_idx, scale: those of `coalesce`.
+        padding_rows, scale: those of `coalesce`.
     """
     name, launch = f"{what.removesuffix('.weight')}_submitted", gradients_id(what, "whole")
     target = embrace.submit_gradients.default
-    return rewriter.launch(target, *given, what, padding_idx, scale, launch=launch, name=name)
+    return rewriter.launch(target, *given, what, padding_rows, scale, launch=launch, name=name)
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
@@ -158,7 +158,7 @@ def _submit_gradients(
     outputs: list[tuple[fx.Node | None, OutputRole]],
     routes: Mapping[str, _Route],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    ids, received, _, padding_idx, scale = coalesced.args
+    ids, received, _, padding_rows, scale = coalesced.args
     wait = received if isinstance(received, fx.Node) else None
     assert wait is not None
     while wait.target is not torch.ops._c10d_functional.wait_tensor.default:
@@ -171,6 +171,6 @@ def _submit_gradients(
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):
-        token = submit_gradients(rewriter, role.table, (split.all_input_nodes[0], ids, counts), padding_idx, scale)
+        token = submit_gradients(rewriter, role.table, (split.all_input_nodes[0], ids, counts), padding_rows, scale)
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
     return [*kept, (token, PendingRows(role.table, role.members))]

@@ -1,10 +1,10 @@
 """Finds sharded tables that can be one row space.
 
 Contract
-    Tables of a space lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
-    from the same results. Where communication overlaps compute, no node computes between their lookups, nor between
-    the places where their gradients are complete (`passes/overlap/submit_early.py` moves them there): none waits longer
-    for another than packing takes.
+    Tables of a space lie by columns, are of one width, dtype and param group, and get gradients from the same results;
+    a table with a padding row is read by no bag. Where communication overlaps compute, no node computes between their
+    lookups, nor between the places where their gradients are complete (`passes/overlap/submit_early.py` moves them
+    there): none waits longer for another than packing takes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,18 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
             runs.append([each])
         else:
             run.append(each)
-    return tuple(RowSpace.of({s.table.parameter: s.table.num_rows for s in run}) for run in runs if len(run) > 1)
+    return tuple(_space([each.table for each in run]) for run in runs if len(run) > 1)
+
+
+def _space(tables: list[Table]) -> RowSpace:
+    paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
+    return RowSpace.of({table.parameter: table.num_rows for table in tables}, paddings)
 
 
 def _is_joined(use: TableUse) -> bool:
-    return use.padding_idx < 0 and bool(use.lookup)  # "": the graph has the gradient alone
+    if not use.lookup:  # the graph has the gradient alone
+        return False
+    return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
 
 def _room(run: list[Joinable], table: Joinable) -> bool:

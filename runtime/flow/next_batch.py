@@ -58,7 +58,7 @@ class IdsProgram:
         tables, num_rows: of the tables, or row spaces, in `rows_of_batch`.
         spaces: those of them that are row spaces.
         routes: table whose rows the forward awaits -> names of the saved ids of all ranks, and of their counts.
-        paddings: table -> its row without gradient, where it has one.
+        paddings: table -> its rows without gradient, where it has some.
         is_pure: whether it finds the same a step earlier: it draws nothing, and reads nothing that a forward writes.
         reads: indices of what `unique` reads of a batch.
     """
@@ -71,7 +71,7 @@ class IdsProgram:
     spaces: Mapping[str, RowSpace]
     num_rows: tuple[int, ...]
     routes: Mapping[str, tuple[str, str]]
-    paddings: Mapping[str, int]
+    paddings: Mapping[str, tuple[int, ...]]
     is_pure: bool
     reads: tuple[int, ...]
 
@@ -211,7 +211,7 @@ class DeviceBatch(NextBatch):
                     exchange.among,
                     exchange.table.shape[0],
                     exchange.delayed_chunks,
-                    self.program.paddings.get(table, -1),
+                    self.program.paddings.get(table, ()),
                 )
         parts = [table.counts for table in self._tables] + [split.sizes() for split in self._splits.values()]
         self._sizes = self._streams.to_host(torch.cat(parts))

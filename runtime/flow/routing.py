@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import first_true, heads_of
+from embrace_fx.runtime.kernels.among import among as is_one_of
 from embrace_fx.runtime.kernels.grid import route_grid
 from embrace_fx.vocabulary.plan import Grid
 
 Sums = tuple[Tensor, Tensor]
-"""Ids (k,) of the sums of gradients, sorted and unique, without the padding row; (R,) which of them each row goes into,
+"""Ids (k,) of the sums of gradients, sorted and unique, without padding rows; (R,) which of them each row goes into,
 k: none, a padding row. So no host has to ask for their number."""
 
 
@@ -243,11 +244,17 @@ class SplitAhead:
         among: of the table's rows; used on this stream alone.
         num_rows: of the table.
         chunks: in how many pieces delayed gradients travel.
-        padding_idx: the row without gradient, or -1.
+        padding_rows: those without gradient.
     """
 
     def __init__(
-        self, current: Routing, following: Routed, among: Among, num_rows: int, chunks: int, padding_idx: int
+        self,
+        current: Routing,
+        following: Routed,
+        among: Among,
+        num_rows: int,
+        chunks: int,
+        padding_rows: tuple[int, ...],
     ) -> None:
         self.current = current
         self._following = following
@@ -258,7 +265,7 @@ class SplitAhead:
         ahead = [_piece(mask, following.owner, ranks) for mask in (late, following.is_row & ~late)]
         ordered, order = current.ids.sort(stable=True)
         self._gradients = [
-            _piece(mask, owner, ranks, _sums(ordered, order, mask, padding_idx))
+            _piece(mask, owner, ranks, _sums(ordered, order, mask, padding_rows))
             for mask in (prior, *_chunks(ordered, order, current.ids, ~prior, chunks))
         ]
         self._pieces = (*ahead, *self._gradients)
@@ -309,9 +316,11 @@ def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: i
     return [mask & (which == k) for k in range(chunks)]
 
 
-def _sums(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sums(ordered: Tensor, order: Tensor, mask: Tensor, padding_rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the sum that each masked row goes into; of equal ids all rows are masked or none is."""
-    counted = mask.index_select(0, order) & (ordered != padding_idx)
+    counted = mask.index_select(0, order)
+    if padding_rows:
+        counted = counted & ~is_one_of(ordered, padding_rows)
     heads = heads_of(ordered) & counted
     size = heads.sum()
     places = torch.where(counted, heads.cumsum(0) - 1, size)

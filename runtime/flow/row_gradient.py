@@ -24,6 +24,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns
+from embrace_fx.runtime.kernels.among import on_device
 from embrace_fx.runtime.kernels.grid import split_selected_grid
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -40,8 +41,8 @@ from embrace_fx.vocabulary.plan import Grid
 Sent = tuple[Ticket, Routing]
 """Some of a batch's rows in flight, or of their gradients; and which."""
 
-How = tuple[torch.dtype, int, int, float]
-"""How gradients are summed up: the table's dtype, this rank's columns, the row without gradient or -1, a factor."""
+How = tuple[torch.dtype, int, tuple[int, ...], float]
+"""How gradients are summed up: the table's dtype, this rank's columns, the rows without gradient, a factor."""
 
 
 class RowGradient:
@@ -69,7 +70,7 @@ class RowGradient:
         self.parts: dict[OperationId, Sent] = {}
         self.step: UpdateRule | None = None
         self._late: Late[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
-        self._how: How = (local.dtype, 0, -1, 1.0)
+        self._how: How = (local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class RowGradient:
         ids: Tensor,
         counts: Tensor,
         table: str,
-        padding_idx: int,
+        padding_rows: Sequence[int],
         scale: float,
         name: str,
     ) -> RowGradient:
@@ -115,7 +116,7 @@ class RowGradient:
         if batch is None or batch.ids is not ids:  # not the batch of the last forward
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
             self.batch = self.prior = None
-        self._how = self._dtype, self._columns, padding_idx, scale
+        self._how = self._dtype, self._columns, tuple(padding_rows), scale
         self._send(launch, rows, batch if self.prior is None else self.prior)
         return self
 
@@ -240,9 +241,10 @@ class RowGradient:
             self._forget()
             return
         for ids, rows in arrived:
-            # The next batch may read the padding row before `finish`, which is too late for its step without gradient.
-            if launch.part == "prior" and self.step.moves_all and (padding := self._how[2]) >= 0:
-                ids, rows = F.pad(ids, (0, 1), value=padding), F.pad(rows, (0, 0, 0, 1))
+            # The next batch may read padding rows before `finish`, which is too late for their step without gradient.
+            if launch.part == "prior" and self.step.moves_all and (paddings := self._how[2]):
+                ids = torch.cat([ids, on_device(paddings, ids.device)])
+                rows = F.pad(rows, (0, 0, 0, len(paddings)))
             self.step.apply(ids, rows)
 
     def apply_pending(self) -> None:
@@ -266,12 +268,12 @@ def _split(routing: Routing, rows: Tensor) -> Tensor:
 
 
 def summed(
-    routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_idx: int, scale: float
+    routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Sums the gradients (M, d) of all ranks that have arrived, flat, by row: ids (K,), rows (K, d)."""
     flat = flat.to(dtype)
     if routing.sums is None:
-        ids, rows = coalesce(routing.held_ids, flat, columns, padding_idx, scale)
+        ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
         return ids, rows
     unique, places = routing.sums
     rows = flat.view(places.numel(), columns)

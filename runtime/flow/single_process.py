@@ -92,7 +92,9 @@ class SingleProcessRows:
         self._counts[rows] = count
         return [rows, *where]
 
-    def coalesce(self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    def coalesce(
+        self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
+    ) -> list[Tensor]:
         """The op, for ids that are unique: cuts off what is no row, and the padding row, which comes first.
 
         Raises:
@@ -107,7 +109,7 @@ class SingleProcessRows:
                     "outside; look at the batch, or give the table more rows"
                 }
             )
-        first = int(padding_idx >= 0)
+        first = len(padding_rows)
         read, rows = ids[first:count], flat.view(ids.numel(), columns)[first:count]
         if (found := self._tables.get(table)) is not None:
             found.note(read, ids)

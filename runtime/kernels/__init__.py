@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.kernels.among import among
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
@@ -199,14 +200,14 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
     return tuple([last - first for first, last in bounds])
 
 
-def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
     if flat.is_cuda and gpu.takes(flat):
-        return gpu.coalesce(ids, flat, columns, padding_idx, scale)
+        return gpu.coalesce(ids, flat, columns, padding_rows, scale)
     rows = flat.view(ids.numel(), columns)
     unique, inverse = sorted_unique(ids)
     summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)
-    if padding_idx >= 0:
-        kept = unique != padding_idx
+    if padding_rows:
+        kept = ~among(unique, tuple(padding_rows))
         return [unique[kept], summed[kept]]
     return [unique, summed]
 

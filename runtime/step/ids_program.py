@@ -24,7 +24,7 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
     gathers = [n for n in graph.phases["ids"].graph.nodes if op_name(n) == "embrace::all_gather_ids"]
     sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
     paddings = {
-        node.args[3]: node.args[4]
+        node.args[3]: tuple(node.args[4])
         for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
         if op_name(node) == "embrace::submit_gradients"
     }

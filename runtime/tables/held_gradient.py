@@ -273,5 +273,5 @@ def merged(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
-    unique, summed = coalesce(ids, rows.view(-1), rows.shape[1], -1, 1.0)
+    unique, summed = coalesce(ids, rows.view(-1), rows.shape[1], (), 1.0)
     return unique, summed

@@ -44,7 +44,7 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
         packed = torch.cat([count.view(1), unique]).view(1, -1)
         table = routed(packed, [[unique.numel()]], 0)
         current = Routing(torch.arange(5, device=device), (5,), Grid(1, 1), 0)
-        split = SplitAhead(current, table, membership(9, device), 9, 3, 0)
+        split = SplitAhead(current, table, membership(9, device), 9, 3, (0,))
         copy, done = streams.to_host(torch.cat([table.counts, split.sizes()])), streams.record("sizes copied")
 
     assert streams.read(done, copy)[0] == 7

@@ -113,6 +113,23 @@ def test_values(name: str, shards: bool) -> None:
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
+PADDED = RowSpace.of({"table.weight": V, "other.weight": V + 3}, {"table.weight": 2, "other.weight": 5})
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "bag" not in name])
+def test_padding_rows_get_no_gradient(name: str) -> None:
+    forward, args = CASES[name]
+    model = tables_model(forward, padding_idx=2)
+    model.other = nn.Embedding(V + 3, D, padding_idx=5).double()
+    before = analysed(model, *args)
+    expected = below_each_other(model, run_graph(before, model, *args))
+
+    after = sharding(SPACE.name)(JoinTables((PADDED,))(before))
+
+    verify(after, after="ShardTables", captured=before, previous=before)
+    assert_equal_outputs(run_graph(after, model, *args), expected)
+
+
 def test_values_of_a_forward_alone_that_reads_one_of_the_tables() -> None:
     model = model_of(lambda m, x: m.linear(m.other(x)))
     before, after = joined(model, OTHER_IDS, train=False)

@@ -155,7 +155,7 @@ def table_backward(b: Builder, tangent: fx.Node, table: str) -> list[tuple[fx.No
     flat = b.call(embrace.split_columns.default, grad, 2, name="flat")
     launch = b.call(embrace.all_to_all_gradients.default, flat, counts, D, "embedding", 2, name="sent_gradients")
     received = b.call(c10d.wait_tensor.default, launch, name="received")
-    update = b.call(embrace.coalesce.default, ids, received, d, -1, 0.5, name="update")
+    update = b.call(embrace.coalesce.default, ids, received, d, [], 0.5, name="update")
     parts = [b.call(operator.getitem, update, k, name=f"update_{k}") for k in range(2)]
     return [(parts[0], GradientOfRows(table, "ids")), (parts[1], GradientOfRows(table, "rows"))]
 

@@ -90,7 +90,8 @@ def coalesce(put: Put) -> None:
             for count, num_rows, padding_idx, scale in sizes:
                 ids, rows = random_ids(count, num_rows), random(count, width, dtype=dtype)
                 expected = sums_of_ids(ids, rows, padding_idx, scale)
-                found = kernels.coalesce(put(ids), put(rows.view(-1)), width, padding_idx, scale)
+                paddings = [padding_idx] if padding_idx >= 0 else []
+                found = kernels.coalesce(put(ids), put(rows.view(-1)), width, paddings, scale)
                 assert_same(found[0], expected[0])
                 assert_near(found[1], expected[1], dtype)
 
@@ -100,14 +101,14 @@ def coalesce_adds_in_the_order_of_ranks(put: Put) -> None:
     ids = torch.tensor([4, 7, 4, 7, 4, 9])
     rows = torch.tensor([1e8, 1.0, -1e8, 2.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
     in_order = torch.tensor([3.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
-    found = kernels.coalesce(put(ids), put(rows.view(-1)), 33, -1, 1.0)
+    found = kernels.coalesce(put(ids), put(rows.view(-1)), 33, (), 1.0)
     assert_same(found[1], in_order)
 
 
 def coalesce_adds_narrow_values_widely(put: Put) -> None:
     """256 + 1 is 256 in bfloat16."""
     rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
-    found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, -1, 1.0)
+    found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, (), 1.0)
     assert found[1].item() == 264.0
 
 

@@ -60,7 +60,7 @@ def main() -> dict[str, list[dict[str, int]]]:
 def _call_all(table: torch.Tensor) -> None:
     ids, rows = torch.arange(40), table[:40]
     gpu.unpack_columns(gpu.pack_columns(rows, 4), rows, 4, ids)
-    gpu.coalesce(ids, rows.reshape(-1), rows.shape[1], -1, 0.5)
+    gpu.coalesce(ids, rows.reshape(-1), rows.shape[1], (), 0.5)
     gpu.sgd_rows(table, table, ids, rows, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, maximize=True)
     gpu.adagrad_rows(table, table, ids, rows, step_size=0.1, eps=1e-8, weight_decay=0.1, maximize=True)
     for most in (None, table):

@@ -8,11 +8,14 @@ R rows at least R / N are sums, and the rows, not the ids, are the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from embrace_fx.runtime.kernels.among import among
 from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
 
 
@@ -41,8 +44,8 @@ def _sum_segments(
 
 
 @on_its_device
-def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
-    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; the padding row is left out.
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
+    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; padding rows are left out.
 
     The host waits once, for the number K; the sort is torch's, stable.
 
@@ -50,7 +53,7 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
         ids: (R,) int64, from 0.
         flat: (R * d,), contiguous: the rows in the order of the ids.
         columns: d.
-        padding_idx: the id to leave out, or a negative number.
+        padding_rows: the ids to leave out.
 
     Raises:
         ValueError: `flat` is not contiguous.
@@ -58,8 +61,8 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
     refuse_strided("coalesce", flat=flat)
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
-    if padding_idx >= 0:
-        first &= in_order != padding_idx
+    if padding_rows:
+        first &= ~among(in_order, tuple(padding_rows))
     starts = first.nonzero().view(-1)
     unique = in_order[starts]
     ends = torch.searchsorted(in_order, unique, right=True)

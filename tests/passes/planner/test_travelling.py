@@ -93,8 +93,11 @@ def test_what_is_read_densely_stays_whole() -> None:
     assert sharded(planned(ONE_LARGE, (20, 20, SMALL, 20, 20))) == {0, 1, 3, 4}
 
 
+def test_a_padding_row_keeps_no_table_out() -> None:
+    assert sharded(planned(ONE_LARGE, FEW, padded=2)) == {0, 1, 2, 3, 4}
+
+
 def test_what_cannot_be_in_the_space_stays_whole() -> None:
-    assert sharded(planned(ONE_LARGE, FEW, padded=2)) == {0, 1, 3, 4}
     assert sharded(planned(ONE_LARGE, FEW, blocked=2)) == {0, 1, 3, 4}
     assert sharded(planned(ONE_LARGE, FEW, strategy={NAMES[2]: "allreduce"})) == {0, 1, 3, 4}
 

@@ -77,8 +77,9 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     gathered, capacities, following = packed(other)
     among = membership(V, CPU)
     expected = cut(current, following, among, chunks)
+    paddings = (padding_idx,) if padding_idx >= 0 else ()
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, 0), among, V, chunks, padding_idx)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, 0), among, V, chunks, paddings)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
     found = ahead.cut(following, ahead.sizes().tolist())
@@ -93,8 +94,10 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        found_sums = summed(part, rows.view(-1), rows.dtype, 3, padding_idx, 0.5)
+        found_sums = summed(part, rows.view(-1), rows.dtype, 3, paddings, 0.5)
         for mine, reference in zip(
-            found_sums, kernels.coalesce(part.ids, rows.view(-1), 3, padding_idx, 0.5), strict=True
+            found_sums,
+            kernels.coalesce(part.ids, rows.view(-1), 3, paddings, 0.5),
+            strict=True,
         ):
             assert torch.equal(mine, reference)

@@ -186,6 +186,7 @@ class Training:
         self.draw = random.Random(seed)
         self.communicator = communicator
         self.padding_idx = self.draw.choice([-1, 0, 3])
+        self.paddings = [self.padding_idx] if self.padding_idx >= 0 else []
         generator = torch.Generator().manual_seed(seed)
         initial = torch.randn((V, columns), dtype=torch.float64, generator=generator)
         options: dict[str, Any] = {"lr": 0.3, "eps": 0.1} | (
@@ -247,7 +248,7 @@ class Training:
         own = gradients[batch.own(self.communicator.rank)].contiguous()
         for launch in (PRIOR, *self.pieces) if cut else (PRIOR,):
             of_batch = (own, batch.ids, batch.counts, "t")
-            found = self.exchange.gradient.submit_gradients(launch, *of_batch, self.padding_idx, scale, "")
+            found = self.exchange.gradient.submit_gradients(launch, *of_batch, self.paddings, scale, "")
         self.launcher.leave_backward()
         found.deliver()
         parts = [part.ids.tolist() for _, part in found.parts.values()]
@@ -376,7 +377,7 @@ def test_early_rows_are_stale_once_the_gradient_of_another_batch_leaves() -> Non
     found.append((bool(exchange.sent), exchange.usable))
 
     training.launcher.open_window()
-    exchange.gradient.submit_gradients(PRIOR, other.factors, other.ids, other.counts, "t", -1, 1.0, "")
+    exchange.gradient.submit_gradients(PRIOR, other.factors, other.ids, other.counts, "t", (), 1.0, "")
 
     found.append((bool(exchange.sent), exchange.usable))
     exchange.drop()

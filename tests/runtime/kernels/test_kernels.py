@@ -155,7 +155,7 @@ def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: 
     padding = data.draw(st.integers(-1, num_rows - 1))
     rows_Rd = numbered(len(ids), columns) + 1
 
-    ids_K, rows_Kd = kernels.coalesce(ids, rows_Rd.view(-1), columns, padding, scale)
+    ids_K, rows_Kd = kernels.coalesce(ids, rows_Rd.view(-1), columns, [padding] if padding >= 0 else [], scale)
 
     dense = torch.zeros(num_rows, columns, dtype=torch.float64).index_add_(0, ids, rows_Rd * scale)
     if padding >= 0:
@@ -226,7 +226,7 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::route_grid": (torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), 1, 2, 1),
         "embrace::join_grid": (rows.view(-1), torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 5, 0),
         "embrace::split_grid": (rows, torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 0),
-        "embrace::coalesce": (torch.tensor([2, 5, 5, 2]), rows.view(-1), 5, -1, 0.5),
+        "embrace::coalesce": (torch.tensor([2, 5, 5, 2]), rows.view(-1), 5, [], 0.5),
         "embrace::sparse_gradient": (numbered(4, 2), [torch.tensor([[3, 2, 3]])], [1]),
         "embrace::pack_bucket": ([rows, rows[0]], 0.5),
         "embrace::unpack_bucket": (numbered(7), [torch.empty(2, 2), torch.empty(3)]),
@@ -273,7 +273,7 @@ def test_the_worked_examples_of_the_vocabulary() -> None:
     counts = torch.tensor([[1, 1], [0, 0], [0, 0], [0, 0]])
     rows = join_grid(torch.tensor([0.0, 1, 10, 11]), torch.tensor([0, 1]), counts, 2, 0)
     assert rows.tolist() == [[0, 1], [10, 11]]
-    ids, rows = kernels.coalesce(torch.tensor([2, 5, 5]), torch.tensor([1.0, 2.0, 3.0]), 1, -1, 0.5)
+    ids, rows = kernels.coalesce(torch.tensor([2, 5, 5]), torch.tensor([1.0, 2.0, 3.0]), 1, (), 0.5)
     assert (ids.tolist(), rows.tolist()) == ([2, 5], [[0.5], [2.5]])
     rows = kernels.join_columns(torch.tensor([0.0, 1, 10, 11, 2, 3, 12, 13]), 4, 2)
     assert rows.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]

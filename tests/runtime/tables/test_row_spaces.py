@@ -34,10 +34,16 @@ class ManyWorkload:
     dim: int = 6
     batch_size: int = 5
     vary: bool = False
+    padded: bool = False
 
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return Many(self.dim).to(dtype)
+        model = Many(self.dim)
+        if self.padded:  # with rows that are not zero
+            for k, padding in ((1, 0), (3, 2)):
+                model.tables[k] = nn.Embedding(ROWS[k], self.dim, padding_idx=padding)
+                nn.init.normal_(model.tables[k].weight)  # type: ignore[arg-type]
+        return model.to(dtype)
 
     def batches(self, step: int, rank: int, seed: int) -> Batch:
         random = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
@@ -83,10 +89,7 @@ def test_their_rows_are_below_each_other() -> None:
 
 
 def test_each_of_a_kind() -> None:
-    model = Many(6).double()
-    model.tables[3] = nn.Embedding(ROWS[3], 6, padding_idx=0).double()
-
-    assert spaces(model, *BATCH) == [names(0, 1, 2, 4)]
+    assert spaces(ManyWorkload(padded=True).make(DTYPE, 0), *BATCH) == [names(0, 1, 2, 3, 4)]
     assert spaces(Many(6).double(), *BATCH, groups={"tables.2.weight": 1, "tables.3.weight": 1}) == [
         names(0, 1, 4),
         names(2, 3),
@@ -171,6 +174,12 @@ CASES = {
     "sgd": Case(3, "sgd"),
     "sparse adam": Case(2, "sparse_adam"),
     **{f"schedule {name}": Case(2, way=Way(schedule=name, steps=12)) for name in SCHEDULES if name != "2d"},
+    **{
+        f"padding, {name}": Case(2, name, workload=ManyWorkload(padded=True))
+        for name in ("adagrad", "adamw", "momentum")
+    },
+    "padding, lazy": Case(2, "adam", row_updates="lazy", workload=ManyWorkload(padded=True)),
+    "padding, none": Case(3, "adamw", way=Way(schedule="none", steps=12), workload=ManyWorkload(padded=True)),
     "no lookahead": Case(2, way=Way(lookahead=False, steps=12)),
     "inductor": Case(2, way=Way(backend="inductor", steps=3)),
     "fewer columns than ranks": Case(4, workload=ManyWorkload(dim=2)),
