@@ -35,6 +35,7 @@ from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
@@ -194,6 +195,7 @@ class Stepping:
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
+        self._check_reduced(optimizer)
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step()
         tables = self._own_tables(optimizer)
@@ -213,6 +215,22 @@ class Stepping:
                 step.hidden += [(parameter, gradient, None) for parameter, gradient in hidden]
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self._flow.buckets.release(optimizer)
+
+    def _check_reduced(self, optimizer: Optimizer) -> None:
+        """Raises `RuntimeError` where a step would take what each rank has accumulated alone, of a sharded table."""
+        grads = [(table, table.parameter.grad) for table in self._state.tables.values()]
+        own = [table for table, grad in grads if isinstance(grad, Part) and grad.held.unreduced]
+        if not own:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        names = [table.name for table in own if id(table.parameter) in held and not table.layout.is_alone]
+        if names:
+            raise RuntimeError(
+                "expected a backward outside of no_sync() before optimizer.step(), found gradients of sharded tables "
+                f"({', '.join(names)}) from backwards under no_sync() alone: under DDP each rank would step its own "
+                "copy, and of a sharded table there is one. Leave no_sync() for the last backward of a step, or keep "
+                f"the tables whole: strategy={{{names[0]!r}: 'allreduce'}}."
+            )
 
     def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
         done = {id(table) for exchange in step.late for table in exchange.table.members}
