@@ -152,7 +152,11 @@ def plans_anew(rank: int, world_size: int, kind: str) -> Found:
     training = Training(rank, kind, make(seed=rank), strategy="auto", cluster=LINKS)
     plans = []
     batches = [tuple(each.to(training.device) for each in drifting_batch(k, rank)) for k in range(SPARSE_AGAIN.stop)]
-    with patch.object(programs, "SAMPLED_EVERY", 1), patch.object(batch_check, "SAMPLED_EVERY", 1):
+    with (
+        patch.object(programs, "SAMPLED_EVERY", 1),
+        patch.object(programs, "ONCE_IN", 0),
+        patch.object(batch_check, "SAMPLED_EVERY", 1),
+    ):
         for batch in training.model.lookahead(batches):
             training.model(*batch).backward()
             training.step()
