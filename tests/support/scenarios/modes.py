@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.scenario import OPTIMIZERS, Training, after_each_step, before_each_step, scenario
+from tests.support.scenarios.states import AVERAGING
 
 Use = Callable[[Training, int], Any]
 
@@ -190,7 +191,7 @@ def read_by_a_forked_child(training: Training, step: int) -> Any:
     return in_a_child(lambda: [p.sum().item() for p in training.dense])
 
 
-@after_each_step()
+@after_each_step(optimizer=AVERAGING)
 def state_read_by_a_forked_child(training: Training, step: int) -> Any:
     return in_a_child(lambda: [training.optimizer.state[p]["exp_avg"].sum().item() for p in training.dense])
 
