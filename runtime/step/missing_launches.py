@@ -133,8 +133,10 @@ def _needs_lookahead(launch: _Launch) -> bool:
 
 
 def _kept(argument: Any) -> Any:
-    """Returns what is kept of a node's argument: a saved value's role, None for another node, a constant itself."""
+    """Returns what is kept of a node's argument: a saved value's role, None for other nodes, a constant itself."""
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")
         return role if argument.op == "placeholder" and isinstance(role, Saved) else None
-    return None if isinstance(argument, list | tuple) else argument
+    if isinstance(argument, list | tuple) and any(isinstance(each, fx.Node) for each in argument):
+        return None
+    return argument
