@@ -38,6 +38,7 @@ class SparsityMonitor:
         self._findings = findings
         self._means = {name: [float(n) for n in findings.rows[name]] for name in plan.watched}
         self._planned_for = {name: list(mean) for name, mean in self._means.items()}
+        self._shares = _shares(plan)
         self._samples = 0
         self._wanted: tuple[str, ...] = ()
         self._confirmed = 0
@@ -51,10 +52,11 @@ class SparsityMonitor:
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
         """Adds one step's announced rows, by table and rank (below 0: unknown), to the means."""
         for name, mean in self._means.items():
-            rows = self._plan.rows_read(name, rows_read)
+            of, share = self._shares.get(name, (name, 1.0))
+            rows = rows_read.get(of, ())
             if rows and min(rows) >= 0:
                 for rank, n in enumerate(rows):
-                    mean[rank] += WEIGHT * (n - mean[rank])
+                    mean[rank] += WEIGHT * (share * n - mean[rank])
         self._samples += 1
         if self._samples % LOOK_EVERY == 0 and not self.wants_plan:
             self._look()
@@ -70,6 +72,17 @@ class SparsityMonitor:
         self._confirmed = self._confirmed + 1 if wanted and wanted == self._wanted else int(bool(wanted))
         self._wanted = wanted
         self.wants_plan = self._confirmed >= CONFIRMED_BY
+
+
+def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
+    """Maps each table of a row space to the space, of which rows are announced, and to its planned share of these."""
+    rows = plan.rows
+    return {
+        table: (space.name, rows[table].own / max(rows[space.name].own, 1))
+        for space in plan.spaces
+        if space.name in rows
+        for table in space.tables
+    }
 
 
 def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:

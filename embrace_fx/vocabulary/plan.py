@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -225,18 +225,6 @@ class Plan:
             space = of.get(table)
             found |= {table: (table,)} if space is None else {space.name: space.tables}
         return found
-
-    def rows_read(self, table: str, announced: Mapping[str, Sequence[int]]) -> Sequence[int]:
-        """Returns how many rows of a table each rank reads, below 0: unknown; () where nothing is announced of it.
-
-        Args:
-            announced: rows by rank, by table or row space: of a space's rows, a table has the share that is planned.
-        """
-        for space in self.spaces:
-            if table in space.tables and space.name in announced and space.name in self.rows:
-                share = self.rows[table].own / max(self.rows[space.name].own, 1)
-                return [rows if rows < 0 else round(share * rows) for rows in announced[space.name]]
-        return announced.get(table, ())
 
     @property
     def exchanged(self) -> tuple[str, ...]:
