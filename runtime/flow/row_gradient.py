@@ -149,10 +149,7 @@ class RowGradient:
             unreduced: whether it is this rank's alone.
         """
         self._late = Late(self._landing())
-        if isinstance(self._table, JoinedTable):
-            self._table.deliver(self._late, absent, unreduced=unreduced)
-        else:
-            self._table.deliver(self._late, unreduced=unreduced)
+        self._table.deliver(self._late, absent, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Makes what waits for the rows of each table; it refers to the model weakly."""

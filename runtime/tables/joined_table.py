@@ -387,8 +387,7 @@ class _JoinedGradient:
                 parameter.grad = part
         else:
             for k, member in enumerate(self._members):
-                if member.name not in absent:
-                    member.deliver(late, k, unreduced=unreduced)
+                member.deliver(late, absent, k=k, unreduced=unreduced)
             self._take_slots(late)
         self._late, self._rows = late, rows
 

@@ -176,13 +176,19 @@ class RowTable:
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
+        """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`, unless the table is `absent`."""
+        if self.name in absent:
+            return
         held = self.open_gradient()
         held.add_rows(ids, rows)
         held.unreduced = unreduced
 
-    def deliver(self, late: Late[Sequence[Rows]], k: int = 0, *, unreduced: bool = False) -> None:
-        """Makes the k-th of gradients on their way that of `.grad`, or adds it to what that was."""
+    def deliver(
+        self, late: Late[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
+    ) -> None:
+        """Makes the k-th of gradients on their way that of `.grad`, or adds it, unless the table is `absent`."""
+        if self.name in absent:
+            return
         held = self.open_gradient()
         if held.is_zero:
             held.will_be(late, k)
