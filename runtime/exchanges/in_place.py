@@ -22,7 +22,7 @@ from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.ranks.worker import Worker
+from embrace_fx.runtime.ranks.worker import Ending, Worker
 
 
 @dataclass(frozen=True)
@@ -111,5 +111,5 @@ class ExchangeThread:
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
         """Starts an exchange in the background; the bytes sent are known when it has ended."""
-        ending = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
-        return InFlight(flat, ending, ending.wait)
+        sent = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
+        return InFlight(flat, Ending(sent), sent.wait)

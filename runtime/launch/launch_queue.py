@@ -132,13 +132,8 @@ class LaunchQueue:
 
     def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Makes the ticket of a launch of the current window."""
-        return Ticket(which, launch, sent_bytes, self.recorded_window, queue=self)
-
-    @property
-    def recorded_window(self) -> int:
-        """The window that the recorder is in."""
         recording = self.recorder.recording
-        return OUTSIDE if recording is None else recording.window
+        return Ticket(which, launch, sent_bytes, OUTSIDE if recording is None else recording.window, queue=self)
 
     def enter(self, ticket: Ticket) -> None:
         """Queues a ticket, or drops it with its window."""
@@ -148,7 +143,9 @@ class LaunchQueue:
             if window.dropped:
                 ticket.drop()
             else:
-                self.enters(ticket)
+                if not any(map(_WAITING, self.windows)):  # a standstill is of launches that wait to leave
+                    self.moved_s = max(self.moved_s, time.perf_counter())
+                window.waiting[ticket.id] = ticket
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
                     self.changed.notify_all()
                     return
@@ -204,10 +201,10 @@ class LaunchQueue:
             with self.lock:  # windows change under it alone
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return
-                if not any(map(_WAITING, self.windows)):  # as in `waits`, without a call
+                if not any(map(_WAITING, self.windows)):
                     return
                 if (ticket := self.next()) is None:
-                    if time.perf_counter() + self.until_due_s() < self.wakes_s:
+                    if self.wakes_s > -math.inf and time.perf_counter() + self.until_due_s() < self.wakes_s:
                         self.changed.notify_all()
                     return
                 self.issuing = True
@@ -269,12 +266,6 @@ class LaunchQueue:
 
     # -- all methods below are called with the lock held
 
-    def enters(self, ticket: Ticket) -> None:
-        """Queues a ticket in the current window. Time counts as standstill only while a launch waits to leave."""
-        if not self.waits():
-            self.moved_s = max(self.moved_s, time.perf_counter())
-        self.windows[-1].waiting[ticket.id] = ticket
-
     def wait_for_change(self) -> None:
         """Waits until a launch may leave because time has passed, or until woken."""
         wait_s = self.until_due_s()
@@ -284,27 +275,25 @@ class LaunchQueue:
 
     def until_due_s(self) -> float:
         """Returns the seconds until a launch may leave because of a standstill, or because the last launch is late."""
-        if not self.waits():
+        if not any(map(_WAITING, self.windows)):
             return math.inf
         late_s = self.until_late_s()
         return min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to launch now, or None."""
-        if not self.waits():
+        """Returns the ticket to launch now, or None; without a call where the first launch of the order may leave."""
+        if not any(map(_WAITING, self.windows)):
             return None
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
         if standing_still:
             for each in self.in_flight:
                 each.tells = False
                 self.took_s.pop(each.id, None)
-        if len(self.in_flight) >= self.at_once + (self.until_late_s() <= 0) and not standing_still:
+        room = self.at_once - len(self.in_flight)
+        if room <= 0 and not standing_still and (room < 0 or self.until_late_s() > 0):
             return None
         self.forget_windows()
-        any_may = standing_still or self.draining
-        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
-        hurried = any_may or self.hurried
-        may_overtake = {self.channel[t.id.lane] for t in tickets if any_may or t.wanted} if hurried else set()
+        may_overtake = self._may_overtake(standing_still) if standing_still or self.draining or self.hurried else ()
         passed_over: set[str] = set()
         for window in self.windows:
             if window.held:
@@ -322,9 +311,11 @@ class LaunchQueue:
                 passed_over.add(channel)
         return None
 
-    def waits(self) -> bool:
-        """Tells whether any submitted launch has not left."""
-        return any(map(_WAITING, self.windows))
+    def _may_overtake(self, standing_still: bool) -> set[str]:
+        """Returns the channels whose launches may leave before launches of others that are not submitted."""
+        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
+        any_may = standing_still or self.draining
+        return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
     def forget_windows(self) -> None:
         """Drops windows, but for the current one, that have launched everything."""
@@ -350,7 +341,7 @@ class LaunchQueue:
 
     def under_way(self) -> bool:
         """Tells whether any submitted launch has not completed."""
-        return bool(self.in_flight) or self.waits()
+        return bool(self.in_flight) or any(map(_WAITING, self.windows))
 
 
 def _run(queue: LaunchQueue) -> None:

@@ -121,6 +121,8 @@ class Recorder:
         self.clock = clock or Clock()
         self.recording: Recording | None = None
         self.tally = Tally()
+        self.mark: Callable[[OperationId], None] = self.tally.mark
+        """Ends a piece of the calling thread's time, which is this operation's."""
         self._segment: OperationId | None = None  # the operation that the forward computes; None: no forward runs
         self._stands = False
 
@@ -131,17 +133,16 @@ class Recorder:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
-    def mark(self, operation: OperationId) -> None:
-        """Records the time since the last mark as this operation's."""
+    def _record(self, operation: OperationId) -> None:
         self.tally.mark(operation)
         recording = self.recording
-        if recording is not None:
-            if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
-                recording.marks.pop()
-            now = self.clock.now()
-            recording.marks.append((operation, recording.window, now))
-            if self._bytes_in_use is not None:
-                recording.memory.append((now, self._bytes_in_use()))
+        assert recording is not None
+        if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
+            recording.marks.pop()
+        now = self.clock.now()
+        recording.marks.append((operation, recording.window, now))
+        if self._bytes_in_use is not None:
+            recording.memory.append((now, self._bytes_in_use()))
 
     # A forward's compute is recorded by segments, which end where it waits or ends.
 
@@ -180,13 +181,14 @@ class Recorder:
 
     def start(self) -> Recording:
         self.clock.start()
-        self.recording = Recording()
+        self.recording, self.mark = Recording(), self._record
         return self.recording
 
     def stop(self) -> Recording:
         """Ends the recording, converts it to seconds, and returns it: the object that `start` returned."""
         assert self.recording is not None
         recording, self.recording = self.recording, None
+        self.mark = self.tally.mark
         self.clock.stop()
         seconds = self.clock.seconds
         recording.marks = [(operation, window, seconds(at)) for operation, window, at in recording.marks]

@@ -160,7 +160,9 @@ class StreamQueue(LaunchQueue):
         current = self.windows[-1]
         place = (current.number, current.order.index(which))
         ready = self.streams.record(f"{which} ready")
-        ticket = StreamTicket(which, launch, sent_bytes, self.recorded_window, queue=self, place=place, ready=ready)
+        recording = self.recorder.recording
+        number = OUTSIDE if recording is None else recording.window
+        ticket = StreamTicket(which, launch, sent_bytes, number, queue=self, place=place, ready=ready)
         self.unwaited[place] = ticket
         return ticket
 

@@ -53,9 +53,6 @@ class Ticket:
     def drop(self) -> None:
         self.dropped, self.launch = True, None
 
-    def _is_over(self) -> bool:
-        return self.done or self.dropped or self.queue.error is not None
-
     def wait(self) -> Tensor:
         """Waits until the collective has completed, and returns its value.
 
@@ -63,15 +60,16 @@ class Ticket:
             RuntimeError: the collective, or an earlier one, failed.
             Dropped: the launch was dropped.
         """
-        if not self.done:
-            queue = self.queue
+        queue = self.queue
+        if self.ended_s == 0.0:
             if queue.hurried:
                 self.wanted = True
                 queue.issue()
             with queue.lock:
-                queue.arrived.wait_for(self._is_over)
-        if self.queue.error is not None:
-            raise self.queue.error
+                while self.ended_s == 0.0 and not self.dropped and queue.error is None:
+                    queue.arrived.wait()
+        if queue.error is not None:
+            raise queue.error
         if self.dropped:
             raise Dropped
         assert self.value is not None

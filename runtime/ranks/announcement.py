@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,8 +106,8 @@ class Announcement:
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.deeds
-        seen = [self.rows_seen.get(name, -1) for name in form.watched]
-        return [*head, *seen, *self.sizes, *[0] * (form.sizes - len(self.sizes))]
+        seen = [self.rows_seen.get(name, -1) for name in form.watched] if form.watched else ()
+        return [*head, *seen, *self.sizes, *[0] * (1 + 2 * form.tables - len(self.sizes))]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], form: Form, sizes: int) -> Announcement:
@@ -142,12 +143,19 @@ def activity_of(*, train: bool, reduces: bool) -> int:
     return EVALUATING if not train else TRAINING if reduces else ACCUMULATING
 
 
+_HEAD = 5
+"""Numbers of an announcement that are the same on all ranks where a step goes right."""
+
+Exchange = tuple[list[int], Tensor, Any]
+"""Announcements on their way: this rank's, as numbers; those of all ranks (N, length); the work to wait for first."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """A step that has been announced ahead: what `launch` has started, and what follows once all have announced it."""
 
     own: Announcement
-    launched: tuple[Tensor, Any]
+    launched: Exchange
     then: Callable[[], None]
 
 
@@ -227,7 +235,7 @@ class Announcements:
             return [own.sizes]
         return self._end(own, self._begin(own))
 
-    def _begin(self, own: Announcement) -> tuple[Tensor, Any]:
+    def _begin(self, own: Announcement) -> Exchange:
         communicator = self.communicator
         communicator.check_open()
         self._lone_calls.met += 1
@@ -235,8 +243,17 @@ class Announcements:
         communicator.progress.begin_step()
         return self.launch(own)
 
-    def _end(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
-        everyone = self._meet(own, launched)
+    def _end(self, own: Announcement, launched: Exchange) -> list[tuple[int, ...]]:
+        rows, head = self._read(launched), launched[0][:_HEAD]
+        if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
+            return self._check(own, self._meet(own, rows))
+        watched = self.form.watched  # all ranks do the same, and none has anything else to say: nothing is decoded
+        first, self.asked_to_plan, self._given_up = _HEAD + len(watched), False, None
+        self.buffers_differ = own.buffers == CHANGED_BUFFERS
+        self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
+        return [tuple(row[first : first + len(own.sizes)]) for row in rows]
+
+    def _check(self, own: Announcement, everyone: Sequence[Announcement]) -> list[tuple[int, ...]]:
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         self._given_up = own.failure
@@ -256,16 +273,20 @@ class Announcements:
         self.settle()
         self.communicator.check_open()
         own = Announcement(JOIN, activity)
-        return [each.activity for each in self._meet(own, self.launch(own))]
+        return [each.activity for each in self._meet(own, self._read(self.launch(own)))]
 
-    def _meet(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
-        """Returns every rank's announcement, repeating the exchange until all ranks are at the same place."""
-        everyone = self._read(own, launched)
+    def _meet(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
+        """Returns every rank's announcement, repeating the exchange until all ranks are at the same place.
+
+        Args:
+            rows: what the first exchange has brought.
+        """
+        everyone = self._decoded(own, rows)
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
             if QUESTION in kinds:
                 raise PeerFailure(self.reports(everyone, own.failure))
             self._warn(self.reports(everyone, None))  # these ranks come here next
-            everyone = self._read(own, self.launch(own))
+            everyone = self._decoded(own, self._read(self.launch(own)))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
             raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
@@ -280,16 +301,21 @@ class Announcements:
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
         try:
-            self._meet(own, self.launch(own))
+            self._meet(own, self._read(self.launch(own)))
         except PeerFailure as told:  # by a rank that asks a question
             return told
         return PeerFailure(self.communicator.reports(failure))
 
-    def _read(self, own: Announcement, launched: tuple[Tensor, Any]) -> list[Announcement]:
-        """Waits for an exchange that `launch` has started."""
-        everyone, work = launched
+    def _decoded(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
+        form, sizes = self.form, len(own.sizes)
+        return [Announcement.decode(row, form, sizes) for row in rows]
+
+    def _read(self, launched: Exchange) -> list[list[int]]:
+        """Waits for an exchange that `launch` has started; returns the numbers of each rank."""
+        _, everyone, work = launched
         try:
-            with self._lone_calls.waiting(), self.communicator.watching(ANNOUNCEMENT):
+            self._lone_calls.waiting_since_s = time.monotonic()
+            with self.communicator.watching(ANNOUNCEMENT):
                 work.wait()
         except DeadRank as error:
             if self._given_up is None:
@@ -297,16 +323,18 @@ class Announcements:
             raise PeerFailure(
                 {self.communicator.rank: _CAUGHT_ALONE.format(self._given_up.removesuffix("."))}
             ) from error
-        form, sizes = self.form, len(own.sizes)
-        return [Announcement.decode(row, form, sizes) for row in everyone.tolist()]
+        finally:
+            self._lone_calls.waiting_since_s = None
+        found: list[list[int]] = everyone.tolist()
+        return found
 
-    def launch(self, own: Announcement) -> tuple[Tensor, Any]:
-        """Starts the exchange: (announcements of all ranks (N, length), the work to wait for before reading them)."""
-        communicator = self.communicator
-        numbers = torch.tensor(own.encode(self.form), dtype=torch.int64, device="cpu")
+    def launch(self, own: Announcement) -> Exchange:
+        """Starts the exchange."""
+        communicator, encoded = self.communicator, own.encode(self.form)
+        numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
         work = gather_single(everyone.view(-1), numbers, communicator.host_group(), async_op=True)
-        return everyone, work
+        return encoded, everyone, work
 
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
@@ -315,7 +343,7 @@ class Announcements:
         self.settle()
         self._given_up = failure
         own = Announcement(GAVE_UP)
-        self.reports(self._read(own, self.launch(own)), failure)
+        self.reports(self._decoded(own, self._read(self.launch(own))), failure)
 
     def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
         """Asks all ranks a question to a sharded table; returns numbers that travel with it, reduced.
@@ -332,7 +360,7 @@ class Announcements:
         self.communicator.check_open()
         self._lone_calls.met += 1
         try:
-            everyone = self._read(own, self.launch(own))
+            everyone = self._decoded(own, self._read(self.launch(own)))
         except (DeadRank, StuckRank) as error:
             raise type(error)(f"{question.alone()} ({error})") from error
         if any(each.kind != QUESTION or each.program != own.program for each in everyone):

@@ -19,7 +19,7 @@ from torch import Tensor
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elements
-from embrace_fx.runtime.ranks.backends import alone_on, backend_name, travels_by_host
+from embrace_fx.runtime.ranks.backends import alone_on
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
@@ -119,8 +119,8 @@ class Communicator(Groups):
             return
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
-        groups = [self._group_for("dense", tensor) for tensor in tensors]
-        turn = self._turn(tensors[0], groups[0]) if tensors else None
+        groups = [self._carrier("dense", tensor)[0] for tensor in tensors]
+        turn = self._turn(tensors[0], "dense") if tensors else None
         with self.watching(), turn or nullcontext():
             works = [
                 dist.broadcast(t, of_job, group=group, async_op=True) for t, group in zip(tensors, groups, strict=True)
@@ -132,8 +132,8 @@ class Communicator(Groups):
         """Computes the sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
         if self.world_size > 1:
-            group = self._group_for("dense", value)
-            with self.watching(), self._turn(value, group) or nullcontext():
+            group, _ = self._carrier("dense", value)
+            with self.watching(), self._turn(value, "dense") or nullcontext():
                 dist.all_reduce(value, reduce_op, group=group)
         return value
 
@@ -182,13 +182,14 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
-        found = self._launch(
-            lambda to, sent: gather_single(to, sent, self._group_for(group, own), async_op=True),
-            group,
-            packed.view(-1),
-            own,
-        )
-        return InFlight(packed, found.work, reads=found.reads)
+        carrier, _ = self._carrier(group, own)
+
+        def gather(to: Tensor, sent: Tensor) -> Any:
+            return gather_single(to, sent, carrier, async_op=True)
+
+        found = self._launch(gather, group, packed.view(-1), own)
+        found.value = packed
+        return found
 
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
@@ -240,12 +241,12 @@ class Communicator(Groups):
             encode: puts rows that are rounded into their form on the wire.
             narrows: rows that are not rounded travel in the dtype of gradients.
         """
-        if group in LANE_GROUPS and self.rounding.rounds(sent):
+        if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)
             leaving, coming = ([wire_elements(*piece, form) for piece in pieces] for pieces in (leave, come))
         else:
-            form, wire = None, self._narrow(sent) if narrows else sent
-            leaving, coming = ([rows * columns for rows, columns in pieces] for pieces in (leave, come))
+            form, wire = None, self._narrow(sent) if narrows and self.gradient_dtype is not None else sent
+            leaving, coming = [rows * columns for rows, columns in leave], [rows * columns for rows, columns in come]
         launched = self.all_to_all(wire.new_empty((sum(coming),)), wire, coming, leaving, group)
         if wire is sent:
             return launched
@@ -261,20 +262,21 @@ class Communicator(Groups):
         """Launches an AlltoAll of parts with these numbers of elements from each rank and for each rank."""
 
         def exchange(to: Tensor, own: Tensor) -> Any:
-            carrier = self._groups[group]
-            if backend_name(carrier, to.device) != "gloo":
+            carrier, backend = self._carrier(group, to)
+            if backend != "gloo":
                 return dist.all_to_all_single(to, own, receive_sizes, send_sizes, group=carrier, async_op=True)
             parts = torch.split_with_sizes(own, send_sizes), torch.split_with_sizes(to, receive_sizes)
-            return send_parts(carrier, *parts, self.waiter(group))
+            return send_parts(carrier, *parts, self._waiters.get(group) or self.waiter(group))
 
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        carrier = self._group_for(group, flat)
-        narrow = self._narrow(flat) if group == "dense lane" else flat
+        carrier, _ = self._carrier(group, flat)
+        narrow = self._narrow(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
         launched = self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, narrow)
-        sent_bytes = cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes
-        return launched if narrow is flat else widened(launched, flat, sent_bytes)
+        if narrow is flat:
+            return launched
+        return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def _narrow(self, gradient: Tensor) -> Tensor:
         """Returns a gradient in the dtype in which it travels: itself, or a narrower copy."""
@@ -283,10 +285,9 @@ class Communicator(Groups):
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """Launches a collective; one of device tensors over gloo, which needs them on the host, has ended on return."""
-        carrier = self._group_for(group, written)
-        assert carrier is not None
-        if not travels_by_host(written, carrier):
-            turn = self._turn(written, carrier) if group in CLASSES else None
+        _, backend = self._carrier(group, written)
+        if not written.is_cuda or "nccl" in backend:
+            turn = self._turn(written, group) if group in CLASSES else None
             if turn is None:
                 return InFlight(written, collective(written, *read), reads=read)
             with turn:
@@ -297,12 +298,12 @@ class Communicator(Groups):
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def _turn(self, tensor: Tensor, group: dist.ProcessGroup | None) -> AbstractContextManager[None] | None:
+    def _turn(self, tensor: Tensor, group: str) -> AbstractContextManager[None] | None:
         """Returns a context for a collective of the calling thread; None: a host's collective needs no order."""
-        assert self.group is not None
-        assert group is not None
+        if self.in_turn is None and not tensor.is_cuda:
+            return None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
-        if of_hosts or travels_by_host(tensor, group):
+        if of_hosts or (tensor.is_cuda and "nccl" not in self._carrier(group, tensor)[1]):
             return None
         if self.in_turn is None:
             return alone_on(tensor.device) if tensor.is_cuda else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from embrace_fx.runtime.ranks.announcement import BACKWARD, Announcement, Announcements, Form
 from embrace_fx.runtime.ranks.failure import BACKWARD as NAME
@@ -33,15 +32,19 @@ class Gate:
     def __init__(self, announcements: Announcements, call: int) -> None:
         announcements.communicator.progress.note(NAME)
         self._announcements = announcements
-        self._read: list[Announcement] | None = None
-        self._everyone: Tensor
-        self._everyone, self._work = announcements.launch(Announcement(BACKWARD, program=call))
+        self._here: bool | None = None
+        self._own, self._everyone, self._work = announcements.launch(Announcement(BACKWARD, program=call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
         """Tells whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
-        told = self._told()
-        return {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
+        if self._here is None:
+            rows = self._everyone.tolist()
+            if not (found := rows.count(self._own) == len(rows)):  # the same call's, as most often
+                told = self._told()
+                found = {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
+            self._here = found
+        return self._here
 
     def wait(self) -> None:
         """Waits until the gate's exchange has ended."""
@@ -60,9 +63,7 @@ class Gate:
             raise PeerFailure(self._announcements.reports(told, None) or others)
 
     def _told(self) -> list[Announcement]:
-        if self._read is None:
-            self._read = [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
-        return self._read
+        return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
 def _spoken(call: int) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from embrace_fx.runtime.ranks.backends import backend_name
 
@@ -30,4 +31,7 @@ def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":
         return dist.all_to_all_single(everyone, own.repeat(ranks), group=group, async_op=async_op)
+    if async_op and group is not None and not own.is_cuda:  # at every step: torch's function makes five calls more
+        gather = getattr(group, "all_gather_single", None) or group._allgather_base
+        return gather(everyone, own, AllgatherOptions())
     return all_gather_single(everyone, own, group=group, async_op=async_op)

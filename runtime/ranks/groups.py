@@ -72,6 +72,7 @@ class Groups:
         self.meshes: dict[Any, Any] = {}
         self.refuse: Callable[[str], None] = lambda reason: None
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
@@ -112,6 +113,7 @@ class Groups:
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
         # Not the user's group: while a user's collective blocks this thread, another one answers here (`lone_calls`).
         self._hosts = self._new_group("hosts", backend="gloo")
+        self._carriers.clear()
         # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
         return self.gather(uuid4().hex, str)[0]
 
@@ -119,6 +121,7 @@ class Groups:
         """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
         self._closed, self._hosts = CLOSED, None
         self._groups.clear()
+        self._carriers.clear()
         self._waiters.clear()
         self._end()
 
@@ -285,10 +288,17 @@ class Groups:
         assert self.group is not None
         return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 
-    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
-        """Returns a class's group, or that of the hosts where the class's does not take the tensor."""
-        group = self._groups[name]
-        return group if carries(group, tensor.device) else self._hosts
+    def _carrier(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
+        """Returns the group that carries a class's tensors of a device, and the name of its back end.
+
+        It is the class's own, or that of the hosts where the class's does not take the tensor.
+        """
+        found = self._carriers.get((name, tensor.device))
+        if found is None:
+            group: Any = self._groups[name]
+            group = group if carries(group, tensor.device) else self._hosts
+            found = self._carriers[name, tensor.device] = group, backend_name(group, tensor.device)
+        return found
 
     def host_group(self) -> dist.ProcessGroup:
         """Returns the group that carries tensors of the hosts, of at least two ranks."""

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -73,13 +73,14 @@ class LoneCalls:
 
     Attributes:
         met: announcements that this rank has begun, and questions.
+        waiting_since_s: since when it waits for an announcement of the others, by `time.monotonic`; None: it does not.
     """
 
     def __init__(self) -> None:
         self.met = 0
         self._rank = 0
         self._name = ""  # in the store; the same on all ranks
-        self._waiting_since_s: float | None = None
+        self.waiting_since_s: float | None = None
         self._written = 0  # the last announcement of which this rank has written that it waits in it
         self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that waits in vain, and why
 
@@ -103,15 +104,6 @@ class LoneCalls:
         _c10d_logger.addFilter(explain)  # torch logs the errors of its collectives where it raises them
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Opens a context in which this rank waits for an announcement of the others."""
-        self._waiting_since_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waiting_since_s = None
-
     def look(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
         """Writes a long wait of this rank; where this rank does not wait, finds out whether it is waited for in vain.
 
@@ -121,7 +113,7 @@ class LoneCalls:
             answer: announces a failure to a rank that waits for this one, and returns what both then raise.
         """
         self._name = name
-        if (since_s := self._waiting_since_s) is not None:
+        if (since_s := self.waiting_since_s) is not None:
             if time.monotonic() - since_s > PATIENCE_S and self._written != self.met:
                 self._write(store, _WAITS)
                 self._written = self.met

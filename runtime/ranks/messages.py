@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from embrace_fx.runtime.ranks.backends import backend_name
-from embrace_fx.runtime.ranks.worker import Ending, Worker
+from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
@@ -29,7 +29,7 @@ class Messages:
 
     def __init__(self, works: Sequence[dist.Work], waiter: Worker | None = None) -> None:
         self._works, self._waiter = works, waiter
-        self._end: Ending | None = None
+        self._end: Future[None] | None = None
 
     def wait(self) -> None:
         """Waits until all messages have arrived, and left.
@@ -46,7 +46,7 @@ class Messages:
         """Returns the future that a collective's work has. Called once."""
         assert self._waiter is not None
         self._end = self._waiter.submit(partial(_wait_for, self._works))
-        return self._end.get_future()
+        return self._end
 
 
 def _wait_for(works: Sequence[dist.Work]) -> None:
@@ -70,17 +70,18 @@ def send_parts(
         received[own].copy_(sent[own])
     # Each begins with its right neighbour, so that not all send to the same rank at first.
     turns = range(1, ranks)
-    to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
-    sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
+    works: list[Any] = []
     if backend_name(group, received[own].device) == "gloo":
-        works: list[Any] = []
         try:
-            works += [group.recv([received[rank]], rank, 0) for rank in sources]
-            works += [group.send([sent[rank]], rank, 0) for rank in to]
-        except RuntimeError as error:  # whoever waits knows what to make of it
-            works.append(Ending(Future()))
-            works[-1].get_future().set_exception(error)
+            works += [group.recv([part], k, 0) for t in turns if (part := received[k := (own - t) % ranks]).numel()]
+            works += [group.send([part], k, 0) for t in turns if (part := sent[k := (own + t) % ranks]).numel()]
+        except RuntimeError as error:  # raised by the wait, whose caller names the rank that is gone
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            works.append(failed)
     else:  # NCCL wants them together
+        to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
+        sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
         messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
         messages += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in to]
         works = dist.batch_isend_irecv(messages) if messages else []

@@ -21,11 +21,11 @@ class Worker:
         # Not at the end of the interpreter, where jobs may still be under way: the thread ends with it.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, job: Callable[[], Any]) -> Ending:
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Returns what ends with a job: with its result, or with its error."""
         end: Future[Any] = Future()
         self._jobs.put((job, end))
-        return Ending(end)
+        return end
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:

@@ -54,6 +54,8 @@ def launch_flags(
     def finish(names: str, failure: Exception | None) -> tuple[int, ...]:
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
+        if not any(writes) and not any(not_finite):
+            return tuple(counts)
         if FAILED in writes:
             communicator.check_none_failed(failure)
         if ranks := _ranks(writes):
@@ -81,7 +83,8 @@ def _launch(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
     """Exchanges, by rank, the number of scalars that are not finite and `written`; then the sum of `used`."""
-    own = [sum(not math.isfinite(scalar.item()) for scalar in scalars), written, *used]
+    numbers = [scalar.item() for scalar in scalars]
+    own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
     if communicator.world_size == 1:
         return lambda: own
     communicator.progress.note(_NAME)
