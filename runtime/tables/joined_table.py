@@ -11,10 +11,10 @@ Shape legend: V' rows of the space, d columns that this rank owns; K rows with g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, repeat
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from sys import getrefcount
 from typing import Any
 
@@ -33,6 +33,9 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.row_space import RowSpace
+
+_PARAMETER, _OPTIMIZER, _GRAD = map(attrgetter, ("parameter", "optimizer", "parameter.grad"))
+_LOCAL, _RESTING, _SKIPPED = map(attrgetter, ("parameter.held.local", "resting", "resting.skipped"))
 
 
 class JoinedTable:
@@ -61,8 +64,10 @@ class JoinedTable:
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        parts = [member.parameter.held.local for member in self.members]  # type: ignore[attr-defined]  # they are parts
-        return self._weights.of(parts, lambda k, view: self.members[k].move(view))
+        return self._weights.of([*map(_LOCAL, self.members)], self._move)
+
+    def _move(self, k: int, view: Tensor) -> None:
+        self.members[k].move(view)
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
@@ -107,8 +112,7 @@ class JoinedTable:
     @property
     def has_gradient(self) -> bool:
         """Whether `.grad` of any table is not zero."""
-        grads = [member.parameter.grad for member in self.members]
-        return grads.count(None) < len(grads) and any(member.held is not None for member in self.members)
+        return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
         """Puts rows of the tables, in their order, together as rows of the space."""
@@ -132,10 +136,10 @@ class JoinedTable:
 
     def _has_one_group(self) -> bool:
         optimizer = self.members[0].optimizer
-        if optimizer is None or not all(map(is_, [member.optimizer for member in self.members], repeat(optimizer))):
+        if optimizer is None or not all(map(is_, map(_OPTIMIZER, self.members), repeat(optimizer))):
             return False
         params = self.members[0].param_group()["params"]
-        return set(map(id, params)).issuperset([id(member.parameter) for member in self.members])
+        return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def param_group(self) -> Options:
         """The options of this moment."""
@@ -172,15 +176,14 @@ class JoinedTable:
     def _together(self) -> RestingRows | None:
         """The common history; None: a table has one of its own."""
         known = self._resting
-        return known if all(map(is_, [member.resting for member in self.members], repeat(known))) else None
+        return known if all(map(is_, map(_RESTING, self.members), repeat(known))) else None
 
     @property
     def has_resting_rows(self) -> bool:
         """Whether any row may have skipped a step."""
         if (together := self._together) is not None:
             return together.rest
-        skipped = [member.resting.skipped for member in self.members]
-        return skipped.count(None) < len(skipped) and any(member.has_resting_rows for member in self.members)
+        return set(map(_SKIPPED, self.members)) != {None} and any(member.has_resting_rows for member in self.members)
 
     def catch_up(self, ids: Tensor) -> bool:
         """Lets rows (K,), in any order, take the steps they have skipped, before they are read."""
@@ -252,11 +255,7 @@ class _Joined:
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds
         self.all: Tensor | None = None
-        self._views: list[Tensor] = []
-
-    def is_of(self, parts: Sequence[Tensor]) -> bool:
-        """Whether these are the views."""
-        return all(map(is_, parts, self._views)) if self.all is not None else False
+        self.views: list[Tensor] = []
 
     def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
         """All rows of `parts`, (V', d).
@@ -264,14 +263,17 @@ class _Joined:
         Args:
             move: (number of a table, view of its rows): puts the view in the place of the table's part.
         """
-        if self.all is not None and all(map(is_, parts, self._views)):
+        if self.all is not None and all(map(is_, parts, self.views)):
             return self.all
         found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
         views = [found[first:last] for first, last in pairwise(self._bounds)]
         for k, (part, view) in enumerate(zip(parts, views, strict=True)):
             move(k, view.copy_(part))
-        self.all, self._views = found, views
+        self.all, self.views = found, views
         return found
+
+
+_HELD_LOCAL, _VERSION = attrgetter("held.local"), attrgetter("_version")
 
 
 class _JoinedState:
@@ -322,26 +324,28 @@ class _JoinedState:
 
     def _note_versions(self) -> None:
         tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
-        self._versions = {key: _versions(values) for key, values in tensors.items()}
+        counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
+        self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
         """Whether everything is what has been found last."""
         if not self._kept:
             return False
-        by_id = {id(parameter): kept for parameter, kept in self._members[0].holder.state.items()}  # hashes none
-        kept = [by_id.get(id(member.parameter)) for member in self._members]
+        state = self._members[0].holder.state
+        by_id = dict(zip(map(id, state), state.values(), strict=True))  # hashes no parameter
+        kept = map(by_id.get, map(id, map(_PARAMETER, self._members)))
         if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
             return False
-        for key, counters in self._counters.items():
-            if not all(map(is_, [each.get(key) for each in self._kept], counters)):
-                return False
         try:
+            for key, counters in self._counters.items():
+                if not all(map(is_, map(itemgetter(key), self._kept), counters)):
+                    return False
             for key, of_rows in self._of_rows.items():
-                if not of_rows.is_of([each[key].held.local for each in self._kept]):
+                if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), of_rows.views)):
                     return False
         except (KeyError, AttributeError):  # the user's own tensor, or none
             return False
-        return self._versions == {key: _versions(self._counters[key]) for key in self._versions}
+        return [[*map(_VERSION, self._counters[key])] for key in self._versions] == [*self._versions.values()]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Keeps counters of each table as they are after a step."""
@@ -355,10 +359,6 @@ class _JoinedState:
             return
         for member in self._members:
             member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -25,6 +26,9 @@ class Hints(Protocol):
     def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None: ...
 
     def end_call(self) -> None: ...
+
+
+_SKIPPED = attrgetter("resting.skipped")
 
 
 class ToCome(Protocol):
@@ -119,7 +123,12 @@ class ModelState:
     @property
     def has_resting_rows(self) -> bool:
         """Whether any table has rows that have skipped a step."""
-        return any(table.has_resting_rows for table in self.units())
+        histories = set(map(_SKIPPED, self.tables.values()))  # at every call and step: without a call for each table
+        histories.discard(None)
+        for history in histories:
+            if history.count:
+                return True
+        return bool(self.spaces) and any(space.has_resting_rows for space in self.spaces.values())
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 State = MutableMapping[str, Any]
@@ -24,6 +24,25 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
+
+
+def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, Hashable], ...] | None:
+    """The options of a param group, to remember by what they decide; None: some are tensors, or other objects.
+
+    Args:
+        but: the name of one to leave out.
+    """
+    found: list[tuple[str, Hashable]] = []
+    for name, value in group.items():  # several times a step: without calls
+        if name not in ("params", but):
+            kinds = map(type, value) if type(value) is tuple else (type(value),)
+            if not PLAIN.issuperset(kinds):
+                return None
+            found.append((name, value))
+    return tuple(found)
+
+
+PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -85,7 +104,7 @@ def step_tensor(
         options: of the param group, as of the step.
         state: of these values; written. Empty before their first step.
     """
-    parameter = nn.Parameter(values.detach())  # the same memory
+    parameter = values.detach()  # the same memory; an nn.Parameter's constructor asks for pending updates
     parameter.grad = gradient if type(optimizer) is not SparseAdam else _sparse(gradient)
     found: Any = defaultdict(dict, {parameter: dict(state)} if state else {})
     step_groups(optimizer, [{**options, "params": [parameter]}], found)
@@ -104,20 +123,29 @@ def is_of_rows(value: Any, rows: int) -> bool:
 
 def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
     """Copies the state of some rows of a table of `rows` rows, and its counters."""
-    return {key: _gathered(value, ids, rows) for key, value in state.items()}
+    found: State = {}
+    for key, value in state.items():  # several times a step: without calls
+        if not isinstance(value, Tensor):
+            found[key] = copy.copy(value)
+        elif value.dim() > 0 and value.shape[0] == rows:
+            found[key] = value.index_select(0, ids)
+        else:
+            found[key] = value.clone()
+    return found
 
 
-def _gathered(value: Any, ids: Tensor, rows: int) -> Any:
-    if is_of_rows(value, rows):
-        return value.index_select(0, ids)
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
+    """The state of a table of `rows` rows, with counters of its own: a step counts in place."""
+    counters = {key: value for key, value in state.items() if isinstance(value, Tensor) and not is_of_rows(value, rows)}
+    return {**state, **{key: value.clone() for key, value in counters.items()}}
 
 
 def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
     """Puts the state of some rows back, without its counters."""
     for key, value in of_rows.items():
-        if is_of_rows(state.get(key), rows):
-            state[key].index_copy_(0, ids, value)
+        whole = state.get(key)
+        if isinstance(whole, Tensor) and whole.dim() > 0 and whole.shape[0] == rows:
+            whole.index_copy_(0, ids, value)
 
 
 _ELEMENTS = 1 << 17

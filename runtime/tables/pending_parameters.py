@@ -13,12 +13,12 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, sub
+from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -157,11 +157,13 @@ class Updates:
             if issubclass(type(parameter), PendingParameter):  # of another model, too
                 _apply(parameter)
             self._open.append(parameter)
-            if isinstance(parameter, Part):  # every way to its memory leads by what holds it
-                self._held.append(parameter.held)
-                parameter.held.on_use = self.apply
+            plain: Any = type(parameter)
+            if plain is Part:  # every way to its memory leads by what holds it
+                held: Held = parameter.held  # type: ignore[attr-defined]
+                self._held.append(held)
+                held.on_use = self.apply
             else:
-                parameter.__class__ = self._kind(type(parameter))
+                parameter.__class__ = self._kinds.get(plain) or self._kind(plain)
 
     def _apply(self) -> None:
         """Applies what is pending, as at any other time: traces and transforms read parameters too."""
@@ -177,11 +179,10 @@ class Updates:
             self._applies = False
 
     def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        if plain not in self._kinds:
-            bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
-            its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
-            self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
-        return self._kinds[plain]
+        bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
+        its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
+        made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
+        return made
 
     def close(self) -> None:
         """Makes parameters what they were."""
@@ -250,9 +251,11 @@ class PendingUpdates:
     def close(self) -> None:
         """Begins such a time."""
         with self.lock:
-            self._leave_states()
-            for kind in self._kinds:
-                kind.close()
+            if self._states:
+                self._leave_states()
+            if self._is_open():
+                for kind in self._kinds:
+                    kind.close()
 
     def open(self) -> None:
         """Ends it, where no `closed` goes on."""
@@ -264,18 +267,19 @@ class PendingUpdates:
             for kind in self._kinds:
                 kind.open()
             if self._is_open():
-                states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
-                if _most_holders(states) > _fewest_holders():
-                    self.apply()  # who holds a tensor of it reads and writes it unseen
-            self._take_states()
+                optimizers = set(self._optimizers())
+                if _most_holders(optimizers) > _fewest_holders():
+                    self.apply()  # who holds a tensor of a state reads and writes it unseen
+                else:
+                    self._take_states(optimizers)
 
     def _is_open(self) -> bool:
         """Whether anything is pending."""
         return any(map(_PENDING, self._kinds))
 
-    def _take_states(self) -> None:
-        if self._is_open():
-            self._states = [PendingState(optimizer, self.apply) for optimizer in set(self._optimizers())]
+    def _take_states(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._states.append(PendingState(optimizer, self.apply))
 
     def _leave_states(self) -> None:
         states, self._states = self._states, []
@@ -288,7 +292,8 @@ class PendingUpdates:
         try:
             yield
         finally:
-            self._take_states()
+            if self._is_open():
+                self._take_states(set(self._optimizers()))
 
     def apply(self) -> None:
         """Applies all that is pending, for whoever looks."""
@@ -311,12 +316,21 @@ class _Closed(contextlib.AbstractContextManager[None]):
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
     """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
-    _, alone = _holders(torch.empty(0, device="cpu"))  # the tensor, and what asking takes
-    tensors: list[Any] = [*[p.held.local if isinstance(p, Part) else p for p in parameters], *own]
-    known = [id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata for tensor in tensors]
-    one_of = dict(zip(known, tensors, strict=True))
-    counts = Counter(known)
-    return any(_holders(tensor)[1] >= alone + counts[address] for address, tensor in one_of.items())
+    counts: dict[int, int] = {}
+    holders: dict[int, int] = {}
+    nobodys: Any = torch.empty(0, device="cpu")
+    tensors: list[Any] = [*[p.held.local if isinstance(p, Part) else p for p in parameters], *own, nobodys]
+    for tensor in tensors:  # at every step, of every parameter: without calls
+        if tensor.is_sparse:  # its values may be held by any number of tensors
+            return True
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and storage.is_shared():
+            return True
+        address = storage._cdata
+        counts[address] = counts.get(address, 0) + 1
+        holders[address] = torch._C._storage_Use_Count(address) + getrefcount(storage)  # in C++, in Python
+    alone: int = holders[address]  # one tensor, and what asking takes
+    return bool(max(map(sub, holders.values(), counts.values())) >= alone)
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
@@ -328,23 +342,24 @@ def is_held_by_torch(parameter: Tensor) -> bool:
 
 def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
     """As `is_held_by_torch` of any, whose nodes may be there; parts are asked by whoever holds them."""
-    return any(p._use_count() > 2 for p in parameters if not isinstance(p, Part))
+    return max([parameter._use_count() for parameter in parameters if type(parameter) is not Part], default=0) > 2
 
 
-def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
-    """Counts the references to the tensor of some state that has most."""
+def _most_holders(optimizers: Iterable[Any]) -> int:
+    """Counts the references to the tensor of their state that has most."""
     most = 0
-    for state in states:  # at every step, of every parameter
-        for value in state.values():
-            if (count := sys.getrefcount(value)) > most and isinstance(value, Tensor) and value.dim():
-                most = count
+    for optimizer in optimizers:  # at every step, of every parameter
+        for state in optimizer.state.values():
+            for value in state.values():
+                if (count := getrefcount(value)) > most and isinstance(value, Tensor) and value.dim():
+                    most = count
     return most
 
 
 @cache
 def _fewest_holders() -> int:
     """Counts those of a tensor that nobody holds besides its state."""
-    return _most_holders([{"": torch.empty(1, device="cpu")}])
+    return _most_holders([SimpleNamespace(state={"": {"": torch.empty(1, device="cpu")}})])
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
@@ -353,21 +368,8 @@ def is_kept(parameter: nn.Parameter) -> bool:
     other.grad = torch.empty(0, device="cpu")
     gradient, alone = parameter.grad, other.grad
     assert gradient is not None
-    return sys.getrefcount(gradient) > sys.getrefcount(alone) or share_memory([gradient])
+    return getrefcount(gradient) > getrefcount(alone) or share_memory([gradient])
 
-
-def _holders(tensor: Tensor) -> tuple[int, int]:
-    """Tells a memory's address, and how many hold it, in C++ or as a storage in Python; of other processes', many."""
-    if tensor.is_sparse:  # its values may be held by any number of tensors
-        return id(tensor), _MANY
-    storage = tensor.untyped_storage()
-    address = storage._cdata
-    if storage.device.type == "cpu" and storage.is_shared():
-        return address, _MANY
-    return address, torch._C._storage_Use_Count(address) + sys.getrefcount(storage)
-
-
-_MANY = 1 << 30
 
 _IN_A_GRAPH = (
     "expected a parameter without a pending update, in torch.compile(fullgraph=True) or a control flow operator, found "

@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
-from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, same_options, step_tensor
+from embrace_fx.runtime.tables.own_step import (
+    hyperparameters,
+    makes_state,
+    new_state,
+    plain_options,
+    same_options,
+    step_tensor,
+)
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
@@ -32,7 +39,6 @@ from embrace_fx.runtime.tables.update_rule import (
     RowsAlone,
     RowWise,
     Sweep,
-    facts_of,
     moving,
     steps_rows,
     suppose,
@@ -102,6 +108,9 @@ class RowTable:
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         """Where rows (K,) are in `local`, until the next call: there themselves."""
         return ids
+
+    shown: Collection[str] = ()
+    """Entries of state that its memory keeps, besides those of the optimizer."""
 
     needs_host = False
     """Whether its host has to know which rows of a device are looked up."""
@@ -295,13 +304,15 @@ class RowTable:
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWise
-        return self._rule(moving(self.holder, options, self.row_updates, self.local.dtype), options)
+        return self._rule(moving(self.holder, options, self.row_updates, self.parameter.dtype), options)
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if way in STILL:
             return RowsAlone
-        rests = way == "either" and self._may_rest() and form_of(self.holder, options, self.state, self.local.dtype)
-        return Replay if rests else Sweep
+        if way != "either" or not self._may_rest():
+            return Sweep
+        kept = self.holder.state.get(self.parameter) or {}
+        return Replay if form_of(self.holder, options, kept, self.parameter.dtype) else Sweep
 
     def begin_step(self) -> RowsAlone:
         """Begins a step under the options of this moment."""
@@ -340,11 +351,11 @@ class RowTable:
     @property
     def lacks_state(self) -> bool:
         """Whether its next step makes state, which has to be made for all rows at once."""
-        options, state = self.param_group(), self.state
-        tensors = [(key, isinstance(value, Tensor)) for key, value in state.items()]
-        asked = facts_of(self.holder, options), tensors
-        if self._made != asked:
-            if makes_state(self.holder, options, self.local, state):
+        options = self.param_group()
+        kept: Mapping[str, Any] = self.holder.state.get(self.parameter) or {}
+        asked = plain_options(options, but="lr"), frozenset(self.shown), *kept, *map(type, kept.values())
+        if asked[0] is None or self._made != asked:
+            if makes_state(self.holder, options, self.local, self.state):
                 return True
             self._made = asked
         return False

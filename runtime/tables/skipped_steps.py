@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, History, Moments, decay_rows
+from embrace_fx.runtime.tables.own_step import plain_options
 
 MOST_STEPS = 4096
 """Of a history: then all rows take what they have skipped, and it begins anew."""
@@ -82,13 +84,30 @@ def form_of(
     if found is None:
         return None
     form, names = found
-    return form if _tensors_among(state, names) == len(names) else None
+    for name in names:
+        if not isinstance(state.get(name), Tensor):
+            return None
+    return form
 
 
-def skipping(
-    kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[type[SkippedSteps], list[str]] | None:
-    """Finds the form in which a class's steps are skipped, and the state it takes; None: they cannot be."""
+Skipping = tuple[type[SkippedSteps], list[str]]
+"""The form in which steps are skipped, and the state that it takes."""
+
+
+def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
+    """Finds how a class's steps are skipped; None: they cannot be."""
+    plain = plain_options(options)
+    return _skipping(kind, options, dtype) if plain is None else _skipping_under(kind, plain, dtype)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _skipping_under(
+    kind: type[Optimizer], options: tuple[tuple[str, Hashable], ...], dtype: torch.dtype
+) -> Skipping | None:
+    return _skipping(kind, dict(options), dtype)
+
+
+def _skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):

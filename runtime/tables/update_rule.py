@@ -15,7 +15,7 @@ Shape legend: V' x d this rank's part of a table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -31,11 +31,13 @@ from embrace_fx.runtime.tables.own_step import (
     first_rows,
     hyperparameters,
     is_of_rows,
+    plain_options,
     put_rows,
     rows_of_state,
     step_groups,
     step_rows,
     step_tensor,
+    with_own_counters,
 )
 from embrace_fx.runtime.tables.resting import PartAndState, RestingRows, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import skipping
@@ -141,7 +143,8 @@ class Sweep(RowsAlone):
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
         done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in self._applied]
-        after = step_tensor(self.optimizer, self.options, local, gradient, state)
+        # What is counted stays as it is until `keep`: of a row space, it is the first table's own.
+        after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)
             put_rows(after, of_rows, ids, total)
@@ -243,7 +246,27 @@ UpdateRule = RowsAlone | OfMembers
 
 def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
     """Tells how rows without gradient move under an optimizer and these options."""
-    kind = type(optimizer)
+    kind, plain = type(optimizer), plain_options(options)
+    if plain is None:
+        return _moving(kind, options, tuple(optimizer.defaults), row_updates, dtype)
+    return _moving_under(kind, plain, tuple(optimizer.defaults), row_updates, dtype)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _moving_under(
+    kind: type[Optimizer],
+    options: tuple[tuple[str, Hashable], ...],
+    names: tuple[str, ...],
+    row_updates: RowUpdates,
+    dtype: torch.dtype,
+) -> Moving:
+    return _moving(kind, dict(options), names, row_updates, dtype)
+
+
+def _moving(
+    kind: type[Optimizer], options: Options, names: Sequence[str], row_updates: RowUpdates, dtype: torch.dtype
+) -> Moving:
+    """As `moving`; `names`: of the class's own options."""
     if kind in (SparseAdam, RowWiseAdagrad):
         return "lazy" if kind is SparseAdam else ""
     if kind in ELEMENT_WISE and steps_rows(options):
@@ -251,7 +274,7 @@ def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtyp
         # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
         if row_updates == "lazy" and not is_damped:
             return "lazy"
-        if _stand_still(kind, facts_of(optimizer, options)):  # type: ignore[arg-type]  # classes hash
+        if _stand_still(kind, facts_of(names, options)):  # type: ignore[arg-type]  # classes hash
             return ""
     return "sweep" if skipping(kind, options, dtype) is None else "either"
 
@@ -264,20 +287,12 @@ def steps_rows(options: Options) -> bool:
     )
 
 
-def facts_of(optimizer: Optimizer, options: Options) -> tuple[tuple[str, Hashable], ...]:
-    """Returns a class's own options as plain values, without the lr.
+def facts_of(names: Iterable[str], options: Options) -> tuple[tuple[str, Hashable], ...]:
+    """Returns a class's own options, by their names, as plain values, without the lr.
 
     A class's defaults may name what its groups lack: once state is loaded, SparseAdam's name `differentiable`.
     """
-    found: list[tuple[str, Hashable]] = []
-    for name in sorted(optimizer.defaults):  # several times a step, for each table
-        if name != "lr" and name in options:
-            value = options[name]
-            found.append((name, value if type(value) in _HASHABLE else _plain(value)))
-    return tuple(found)
-
-
-_HASHABLE = (float, bool, int, str, type(None))
+    return tuple((name, _plain(options[name])) for name in sorted(names) if name != "lr" and name in options)
 
 
 def _plain(value: Any) -> Hashable:

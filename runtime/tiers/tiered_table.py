@@ -135,7 +135,8 @@ class TieredTable(InSlots, RowTable):
         self, *args: Any, memory: WorkingSet, first: int = 0, shown: Collection[str] = (), **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.memory, self.shown = memory, self._with_made(shown)
+        self.memory = memory
+        self.shown: set[str] = self._with_made(shown)
         self.rows, self._stepped = range(first, first + self.shape[0]), 0
         self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
         self._expected: Tensor | None = None

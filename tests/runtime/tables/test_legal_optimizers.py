@@ -130,7 +130,7 @@ def test_a_number_that_is_a_tensor_is_read_as_one() -> None:
 def test_defaults_that_groups_lack_are_no_options() -> None:
     """Loading state gives SparseAdam's defaults a `differentiable`, and its groups none."""
     optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(V, D))])
-    before = facts_of(optimizer, optimizer.param_groups[0])
+    before = facts_of(optimizer.defaults, optimizer.param_groups[0])
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.defaults.keys() > optimizer.param_groups[0].keys() - {"params"}
-    assert facts_of(optimizer, optimizer.param_groups[0]) == before
+    assert facts_of(optimizer.defaults, optimizer.param_groups[0]) == before
