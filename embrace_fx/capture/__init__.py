@@ -95,7 +95,10 @@ class Captured:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        if not all(agree(leaves[k], value) for k, value in self.constants.items()) or not self.conditions.hold():
+        for k, value in self.constants.items():  # at every call: without a generator
+            if not agree(leaves[k], value):
+                return False
+        if not self.conditions.hold():
             return False
         if self.written and shares_memory(self.written, leaves):
             return False

@@ -28,13 +28,29 @@ _TAKEN = (
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the flattened arguments of a call, and their structure."""
+    """Returns the flattened arguments of a call, and their structure: one object for all calls that have the same."""
+    leaves = [*args, *kwargs.values()]
+    if _IN_NO_CONTAINER.issuperset(map(type, leaves)):  # most calls: pytree would make five Python calls for each
+        names = len(args), *kwargs
+        spec = _FLAT.get(names)
+        if spec is None:
+            spec = _FLAT[names] = _the_only(pytree.tree_structure((args, kwargs)))
+        return leaves, spec
     leaves, spec = pytree.tree_flatten((args, kwargs))
     while closed := {type(leaf): None for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
         for kind in closed:
             _register(kind)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    return leaves, spec
+    return leaves, _the_only(spec)
+
+
+_IN_NO_CONTAINER = frozenset({Tensor, int, float, bool, str, type(None)})
+_FLAT: dict[Any, pytree.TreeSpec] = {}
+_SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
+
+
+def _the_only(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    return _SPECS.setdefault(spec, spec)
 
 
 def _register(kind: type) -> None:

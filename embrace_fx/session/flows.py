@@ -70,7 +70,7 @@ def start_flow(
         context.announcements,
         launcher,
         {name: RowExchange(table, communicator, launcher, pieces.get(name, 0)) for name, table in tables.items()},
-        BucketUpdates(plan.buckets, state.parameter, communicator, launcher, by_bucket),
+        BucketUpdates(plan.buckets, state.parameters, communicator, launcher, by_bucket),
         looks_ahead=looks_ahead(plan),
         warn=warn,
         after_announcement=after_announcement,

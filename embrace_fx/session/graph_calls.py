@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured, capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
@@ -23,7 +22,7 @@ from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.placement import whole_parameters
-from embrace_fx.session.program_cache import Arguments, Entries, Entry, key_of
+from embrace_fx.session.program_cache import Arguments, Entries, Entry, key_of, signature
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, give_up, runs_eagerly_for
 from embrace_fx.setup.context import Context
@@ -64,14 +63,14 @@ class GraphCalls:
         if self._context.announcements.asked_to_plan:
             programs.replan(entry, leaves)
         entry, program = self._runs(entry, kind, call)
-        following = self._following(kind, program, leaves, call.spec) if program.flow is not None else None
+        following = self._following(kind, program, leaves) if train and program.flow is not None else None
         if programs.flow is not None and program.flow is None:
             programs.flow.leave()
         programs.counters.calls += train
         inputs, hints = entry.captured.inputs(leaves), self._context.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)
-            rows_ahead = self._of_coming(kind, farthest, call.spec, is_next=False)
+            rows_ahead = self._of_coming(kind, leaves, farthest, is_next=False)
             if rows_ahead is not None:
                 rows_ahead.copy_rows()
             hints.step(inputs, rows_ahead, self._lookahead.batches)
@@ -102,24 +101,23 @@ class GraphCalls:
             return self._runs(self._entry(kind, call), kind, call)
         return entry, program
 
-    def _following(
-        self, kind: Entries, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec
-    ) -> NextBatch | None:
+    def _following(self, kind: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
         """Returns the next batch, if it is known and has a program."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
-        return self._of_coming(kind, coming, spec, is_next=True)
+        return self._of_coming(kind, leaves, coming, is_next=True)
 
     def _of_coming(
-        self, kind: Entries, coming: Sequence[Any] | None, spec: pytree.TreeSpec, *, is_next: bool
+        self, kind: Entries, leaves: Sequence[Any], coming: Sequence[Any] | None, *, is_next: bool
     ) -> NextBatch | None:
         """Reads a future batch by the program on which it will run; None: one of the two is not known yet.
 
         Args:
+            kind, leaves: of this call, whose arguments have the structure of the coming ones.
             is_next: it is the next one, whose rows leave ahead where its program overlaps steps.
         """
-        if coming is None or self._programs.cache.get(key_of(self._watch.modes(), coming, spec, True)) is not kind:
+        if coming is None or signature(coming) != signature(leaves):
             return None
         entry = kind.accepting(coming)
         program = None if entry is None or entry.captured.switches else entry.programs.get(False)
@@ -130,7 +128,7 @@ class GraphCalls:
             return None
         try:
             inputs = entry.captured.inputs(coming)
-            if is_next and any(index >= len(coming) for index in of_ids.reads):
+            if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
                 return None  # objects, from which the other inputs are read, may change until its turn
             with torch.no_grad(), autocast_is_in_the_graph():
                 return look_ahead(of_ids, inputs, program.streams)

@@ -65,7 +65,10 @@ class Entries:
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
         """Returns an entry that is valid for a batch; None: there is none yet."""
-        return next((each for each in self.found if each.captured.accepts(leaves)), None)
+        for each in self.found:
+            if each.captured.accepts(leaves):
+                return each
+        return None
 
 
 class ProgramCache(dict[Any, Entries]):
@@ -120,12 +123,22 @@ class StepCounters:
 
 
 def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """Makes the key of a call: structure, dtypes, autocast and `modes`, the training modes of all modules."""
-    signature = tuple(
-        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
-        for leaf in leaves
-    )
-    autocast = tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
-    return (spec, signature), train, modes, autocast
+    """Makes the key of a call: structure, dtypes, autocast and `modes`, the training modes of all modules.
+
+    Args:
+        spec: the only one of this structure, as `flatten_arguments` returns it.
+    """
+    autocast: tuple[Any, ...] = ()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            autocast += (device, torch.get_autocast_dtype(device))
+    return (id(spec), signature(leaves)), train, modes, autocast
+
+
+def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a capture's validity asks of arguments besides their sizes and constants."""
+    found: list[Any] = []
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        found.append((leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if is_tensor else type(leaf))
+    return tuple(found)

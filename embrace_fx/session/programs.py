@@ -332,8 +332,10 @@ class Programs:
         def joined() -> list[Tensor]:
             return [memory for space in state.spaces.values() for memory in space.joined]
 
-        dense = Updates(lambda: () if (flow := self.flow) is None else flow.buckets.stepped, apply_dense, lock)
-        return dense, Updates(tables, self._tables_may_change, lock, joined)
+        def stepped() -> Iterable[nn.Parameter]:
+            return () if self.pipeline is None or (flow := self.pipeline.flow) is None else flow.buckets.stepped
+
+        return Updates(stepped, apply_dense, lock), Updates(tables, self._tables_may_change, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
         """Lists the optimizers whose last step may still be pending."""

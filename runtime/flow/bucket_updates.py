@@ -119,7 +119,7 @@ class _Bucket:
     def stands_in(self, n: int) -> bool:
         """Tells whether `.grad` of the n-th parameter is what was put there, and nobody has looked at it."""
         found = self.parameters[n].grad
-        if not isinstance(found, PendingGradient) or found.place != n or found.landed is not None:
+        if type(found) is not PendingGradient or found.place != n or found.late.landed is not None:
             return False
         return found.late is self.late()
 
@@ -139,14 +139,14 @@ class BucketUpdates:
 
     Args:
         buckets: parameter names by bucket.
-        parameter: finds a parameter by name.
+        parameters: finds parameters by their names.
         exchanges: by bucket, those that are not AllReduced.
     """
 
     def __init__(
         self,
         buckets: Sequence[tuple[str, ...]],
-        parameter: Callable[[str], nn.Parameter],
+        parameters: Callable[[Collection[str]], list[nn.Parameter]],
         communicator: Communicator,
         launcher: Launcher,
         exchanges: Mapping[int, BucketExchange],
@@ -154,7 +154,7 @@ class BucketUpdates:
         self._exchanges = exchanges
         self._names = tuple(buckets)
         self._bucket_of = {bucket_name(k): k for k in range(len(buckets))}
-        self._parameter = parameter
+        self._parameters = parameters
         self._communicator = communicator
         self._launcher, self._recorder = launcher, launcher.recorder
         self._waiting: dict[int, _Bucket] = {}
@@ -206,7 +206,10 @@ class BucketUpdates:
     @property
     def stepped(self) -> list[nn.Parameter]:
         """Parameters whose update is still to be applied."""
-        return [parameter for bucket in self._waiting.values() for parameter in bucket.stepped.values()]
+        found: list[nn.Parameter] = []
+        for bucket in self._waiting.values():
+            found += bucket.stepped.values()
+        return found
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -223,7 +226,7 @@ class BucketUpdates:
         mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
         tickets = [self._submitted.pop(launch) for launch in mine]
         self._any_sparse |= flat.is_sparse
-        self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, tickets)
+        self._waiting[k] = _Bucket(self._parameters(self._names[k]), flat, tickets)
 
     def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
         """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.
@@ -285,7 +288,11 @@ class BucketUpdates:
         """
         if not self._stood_in and not self._waiting:
             return []
-        place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
+        place_of: dict[int, tuple[_Bucket, Late[Tensor] | None, int]] = {}
+        for bucket in self._waiting.values():
+            late = bucket.late()
+            for n, parameter in enumerate(bucket.parameters):
+                place_of[id(parameter)] = bucket, late, n
         hidden, may_step = [], True
         takes_any = not self._any_sparse or takes_sparse(optimizer)
         for group in optimizer.param_groups:
@@ -293,10 +300,13 @@ class BucketUpdates:
                 gradient = None if id(parameter) in tables else parameter.grad
                 if gradient is None:
                     continue
-                if isinstance(gradient, PendingGradient) and gradient.landed is not None:
-                    parameter.grad = gradient.landed  # put back by an assignment such as `p.grad *= 2`
-                bucket, n = place_of.get(id(parameter), (None, 0))
-                is_late = bucket is not None and id(parameter) not in bucket.stepped and bucket.stands_in(n)
+                is_late = False
+                if type(gradient) is PendingGradient:  # of every parameter: without calls
+                    late, n = gradient.late, gradient.place
+                    if late.landed is not None:
+                        parameter.grad = late.landed[n]  # put back by an assignment such as `p.grad *= 2`
+                    elif (found := place_of.get(id(parameter))) is not None:
+                        is_late = found[1] is late and found[2] == n and id(parameter) not in found[0].stepped
                 may_step = may_step and is_late and (takes_any or not gradient.is_sparse)
                 hidden.append((parameter, gradient))
         if not may_step:

@@ -265,7 +265,7 @@ class Flow:
     @property
     def has_tables_under_way(self) -> bool:
         """Tells whether an update of a table is still to be applied, or rows have left ahead."""
-        return any(exchange.is_under_way for exchange in self.exchanges.values())
+        return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def settle_buckets(self) -> None:
         """Applies updates of dense parameters, as `settle`; on a device, those of tables too."""

@@ -36,7 +36,7 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
-        self._coming_flat = _NOTHING  # the next batch's tensors, recorded before anybody could write them
+        self._current_flat = self._coming_flat = _NOTHING  # their tensors, recorded before anybody could write them
         self._further: deque[Any] = deque()
         self.known = False
         self._warned = False
@@ -82,7 +82,8 @@ class Lookahead:
             self._current = next(iterator)
         except StopIteration:
             return
-        seen = AsSeen.of(pytree.tree_leaves(self._current))
+        self._current_flat = pytree.tree_flatten(self._current)
+        seen = AsSeen.of(self._current_flat[0])
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
@@ -93,12 +94,13 @@ class Lookahead:
                 self.known = True
                 yield self._current
                 self._recorder().mark(OWN_CODE)
-                self._current = self._coming
+                self._current, self._current_flat = self._coming, self._coming_flat
             self.known = False
             self._coming, self._coming_flat = None, _NOTHING
             yield self._current
         finally:
-            self.known, self._current, self._coming, self._coming_flat = False, None, None, _NOTHING
+            self.known, self._current, self._coming = False, None, None
+            self._current_flat = self._coming_flat = _NOTHING
             if not sys.is_finalizing():  # at interpreter exit ranks have parted, and tensors are being freed
                 self._at_end()
 
@@ -128,7 +130,7 @@ class Lookahead:
         """
         if not self.known:
             return None
-        current, spec = pytree.tree_flatten(self._current)
+        current, spec = self._current_flat
         if farthest and len(self._further) < self.batches - 1:
             return None
         is_farther = farthest and bool(self._further)
@@ -139,9 +141,15 @@ class Lookahead:
         for k, leaf in enumerate(current):
             if isinstance(leaf, Tensor):
                 position.setdefault(id(leaf), k)
-        if any(isinstance(leaf, Tensor) and id(leaf) not in position for leaf in leaves):
-            return None
-        return [coming[position[id(leaf)]] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif id(leaf) in position:
+                found.append(coming[position[id(leaf)]])
+            else:
+                return None
+        return found
 
 
 _NOTHING = pytree.tree_flatten(None)

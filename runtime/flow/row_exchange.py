@@ -234,11 +234,6 @@ class RowExchange:
         self._end_batch()
         self._stale, self._expected = False, None
 
-    @property
-    def is_under_way(self) -> bool:
-        """Tells whether an update is still to be applied, or rows have left ahead."""
-        return bool(self.sent) or self.gradient.step is not None
-
 
 def _join(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
     """Returns the rows that have arrived, in their places among those of the batch.

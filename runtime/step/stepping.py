@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -195,35 +196,46 @@ class Stepping:
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
-        self._check_reduced(optimizer)
+        held = self._held_tables(optimizer)
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step()
-        tables = self._own_tables(optimizer)
-        replicas = self._own_replicas(optimizer)
+        tables = self._own_tables(optimizer, held)
+        replicas = self._own_replicas(optimizer) if self.replicas else []
         may_wait = self._may_wait(optimizer)
-        step.late = self._in_flight(tables) if may_wait else []
-        for exchange in self._exchanges(tables):
-            exchange.gradient.apply_pending()  # of the last step
+        exchanges = self._exchanges(tables)
+        step.late = self._in_flight(exchanges, tables) if may_wait else []
+        for exchange in exchanges:
+            if exchange.gradient.step is not None:
+                exchange.gradient.apply_pending()  # of the last step
         self._sort_tables(step, tables, optimizer)
-        step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]
-        for table, _ in step.replicas:
-            step.hide(table.parameter)
+        for table in replicas:
+            if (gradient := table.parameter.grad) is not None:
+                step.replicas.append((table, gradient))
+                step.hide(table.parameter)
         if self._flow is not None:
             if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
                 hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
-                step.buckets = {id(parameter) for parameter, _ in hidden}
-                step.hidden += [(parameter, gradient, None) for parameter, gradient in hidden]
+                for parameter, gradient in hidden:
+                    step.buckets.add(id(parameter))
+                    step.hidden.append((parameter, gradient, None))
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self._flow.buckets.release(optimizer)
 
-    def _check_reduced(self, optimizer: Optimizer) -> None:
-        """Raises `RuntimeError` where a step would take what each rank has accumulated alone, of a sharded table."""
-        grads = [(table, table.parameter.grad) for table in self._state.tables.values()]
-        own = [table for table, grad in grads if isinstance(grad, Part) and grad.held.unreduced]
-        if not own:
-            return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = [table.name for table in own if id(table.parameter) in held and not table.layout.is_alone]
+    def _held_tables(self, optimizer: Optimizer) -> list[RowTable]:
+        """Returns the sharded tables that an optimizer holds.
+
+        Raises:
+            RuntimeError: its step would take what each rank has accumulated alone.
+        """
+        by_id = {id(table.parameter): table for table in self._state.tables.values()}
+        held, names = list[RowTable](), list[str]()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (table := by_id.get(id(parameter))) is not None:
+                    held.append(table)
+                    gradient = parameter.grad
+                    if type(gradient) is Part and gradient.held.unreduced and not table.layout.is_alone:
+                        names.append(table.name)
         if names:
             raise RuntimeError(
                 "expected a backward outside of no_sync() before optimizer.step(), found gradients of sharded tables "
@@ -231,10 +243,12 @@ class Stepping:
                 "copy, and of a sharded table there is one. Leave no_sync() for the last backward of a step, or keep "
                 f"the tables whole: strategy={{{names[0]!r}: 'allreduce'}}."
             )
+        return held
 
     def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
-        done = {id(table) for exchange in step.late for table in exchange.table.members}
+        done: set[int] = set()
         for exchange in step.late:
+            done.update(map(id, exchange.table.members))
             step.hide_all(exchange.table.members)
         own = set(map(id, tables)) if optimizer.__dict__.get("grad_scale") is None else set[int]()
         for space in self._state.spaces.values() if type(optimizer) is not RowWiseAdagrad else ():
@@ -262,17 +276,15 @@ class Stepping:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
 
-    def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
-        """Returns the sharded tables that an optimizer is about to step, which are its from now on."""
-        by_id = {id(table.parameter): table for table in self._state.tables.values()}
-        held = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
-        reason = needs_whole(type(optimizer))
-        whole = [table.name for table in held] if reason else []
+    def _own_tables(self, optimizer: Optimizer, held: Sequence[RowTable]) -> Sequence[RowTable]:
+        """Returns the tables that an optimizer is about to step, of those `held`: they are its from now on."""
+        whole: list[str] = []
+        if reason := needs_whole(type(optimizer)):
+            whole = [table.name for table in held]
+        elif type(optimizer) is RowWiseAdagrad:
+            whole, reason = [table.name for table in held if table.grid is not None], NOT_ON_A_GRID
         if whole:
             self._make_whole(whole, reason)
-        elif cut := [table.name for table in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
-            self._make_whole(cut, NOT_ON_A_GRID)
-            whole = cut
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
@@ -280,11 +292,9 @@ class Stepping:
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
-        return [table for table in held if table.name not in whole]
+        return [table for table in held if table.name not in whole] if whole else held
 
     def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
-        if not self.replicas:
-            return []
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -299,21 +309,21 @@ class Stepping:
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
-        return all(hasattr(hook, "stepping") for hook in hooks)
+        return all(map(hasattr, hooks, repeat("stepping")))
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
         if self._flow is None:
             return []
         return list(dict.fromkeys([self._flow.of_table[table.name] for table in tables]))
 
-    def _in_flight(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+    @staticmethod
+    def _in_flight(exchanges: Sequence[RowExchange], tables: Sequence[RowTable]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""
-        names = {table.name for table in tables}
-        return [
-            exchange
-            for exchange in self._exchanges(tables)
-            if names.issuperset([member.name for member in exchange.table.members]) and exchange.gradient.may_wait()
-        ]
+        own, found = set(map(id, tables)), list[RowExchange]()
+        for exchange in exchanges:
+            if own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_wait():
+                found.append(exchange)
+        return found
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -337,17 +347,19 @@ class Stepping:
 
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
         """Steps tables by the gradients that were hidden from torch's own step, and notes it at their exchanges."""
-        moved_all = {id(table) for table in step.own + step.dense}
-        gradients = [(table, table.open_gradient()) for table in step.dense + step.rows]
-        rewritten = {id(table) for table, held in gradients if not held.is_late and held.is_dense}  # by the loop
+        moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
+        for table in step.dense + step.rows:
+            held = table.open_gradient()
+            if not held.is_late and held.is_dense:  # by the loop
+                rewritten.add(id(table))
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for table, rows in (*step.joined, *self._state.joined(step.rows)):
-                rule = table.begin_step()
+            for unit, rows in (*step.joined, *(self._state.joined(step.rows) if step.rows else ())):
+                rule = unit.begin_step()
                 rule.finish([rows])
                 if rule.moves_all:
-                    moved_all.update(map(id, table.members))
+                    moved_all.update(map(id, unit.members))
         for table in step.dense:
             table.step_dense()
         for table, gradient in step.replicas:
@@ -383,9 +395,10 @@ class Stepping:
             self._communicator.progress.optimizer_steps += 1
             self._state.reads.stepped(optimizer)
 
-    def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
+    @staticmethod
+    def _unscale(optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""
-        found_inf, scale = (optimizer.__dict__.get(key) for key in ("found_inf", "grad_scale"))
+        found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
             return False
         if scale is not None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.session.graph_calls import varying_sizes
 from embrace_fx.session.program_cache import Entries, ProgramCache, key_of
 
@@ -15,7 +15,7 @@ IDS, MASK = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 
 
 def key(*args: Any, train: bool = True, modes: tuple[bool, ...] = (True,)) -> Any:
-    leaves, spec = pytree.tree_flatten(args)
+    leaves, spec = flatten_arguments(args, {})
     return key_of(modes, leaves, spec, train)
 
 
