@@ -106,6 +106,7 @@ class StepPipeline:
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self._graph: TrainingGraph | None = None  # of the first training program
+        self._last: Program | None = None  # for training, of those built
 
     def monitor_rows(self) -> None:
         """Watches the rows that batches read from here on, where strategies depend on them."""
@@ -150,6 +151,8 @@ class StepPipeline:
         program = entry.programs[accumulates] = self._program(joint, compiled, entry, of_steps, reduce=reduce)
         if of_steps is not None:
             self._overlapped[program] = of_steps
+        if reduce:
+            self._last = program
             self._show(compiled, of_steps)
         if self._context.options.backend == "inductor":  # compiled regions have added guards
             entry.captured = entry.captured.guarded_again()
@@ -158,7 +161,9 @@ class StepPipeline:
         """Shows the user the graphs of a training program, and the phases of its other step variants."""
         self._shown, self._of_steps = compiled, of_steps
         variants = of_steps.modules() if of_steps is not None else {}
-        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides})
+        last = self._last
+        sources = dict if last is None else (lambda: last.sources)
+        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides}, sources)
 
     def _show_besides(self, compiled: Compiled, when: str) -> None:
         """Shows the user the phases that run in an evaluation, or while gradients are accumulated."""

@@ -2,6 +2,7 @@
 
 graphs["shard_tables"]                          a `torch.fx.GraphModule`
 graphs.diff("shard_tables", "reduce_gradients") a pass's changes, as a unified diff
+graphs.source("backward")                       what runs, as Python
 graphs.save("graphs.svg")                       a drawing of the phases of a step; `.dot` for Graphviz
 """
 
@@ -25,6 +26,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         modules: name -> graph, in order.
         phases: pass -> the phases after it, of passes behind the partition.
         variants: name -> function that makes a phase of a step other than the steady one.
+        sources: name of a phase -> prints what runs of it; of the program that is built.
 
     Attributes:
         reason: why these graphs hold only gradients (calls run eagerly); "": they hold the forward.
@@ -37,7 +39,9 @@ class Graphs(Mapping[str, fx.GraphModule]):
         modules: Mapping[str, fx.GraphModule] | None = None,
         phases: Mapping[str, Mapping[str, fx.GraphModule]] | None = None,
         variants: Mapping[str, Callable[[], fx.GraphModule]] | None = None,
+        sources: Callable[[], Mapping[str, Callable[[], str]]] = dict,
     ) -> None:
+        self._sources = sources
         self._modules = dict(modules or {})
         self._phases = dict(phases or {})
         self._variants = dict(variants or {})
@@ -65,6 +69,22 @@ class Graphs(Mapping[str, fx.GraphModule]):
     def text(self, name: str) -> str:
         """Prints a graph; after a pass over phases, all phases."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
+
+    def source(self, name: str = "backward") -> str:
+        """Prints a phase as the Python that runs, with the launch that a line makes or awaits behind it.
+
+        Args:
+            name: "unique", "ids", "forward" or "backward", or a variant of these that has run.
+
+        Raises:
+            ValueError: no such phase has been built.
+        """
+        if (found := self._sources().get(name)) is None:
+            known = ", ".join(map(repr, self._sources())) or "none: run a training step first"
+            raise ValueError(
+                f"expected the name of a phase that runs, in graphs.source(), found {name!r}; there are {known}."
+            )
+        return found()
 
     def diff(self, first: str, second: str) -> str:
         """Compares two graphs as a unified diff, which is empty where they are the same.

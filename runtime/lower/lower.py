@@ -8,6 +8,8 @@ Contract
 
 from __future__ import annotations
 
+import operator
+import types
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -21,6 +23,7 @@ from embrace_fx.runtime.lower import rnn
 from embrace_fx.runtime.lower.regions import Compiled, Region, compile_regions
 from embrace_fx.vocabulary.graph import Buffer, Parameter, Shard
 from embrace_fx.vocabulary.in_place import IN_PLACE, written_into
+from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
@@ -74,6 +77,31 @@ def lower(
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward
     return run
+
+
+def source(phase: Phase) -> str:
+    """Prints a lowered phase as Python: what runs, with the launch that a line makes or awaits behind it.
+
+    Values that die with a line are left out. A call of the runtime has the name of its method.
+    """
+    module = phase.__self__  # type: ignore[attr-defined]  # a method of its GraphModule
+    known, lines = {node.name: node for node in module.graph.nodes}, list[str]()
+    for line in module.code.strip().splitlines():
+        text = line.split(";  ")[0] if not line.lstrip().startswith("def ") else line.replace("forward(self, ", "run(")
+        node = known.get(text.split(" = ")[0].strip())
+        if node is None or node.op != "call_function":
+            lines.append(text)
+            continue
+        target: Any = node.target
+        if target is not operator.getitem:
+            call = getattr(target, "func", target)
+            of_torch = isinstance(call, types.BuiltinFunctionType)
+            its_own = getattr(call, "__qualname__", type(call).__name__).split(".<locals>.")[-1]
+            name = f"{target.__module__}.{target.__name__}" if of_torch else its_own
+            text = f"    {node.name} = {name}({text.partition('(')[2]}"
+        made = [each for each in getattr(target, "args", ()) if isinstance(each, OperationId)]
+        lines.append(text + "".join(f"  # {each}" for each in made))
+    return "\n".join(lines) + "\n"
 
 
 def _write_in_place(graph: fx.Graph) -> None:

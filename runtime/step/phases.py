@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.lower.lower import Phase, lower
+from embrace_fx.runtime.lower.lower import Phase, lower, source
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
@@ -61,6 +61,10 @@ class Runnable:
             else:
                 arguments.append(tangents[key])
         return self.run(arguments)
+
+    def source(self) -> str:
+        """Prints what runs, as Python."""
+        return source(self.run)
 
     def saved(self, leaves: Sequence[Any], values: Values) -> Values:
         """Runs it, and adds what it saves to `values`."""

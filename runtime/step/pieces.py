@@ -43,6 +43,10 @@ class InPieces:
     def roles(self) -> tuple[OutputRole, ...]:
         return self._rest.roles
 
+    def source(self) -> str:
+        """Prints what runs, as Python, piece by piece."""
+        return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
+
     def begin(self) -> None:
         """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()

@@ -174,6 +174,12 @@ class Program:
             self._lowered[key] = self._lowered_phase(variant.phase, graph, self._bound(graph))
         return self._lowered[key]
 
+    @property
+    def sources(self) -> dict[str, Callable[[], str]]:
+        """Name of a phase, or of a variant of one -> prints what runs of it, as Python."""
+        runs = {"unique": self.unique, "ids": self.ids, **{str(key): each.run for key, each in self._lowered.items()}}
+        return {name: run.source for name, run in runs.items()}
+
     def compute_as(self, graph: TrainingGraph) -> None:
         """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}

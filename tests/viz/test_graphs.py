@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import embrace_fx
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.viz.drawing import fold
@@ -18,6 +20,7 @@ from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
 from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,31 @@ def test_what_each_pass_took_is_known(compiled: Compiled) -> None:
     assert set(compiled.ms) == set(compiled.graphs) - {"captured", *PHASES}
     assert all(ms >= 0 for ms in compiled.ms.values())
     assert "shard_tables" in compiled.times()
+
+
+def test_what_runs_as_python() -> None:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1)))
+    with pytest.raises(ValueError, match="run a training step first"):
+        Graphs().source("backward")
+    model(torch.randint(10, (3, 2))).sum().backward()
+    text = model.graphs.source("backward")
+    compile(text, "backward", "exec")
+    assert "aten.embedding_dense_backward" in text
+    with pytest.raises(ValueError, match="'forward'"):
+        model.graphs.source("sideways")
+
+
+def test_a_line_that_launches_names_its_launch() -> None:
+    assert all(run_ranks(2, _source_of_two_ranks))
+
+
+def _source_of_two_ranks(*_: int) -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1))
+    compiled = embrace_fx.compile(model, strategy="alltoall", schedule="2d")
+    compiled(torch.randint(10, (3, 2))).sum().backward()
+    lines = compiled.graphs.source("backward").splitlines()
+    (sent,) = [line for line in lines if "RowGradient.submit_gradients" in line]
+    assert sent.endswith("# 0.weight prior")
+    return True
