@@ -1,9 +1,9 @@
-"""The rooms of the product, the imports between them, and the table of them that `docs/architecture.md` shows.
+"""The rooms of the product, the imports between them, and the list of them that `docs/architecture.md` shows.
 
     first level   what lies directly in `embrace_fx`, with `passes` and `runtime` as one room each
     opened        the same, but each file or folder in `passes` and `runtime` is a room of its own
 
-`python -m tests.support.rooms` prints the table.
+`python -m tests.support.rooms` prints the list.
 """
 
 from __future__ import annotations
@@ -85,13 +85,12 @@ def sentence_of(room: str) -> str:
     return re.sub(r"\s+", " ", head.split("\n\n")[0])
 
 
-def table() -> str:
-    """Folders of the first level and of the opened rooms, as Markdown."""
+def listing() -> str:
+    """Lists the folders of the first level and of the opened rooms, as Markdown."""
     graph = rooms(opened=True)
     graph.remove_nodes_from([room for room in graph if room.split("/")[0] in OPENED and not (ROOT / room).is_dir()])
-    lines = [f"| `{room}` | {sentence_of(room)} |" for room in sorted(graph)]
-    return "\n".join(["| room | holds |", "|---|---|", *lines])
+    return "\n".join(f"- `{room}`: {sentence_of(room)}" for room in sorted(graph))
 
 
 if __name__ == "__main__":
-    print(table())
+    print(listing())

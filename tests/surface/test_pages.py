@@ -24,7 +24,7 @@ from embrace_fx import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LONG_PROGRAMS = ("ask.py", "bags.py", "bert.py", "recommender.py", "save.py")
+LONG_PROGRAMS = ("bert.py", "recommender.py", "save.py")
 """Titles of snippets that take seconds; a snippet that begins with an import is a program."""
 FRAGMENTS = ("admm", "index", "memory", "operations", "scheduling", "strategies")
 """Pages with parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from tests.support.rooms import ROOT, rooms, sentence_of, table
+from tests.support.rooms import ROOT, listing, rooms, sentence_of
 
 MOST_ROOMS, MOST_ARROWS = 15, 60
 
@@ -37,7 +37,7 @@ def test_every_room_says_what_it_holds_in_a_sentence() -> None:
 def test_the_page_lists_the_rooms_as_their_heads_describe_them() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
-    assert table() in page, "docs/architecture.md: expected the output of `python -m tests.support.rooms`"
+    assert listing() in page, "docs/architecture.md: expected the output of `python -m tests.support.rooms`"
 
 
 def imported_tests(path: Path) -> list[str]:
