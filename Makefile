@@ -1,4 +1,4 @@
-# Every target makes the environment it needs: `make demo` and `make test` are all a fresh machine has to be told.
+# Every target makes the environment it needs: on a fresh machine, `make demo` and `make test` work at once.
 
 SHELL := bash
 .ONESHELL:
@@ -133,19 +133,19 @@ $(DEVICE)/.ready: $(READY)
 env: $(READY) ## make .venv, or bring it up to date with pyproject.toml
 
 $(READY): pyproject.toml
-	@for python in $(or $(PYTHON),python3.11 python3.12); do
+	@for python in $(or $(PYTHON),python3.11 python3.12 python3.13); do
 	    if "$$python" -c 'import ensurepip, venv' 2>/dev/null; then break; fi
 	    python=
 	done
 	if [ -z "$$python" ]; then
-	    echo "expected Python 3.11 or 3.12 with its venv module, found none: install one or name it, make env PYTHON=..." >&2
+	    echo "Python 3.11, 3.12 or 3.13 with its venv module is needed, and none was found. Install one, or name it: make env PYTHON=..." >&2
 	    exit 1
 	fi
 	echo "making $(VENV) with $$("$$python" --version): $(TORCH), then the project and its tools; takes minutes"
 	"$$python" -m venv $(VENV)
 	$(PIP) install $(TORCH)
 	echo "torch is there; now the project, its tests and tools"
-	$(PIP) install --editable '.[test,dev,triton]'
+	$(PIP) install --editable '.[test,dev,docs,triton]'
 	touch $@
 
 # setuptools adds to build/lib but never removes: without the first line a deleted module would live on in the wheel.

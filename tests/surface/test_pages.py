@@ -49,7 +49,7 @@ PROGRAMS = [
 
 
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="of the extra `dev`")
+    pytest.importorskip("mkdocs", reason="of the extra `docs`")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
 
