@@ -1,7 +1,7 @@
 """embrace_fx: a PyTorch compiler for distributed training of models with large embedding tables.
 
 `embrace_fx.compile(model, optimizer=...)` stands where `DistributedDataParallel(model)` would: see `embrace_fx.api`.
-`embrace_fx.plan(model, batch, ...)` tells beforehand what it would decide, on any cluster: see `embrace_fx.what_if`.
+`embrace_fx.plan(model, batch, ...)` predicts what it would decide on any cluster: see `embrace_fx.what_if`.
 
 Each name is imported when it is first used: torch's own compiler, which most of them need, takes seconds to load.
 """
@@ -75,8 +75,8 @@ _MODULES = {
 # In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.
 if util.find_spec("embrace_fx.passes") is None:
     raise ImportError(
-        f"expected an installed embrace_fx, found its source tree alone, in {__path__[0]}. Run `make env` there, then "
-        "use .venv/bin/python; or run `pip install .`."
+        f"embrace_fx is not installed; this is its source tree, {__path__[0]}. Run `make env` there and use "
+        ".venv/bin/python, or run `pip install .`."
     )
 
 if not TYPE_CHECKING:

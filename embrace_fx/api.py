@@ -42,32 +42,33 @@ def compile(
     table_memory: float | Mapping[str, float] | None = None,
     spill_to: str | Path | None = None,
 ) -> CompiledModel:
-    """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
+    """Compiles a model for data-parallel training with sharded tables. Call it on every rank, like `DDP(model)`.
 
-    The graph is captured at the first call of the result, with that call's batch. Parameters and buffers are those of
-    rank 0 from here on, of embedding layers from the first call on. An earlier `compile` of the model is closed.
+    The graph is captured at the first call of the result, with that call's batch. Parameters and buffers take rank 0's
+    values now, embedding layers at the first call. A second `compile` of the same model closes the first result.
 
-    Args: `embrace_fx.setup.options.Options` tells more of each.
-        model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
-        optimizer: one, or several; None: whichever steps the model is adopted at its first step.
-        process_group: the ranks that train together, or a mesh of one dimension of them; None: the default group, or a
+    Args: (`embrace_fx.setup.options.Options` has the details)
+        model: any `nn.Module`. It may be on the meta device if its modules have `reset_parameters`.
+        optimizer: one, or several. None: the optimizers that step the model's parameters are found at the first step.
+        process_group: the ranks that train together: a group, or a one-dimensional mesh. None: the default group, or a
             single process.
         strategy: "auto", one strategy or grid for every table, or {parameter name pattern: strategy or grid}.
-        schedule: what may run into the next step: "none", "horizontal", "vertical", "2d"; "auto": the fastest.
-        row_updates: of rows without gradient: "exact" (as the optimizer does), "sweep", "replay" or "lazy".
-        backend: "eager": ATen calls; "inductor": fused kernels between communications.
-        cluster: the links between ranks; None: they are probed.
-        plan: a plan, or the path of a saved one, that is repeated; None: it is made at the first call.
-        memory_budget: the most that forward and backward may hold, in bytes, or below 1 as a fraction.
-        broadcast_buffers: as of DDP; "once": in compile() alone.
-        route: "graph": a forward that no graph holds is an error; "eager": nothing is captured; None: as it can be.
-        rows: the format in which rows and gradients travel: "exact", "bf16", "fp16" or "int8".
-        table_memory: what sharded tables may hold of this rank's memory, in bytes, or below 1 as a share; by name too.
-        spill_to: a directory for rows, and on the CPU saved values, that do not fit.
+        schedule: how far communication may run into the next step: "none", "horizontal", "vertical", "2d", or "auto",
+            the fastest by prediction.
+        row_updates: how rows without gradient are updated: "exact" (as the optimizer does), "sweep", "replay", "lazy".
+        backend: "eager" runs ATen ops; "inductor" fuses kernels between communications.
+        cluster: the links between ranks. None: they are measured.
+        plan: a plan, or the path of a saved one, to repeat. None: it is made at the first call.
+        memory_budget: the most that forward and backward may hold, in bytes or, below 1, as a fraction.
+        broadcast_buffers: as in DDP; "once": only in compile().
+        route: "graph" raises if the forward cannot be captured; "eager" never captures; None captures if that pays.
+        rows: the wire format of rows and gradients: "exact", "bf16", "fp16" or "int8".
+        table_memory: the most memory for sharded tables on this rank, in bytes or, below 1, as a share; or by name.
+        spill_to: a directory for rows, and on the CPU for saved values, that do not fit.
 
     Raises:
-        SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
-            for "inductor"; a model, optimizer or option that differs between ranks. On every rank.
+        SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
+            for "inductor"; a model, optimizer or option that differs between ranks.
     """
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
@@ -100,9 +101,10 @@ class HasState(Protocol):
 
 
 def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
-    """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
+    """Returns `stateful.state_dict()` with whole tensors in place of shards, on every rank. Collective.
 
-    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
+    Save it with `torch.save` on one rank. Takes an optimizer, a module that contains a compiled model, an average of
+    its weights, or a state dict.
     """
     from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
 
@@ -111,11 +113,10 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
 
 def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
-    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
+    """Writes what `torch.save(full_state_dict(stateful), path)` would, but no rank holds a whole table. Collective.
 
-    Collective; rank 0 writes, or, where nothing is sharded, every rank that calls it. `torch.load(path, mmap=True)`
-    reads it back so that each rank takes its own columns only: `model.load_state_dict` and `optimizer.load_state_dict`
-    take what it returns.
+    Rank 0 writes; if nothing is sharded, every rank that calls it does. Load the file with
+    `torch.load(path, mmap=True)` and pass it to `load_state_dict`: each rank then reads only its own columns.
     """
     from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
 

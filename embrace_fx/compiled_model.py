@@ -32,10 +32,10 @@ def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
 
 
 class CompiledModel(nn.Module, Joinable):
-    """A model that trains data-parallel: `compile` makes it.
+    """A model that trains data-parallel, as returned by `compile`.
 
-    It shares parameters, buffers and submodules with the model it was made of: their names, `train()`, `parameters()`
-    and attributes are the model's own.
+    It shares parameters, buffers and submodules with the plain model: names, attributes, `train()` and `parameters()`
+    are the plain model's.
     """
 
     _session: Session
@@ -79,7 +79,7 @@ class CompiledModel(nn.Module, Joinable):
     def _is_as_asked(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
-        """Tells whether `compile` with these arguments would make this same model again."""
+        """Returns whether `compile` with these arguments would return this model."""
         session = self._session
         of_group = group is None or group is session.group or group is session.device_mesh
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
@@ -98,15 +98,15 @@ class CompiledModel(nn.Module, Joinable):
         if session.shards:
             name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
-                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
-                "sharded. Save full_state_dict(), or copy model.module."
+                f"A compiled {name} cannot be copied or pickled while {sharded} are sharded. Save full_state_dict(), "
+                "or copy model.module."
             )
         return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on one batch, called exactly as the model would be.
+        """Runs the model's forward on one batch, with the plain model's signature.
 
         Collective: every rank calls it, in training and in evaluation alike.
         Before the first training call there is no plan: an evaluation then runs the model as it is, with rank 0's
@@ -125,10 +125,13 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.call(args, kwargs)
 
     def lookahead(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
-        """The same batches in the same order, read one ahead, or more: rows beyond memory are then read before.
+        """Yields the same batches in the same order, and reads the loader ahead.
 
-        With `schedule` "vertical" or "2d", the next batch's rows are fetched during this step. Call the model with the
-        batches as they come: a batch that is moved or changed first is not the one that was looked ahead to.
+        Under schedule "vertical" or "2d" the next batch's rows are fetched during this step. Call the model with each
+        batch as it comes: rows of a batch that was moved or changed are not fetched ahead.
+
+        Args:
+            batches: number of batches to read ahead; more than one helps tables beyond memory.
 
         Raises:
             RuntimeError: another `lookahead` of this model is still being read.
@@ -142,9 +145,9 @@ class CompiledModel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave each rank's own gradients in `.grad`; the first one outside reduces the sum, as DDP.
+        """Accumulates gradients without reducing them, as DDP's; the first backward outside reduces the sum.
 
-        Gradients of sharded tables go to their owners at once and wait there.
+        Gradients of sharded tables travel to their owners at once and wait there.
         """
         state = self._session.state
         before, state.synchronised = state.synchronised, False
@@ -154,11 +157,11 @@ class CompiledModel(nn.Module, Joinable):
             state.synchronised = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has a hook reduce gradients, as DDP does. Call it on every rank before the first call. One process runs none.
+        """Registers a hook that reduces gradients, as in DDP. Call it on every rank, before the first call.
 
         `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
-        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` say how gradients travel, rows of tables included;
-        the latter two round what is sent to 16 bits: `report()` tells. Any other one, PowerSGD's say, is called as
+        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` set the format of gradients, rows of tables
+        included; the latter two round to 16 bits, as `report()` shows. Any other hook, such as PowerSGD's, is called as
         `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
 
         Raises:
@@ -175,7 +178,7 @@ class CompiledModel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Allows loaders of unequal length, as DDP's: ranks that leave the context early take part until the last does.
+        """Allows loaders of unequal length, as DDP's: ranks that finish early take part in the others' steps.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the number of all ranks, or of those that
@@ -196,12 +199,12 @@ class CompiledModel(nn.Module, Joinable):
             self.__dict__["_joins_on_hosts"] = False
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
+        """Returns the hook that `torch.distributed.algorithms.Join` calls on a rank without batches."""
         return self._session.join_hook(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which `Join` counts ranks."""
+        """The device that `Join` counts ranks on."""
         if self._joins_on_hosts:
             return torch.device("cpu")
         return next(self._session.model.parameters()).device
@@ -230,24 +233,23 @@ class CompiledModel(nn.Module, Joinable):
         """Compares the bits of whole parameters, optimizer state and options on all ranks. Collective.
 
         Raises:
-            DivergedReplicas: a rank's have become other ones; on every rank, with its name.
+            DivergedReplicas: they differ; on every rank, with the rank's number.
         """
         self._session.check_replicas()
 
     def replan(self) -> None:
-        """Plans again with the next batch, once in a hundred calls; a line says what changed. Call it on every rank."""
+        """Plans again with the next batch, at most once in a hundred calls, and logs the changes. Collective."""
         self._session.replan()
 
     def synchronize(self) -> None:
-        """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
+        """Applies every pending update and waits for it. Reading a parameter does this by itself."""
         self._session.programs.synchronize()
 
     def close(self) -> None:
-        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+        """Applies every pending update, and ends the model's threads and process groups. Call it on every rank.
 
-        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
-        that nothing refers to is closed by itself. Where fewer ranks train than the job has, the groups made for the
-        model stay until the job ends.
+        Parameters, optimizer state and `state_dict()` stay usable; calling the model raises. A model without references
+        closes itself. If fewer ranks train than the job has, the model's process groups stay until the job ends.
         """
         self._session.close()
 
@@ -271,7 +273,7 @@ class CompiledModel(nn.Module, Joinable):
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over all parameters, which does the same.
+        """Clips gradients like `torch.nn.utils.clip_grad_norm_` over all parameters, and leaves updates pending.
 
         Collective. Returns the total norm before clipping, the same on all ranks.
         """
@@ -294,18 +296,18 @@ class CompiledModel(nn.Module, Joinable):
         return optimizers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own names; of a sharded table this rank's part, which `torch.distributed.checkpoint` re-shards.
+        """Returns the plain model's names, with this rank's shard of each sharded table.
 
-        `torch.save` of a part is refused: `full_state_dict` is what it wants. Collective where a table lies on a grid:
-        the part is then a copy, by columns.
+        `torch.distributed.checkpoint` saves and re-shards them. `torch.save` refuses shards: use `full_state_dict`.
+        Collective if a table is on a grid; its shard is then a copy, by columns.
         """
         self._session.parameters_may_change()
         return self._session.model.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` with every table whole, as a plain tensor, on every rank: what `torch.save` on one rank wants.
+        """Returns `state_dict()` with every table whole, as a plain tensor, on every rank.
 
-        Collective: every rank calls it, and then one may save.
+        Collective: call it on every rank, then `torch.save` it on one.
         """
         from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
 
@@ -313,10 +315,10 @@ class CompiledModel(nn.Module, Joinable):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or parts, before the first call or after; a sharded table takes its own part.
+        """Loads whole tensors or shards, before the first call or after it; each rank takes its own shard.
 
-        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective where values are
-        parts of a table that is not sharded here, or that lies on a grid.
+        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective if values are shards
+        of a table that is whole here, or on a grid.
         """
         model = self._session.model
         named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
@@ -325,9 +327,9 @@ class CompiledModel(nn.Module, Joinable):
         return model.load_state_dict(state_dict, strict, assign)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Writes model and optimizers into a folder that all ranks see; tables beyond memory row by row. Collective.
+        """Saves model and optimizers in a folder that all ranks see; tables beyond memory row by row. Collective.
 
-        The checkpoint before stays whole until this one is. A model without `table_memory` may be saved so, too.
+        The previous checkpoint stays valid until this one is complete. Works without `table_memory` too.
         """
         self._session.save_checkpoint(Path(folder))
 
@@ -337,10 +339,10 @@ class CompiledModel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Yields the model that was compiled with every table whole on every rank: call any part of it inside.
+        """Yields the plain model with every table whole on every rank, so that any part of it can be called.
 
-        Collective, as FSDP's `summon_full_params`; what is written inside is kept. Programs are built anew where a
-        training step comes inside or after: use it between many steps, not around each.
+        Collective, like FSDP's `summon_full_params`; writes inside are kept. The next training step builds its programs
+        again: use it between many steps, not around each.
 
         Raises:
             RuntimeError: a call waits for its backward, or the tables do not fit into memory; on every rank.
@@ -352,7 +354,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last.
+        """Maps each pass to the graph after it: "captured" first; "ids", "forward" and "backward", which run, last.
 
         `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
         """
@@ -365,34 +367,35 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
+        """The launch order and the predicted timeline, from the first step on; `.save(path)` draws it.
 
-        Of one process compute alone. At first from the cost model; after ten steps from measured compute and links.
+        The first prediction uses the cost model, later ones (from the twelfth step on) measured compute. On a single
+        process there is compute only.
         """
         views = self._session.views
         return DrawnSchedule.of(views.schedule, views.background)
 
     @property
     def timeline(self) -> DrawnTimeline:
-        """The spans of all ranks under the last `record()`; `.save(path)` draws them beside the prediction."""
+        """The spans measured on all ranks inside the last `record()`; `.save(path)` also draws the prediction."""
         views = self._session.views
         return DrawnTimeline.of(views.timeline, views.schedule, views.background)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the training steps inside, the first ones too: see `timeline`. Collective."""
+        """Measures the training steps inside, for `timeline`. Collective."""
         return self._session.views.record()
 
     def report(self) -> str:
-        """The plan as a table, dense parameters in one row; where the last steps' time went, and the prediction."""
+        """Describes the plan with a reason per table, the parts of the last steps' time, and this rank's memory."""
         return self._session.views.report()
 
     def metrics(self) -> dict[str, float]:
-        """The last whole step in figures, for a logger: a flat dict, which has times from the second backward on.
+        """Returns the last complete step's figures as a flat dict, for a logger; times from the second backward on.
 
-        A step is from the start of a backward to that of the next, on this rank's host. `step_ms` is its length, made
-        up of `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms`, and of what it
-        stands still for: `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`,
-        `wait_reload_ms`, `wait_storage_ms`. `sent_bytes` is what this rank sent in it, beside `sent_bytes_predicted`
-        and `sent_bytes_ddp`.
+        A step lasts from the start of a backward to the start of the next, on this rank's host. `step_ms` is the sum
+        of `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms` and the waits:
+        `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`, `wait_reload_ms`,
+        `wait_storage_ms`. `sent_bytes` is what this rank sent; `sent_bytes_predicted` and
+        `sent_bytes_ddp` are predictions for embrace_fx and DDP.
         """
         return self._session.views.metrics()

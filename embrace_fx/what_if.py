@@ -51,7 +51,7 @@ LOADER_AHEAD = 3
 
 
 class Forecast(Plan):
-    """A plan for ranks that are not there, with the schedule that would follow it. Else it is as any plan."""
+    """A predicted plan, with the schedule that would follow from it."""
 
     _context: Context
     _graph: TrainingGraph
@@ -63,7 +63,7 @@ class Forecast(Plan):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan, as that of a compiled model."""
+        """Writes the plan, as a compiled model's."""
         Plan(**{field.name: getattr(self, field.name) for field in fields(Plan)}).save(path)
 
     def __eq__(self, other: object) -> bool:
@@ -75,7 +75,7 @@ class Forecast(Plan):
         return super().__hash__()
 
     def explain(self) -> str:
-        """Every strategy weighed, as of any plan; of tables beyond memory what is predicted of their rows."""
+        """Describes every candidate strategy, and the predicted reads of tables beyond memory."""
         step_ms = self.schedule.beside_storage_ms if self.memory and self.world_size > 1 else None
         told = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {beyond_memory(of, step_ms)}"
@@ -85,15 +85,15 @@ class Forecast(Plan):
 
     @cached_property
     def schedule(self) -> DrawnSchedule:
-        """The launch order, and when everything is predicted to run, on rank 0; `.save(path)` draws it.
+        """The launch order and the predicted timeline of rank 0; `.save(path)` draws it.
 
         Raises:
             RuntimeError: the plan is one rank's, which sends nothing.
         """
         if self.world_size == 1:
             raise RuntimeError(
-                "expected a plan for at least two ranks, before its schedule is read, found one for one, which sends "
-                "nothing. Pass world_size=, or one batch for each rank."
+                "This plan is for one rank, which sends nothing, so it has no schedule. Pass world_size=, or one "
+                "batch for each rank."
             )
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
@@ -106,14 +106,14 @@ class Forecast(Plan):
 
 
 class _Imagined(Communicator):
-    """Rank 0 of ranks that are not there."""
+    """Rank 0 of a group that does not exist."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)
         self.world_size = world_size
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """All ranks' values, were they rank 0's."""
+        """Returns rank 0's value for every rank."""
         return [value] * self.world_size
 
 
@@ -131,41 +131,40 @@ def plan(  # noqa: PLR0913
     table_memory: float | Mapping[str, float] | None = None,
     storage: tuple[StorageTier, ...] = (NVME,),
 ) -> Forecast:
-    """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
+    """Returns the plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
-    The model is captured as at its first call; neither it nor the optimizer is changed. `plan(...).explain()` prints
-    what every strategy is predicted to cost, `plan(...).schedule.save("schedule.html")` draws what would run when.
+    The model is captured as in its first call; neither it nor the optimizer changes. `plan(...).explain()` prints the
+    predicted cost of every strategy, `plan(...).schedule.save("schedule.html")` draws the predicted schedule.
 
     Args:
-        model: a plain module, in the mode in which it is trained; on the meta device it needs no memory.
-        batch: a rank's batch as the model is called with it: a tensor, a tuple of arguments, or a mapping of keywords;
-            or a list of such batches. As many as there are ranks are those ranks' batches, whose overlaps are exact.
-            Of fewer, each further rank is taken to draw ids independently, as often as these batches have them; ids
-            that a batch has once stand for those it lacks (`embrace_fx.cost.sparsity.extrapolate`).
-        world_size: number of ranks; None: as many as batches.
+        model: a plain module, in training mode; on the meta device it needs no memory.
+        batch: one rank's batch: a tensor, a tuple of arguments, or a mapping of keywords; or a list of these, one per
+            rank. With fewer batches than ranks, further ranks are assumed to draw ids independently, with the
+            frequencies in these batches (`embrace_fx.cost.sparsity.extrapolate`).
+        world_size: the number of ranks; None: one per batch.
         cluster: the links between ranks.
         optimizer: as `compile` takes it.
         strategy: as `compile` takes it.
         schedule: as `compile` takes it.
         row_updates: as `compile` takes it.
         rows: as `compile` takes it.
-        table_memory: as `compile` takes it; of the device's memory.
-        storage: with it, the places where other rows rest, the nearest first: `embrace_fx.cost.devices`.
+        table_memory: as `compile` takes it, in the device's memory.
+        storage: with `table_memory`, where the other rows are kept, the nearest first (`embrace_fx.cost.devices`).
 
     Raises:
         CaptureError: the forward cannot be captured.
-        ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
+        ValueError: an unknown option; a compiled model; fewer ranks than batches, or none.
     """
     options = Options(strategy=strategy, schedule=schedule, row_updates=row_updates, cluster=cluster, rows=rows)
     if table_memory is not None:
         options = replace(options, table_memory=table_memory, spill_to="nowhere")
     options.check("plan()")
     if isinstance(model, CompiledModel) or any(isinstance(parameter, Part) for parameter in model.parameters()):
-        raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
+        raise ValueError("plan(): the model is compiled already. Read model.plan, or pass the plain model.")
     batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _Imagined(ranks)
-    stepping = Stepping(state, communicator, lambda names, reason: None)  # which nobody tells of steps
+    stepping = Stepping(state, communicator, lambda names, reason: None)  # no step reaches it
     for each in optimizers:
         stepping.holders.add(each)
     graphs, read = zip(*(_measured(model, state, each) for each in batches), strict=True)
@@ -191,9 +190,8 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     ranks = len(batches) if world_size is None else world_size
     if not 1 <= len(batches) <= ranks:
         raise ValueError(
-            f"expected at least one batch, and no more than ranks, in plan(), found {len(batches)} batch(es) for "
-            f"world_size={ranks}. A list stands for batches, one per rank: where it holds the arguments of one batch, "
-            "as a DataLoader yields them, pass tuple(batch)."
+            f"plan(): {len(batches)} batch(es) do not fit world_size={ranks}. Pass at least one batch, and at most one "
+            "per rank. A list means one batch per rank: if it holds the arguments of one batch, pass tuple(batch)."
         )
     return batches, ranks
 
@@ -218,7 +216,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _extrapolated(graph: TrainingGraph, read: Sequence[Mapping[str, Read]], ranks: int) -> dict[str, Sparsity]:
-    """Estimates, for more ranks than batches, the sparsity of each table whose rows all batches tell."""
+    """Extrapolates each table's sparsity to more ranks than batches, if all batches show its rows."""
     found = {}
     for table in graph.tables:
         drawn = [each[table.parameter].drawn.cpu() for each in read if table.parameter in each]

@@ -40,5 +40,5 @@ def _readers(buffer: fx.Node) -> set[fx.Node]:
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """Tells whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
+    """Returns whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
     return node.target is _BATCH_NORM and node.args[_TRAINING] is True

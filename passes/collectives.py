@@ -52,7 +52,7 @@ class Collective:
 
 
 def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
-    """Lists every launch in the order in which it runs; phase by phase where the graph is partitioned.
+    """Lists every launch in execution order; phase by phase where the graph is partitioned.
 
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
@@ -116,7 +116,7 @@ def is_launch(node: Argument) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Tells whether a node waits for a launch."""
+    """Returns whether a node waits for a launch."""
     return op_name(node) == "_c10d_functional::wait_tensor"
 
 

@@ -40,7 +40,7 @@ def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _is_replaceable(node: fx.Node) -> bool:
-    """Tells whether a dropout runs on the CPU and only its backward reads its mask."""
+    """Returns whether a dropout runs on the CPU and only its backward reads its mask."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
         return False

@@ -69,9 +69,9 @@ class JoinExchanges:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if unread := set(self.renormed) - {table.parameter for table in graph.tables}:
             raise ValueError(
-                f"expected every batch to read the tables with max_norm, in forward(), found one that does not read "
-                f"{', '.join(sorted(unread))}: rows are rescaled where they are read, on all ranks alike. Look them up "
-                "for every batch, or leave max_norm out."
+                f"This batch does not look up {', '.join(sorted(unread))}, which has max_norm. Every rank rescales "
+                "such a table's rows at each lookup, so every batch must read it. Look it up for every batch, or "
+                "remove max_norm."
             )
         trained = gradients_of(graph.module)
         unread = self.exchanged.keys() - parameters_of(graph.module)

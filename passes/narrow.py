@@ -38,7 +38,7 @@ _SUMMED = _EXCHANGED - {torch.float16}
 
 @dataclass(frozen=True)
 class NarrowExchange:
-    """Exchanges rows in the dtype in which the graph uses them."""
+    """Exchanges rows in the dtype that the graph casts them to."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         joins = [node for node in graph.graph.nodes if node.target in JOINS]
@@ -53,7 +53,7 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
-    """Returns the dtype in which the rows of `table` travel if it is sharded; `graph` is the captured one."""
+    """Returns the dtype of the rows of `table` on the wire if it is sharded; `graph` is the captured one."""
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype
     lookups = [graph.node(use.lookup) for use in table.uses]
@@ -92,7 +92,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
 
 
 def is_plain_cast(node: fx.Node) -> bool:
-    """Tells whether a node casts the dtype alone, not device or layout."""
+    """Returns whether a node casts the dtype alone, not device or layout."""
     return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
 
 

@@ -1,6 +1,6 @@
 """Estimates the compute time of a node until it has been measured: from its FLOPs, and the bytes that it moves.
 
-FLOPs come from torch's own counter (`torch.utils.flop_counter`), for which a user's op can register a formula
+FLOPs come from torch's own counter (`torch.utils.flop_counter`), where a user's op can register a formula
 (`register_flop_formula`); where the counter does not know an op, only its bytes count. Views cost nothing.
 """
 
@@ -68,7 +68,7 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def computes(node: fx.Node) -> bool:
-    """Tells whether a node takes long. Communication that does not depend on it is launched before it.
+    """Returns whether a node takes long. Communication that does not depend on it is launched before it.
 
     True of ops whose FLOPs torch's counter knows, and of those whose names say that they multiply.
     """

@@ -114,7 +114,7 @@ def _is_size_or_part(node: fx.Node) -> bool:
 
 
 def _is_ids_op(node: fx.Node) -> bool:
-    """Tells whether a node is an op of the ids' exchange, its wait, or one of its parts."""
+    """Returns whether a node is an op of the ids' exchange, its wait, or one of its parts."""
     target = node.target
     if op_name(node) in _IDS:
         return True

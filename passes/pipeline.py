@@ -1,4 +1,4 @@
-"""Runs the pipeline of passes, by which a captured graph and a plan become the graphs that run."""
+"""Runs the pipeline of passes, from a captured graph and a plan to the graphs that run."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Derived:
 
 @contextlib.contextmanager
 def derives(mode: FakeTensorMode) -> Iterator[None]:
-    """Opens a context in which ops run under `mode`, without its cache.
+    """Context manager: ops run under `mode`, without its cache.
 
     Data-dependent sizes are new symbols at each call: entering a call into the cache costs more than the call.
     """
@@ -55,16 +55,14 @@ class Rewriter:
         self.graph = module.graph
         fake_mode = fake_mode_of(module.graph)
         if fake_mode is None:
-            raise ValueError(
-                "expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture."
-            )
+            raise ValueError("The graph has no fake values in meta['val']. Capture it with embrace_fx.capture.")
         self.fake_mode = fake_mode
         self._region: tuple[int, ...] | None = None
         self._taken = {node.name for node in module.graph.nodes}
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        """Opens a context in which nodes are inserted before `node`, in the checkpointed regions that it is in."""
+        """Context manager: nodes are inserted before `node`, in its checkpointed regions."""
         around, self._region = self._region, node.meta.get("region")
         with self.graph.inserting_before(node):
             yield
@@ -163,7 +161,7 @@ def rewrite_each(
     find: Callable[[TrainingGraph], Sequence[fx.Node]],
     rewrite: Callable[[Rewriter, fx.Node], None],
 ) -> TrainingGraph:
-    """Returns a graph in which each node that `find` yields is rewritten; the same graph where there is none."""
+    """Rewrites each node that `find` yields; returns the same graph if there is none."""
     if not find(graph):
         return graph
     result = graph.edit()

@@ -1,4 +1,4 @@
-"""Row gradients are rounded, before they are sent, to the format in which they travel.
+"""Rounds row gradients to their wire format before they are sent.
 
 Contract
     Only tables that travel in fewer bits are changed. The forward's rows are rounded by the launch that sends them.
@@ -27,7 +27,7 @@ class RoundRowGradients:
     """Rounds row gradients.
 
     Attributes:
-        form: the format in which rows travel.
+        form: the format of rows on the wire.
     """
 
     form: Format

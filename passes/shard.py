@@ -325,7 +325,7 @@ def _row_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Recomputes the fake values of sums over a table's lookups, whose shape is now that of the batch's rows."""
+    """Recomputes the fake values of sums over a table's lookups, whose shape is now the batch's rows."""
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)

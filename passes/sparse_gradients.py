@@ -35,7 +35,7 @@ class SparseGradients:
     """Makes the gradients of `tables` (parameter names) sparse.
 
     Attributes:
-        exchanged: those to which other ranks may give a gradient where this graph gives none.
+        exchanged: parameters that may get a gradient on other ranks and get none in this graph.
     """
 
     tables: tuple[str, ...]

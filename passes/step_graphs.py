@@ -1,4 +1,4 @@
-"""Derives, each once, the graphs of a training program's step variants from that of the steady step.
+"""Derives the graphs of a training program's step variants from the steady step's, each once.
 
 A step varies where its batch is the first or last of an epoch, or not the expected one, or where its gradients are
 added to others. All ranks choose the variant by their announcements; its graph says what it does.

@@ -79,7 +79,7 @@ class StepMemory:
     """The memory that a step holds at each node.
 
     Attributes:
-        nodes: of forward and backward, in the order in which they run.
+        nodes: of forward and backward, in execution order.
         backward: the position of the first node of the backward.
         storages: all memory that the step allocates.
         memory: node -> the storages that its value lies in.
@@ -164,7 +164,7 @@ def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
 
 
 def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Finds the last position at which each of `count` storages is read; -1 where none is.
+    """Finds the position of the last read of each of `count` storages; -1 if there is none.
 
     Args:
         storage, position: of each read.
@@ -175,7 +175,7 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 
 def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Finds the first position at which each of `count` storages is read; `NEVER_READ` where none is."""
+    """Finds the position of the first read of each of `count` storages; `NEVER_READ` if there is none."""
     first = np.full(count, NEVER_READ, dtype=np.int64)
     np.minimum.at(first, storage, position)
     return first
@@ -308,7 +308,7 @@ def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Tells whether no size of a node's results depends on data."""
+    """Returns whether no size of a node's results depends on data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 

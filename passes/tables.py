@@ -135,6 +135,6 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
         return False
     if lookup.target is aten.embedding.default:
         return True
-    # Two bags may read the same ids: the pieces of forward output that the backward reads tell them apart.
+    # Two bags may read the same ids: they differ in the pieces of forward output that the backward reads.
     offset2bag = argument(backward, "offset2bag")
     return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup

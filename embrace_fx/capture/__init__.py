@@ -52,7 +52,7 @@ class Captured:
         written: indices, among the flattened arguments, of the tensors that the forward writes.
         constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
         names: index among the flattened arguments -> its name as an expression.
-        deciding: names of numbers that should be inputs but for which the graph is valid for a single value only.
+        deciding: names of numbers that should be inputs, but must keep their value for the graph to stay valid.
     """
 
     graph: TrainingGraph
@@ -155,9 +155,9 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RefusedError(
-                f"expected modules without backward hooks, in {type(model).__name__}, found one on "
-                f"{name or 'the model'}: it would run while the graph is captured, and never again. Remove it, and "
-                "look at gradients after backward(); hooks of the compiled model itself run at each backward."
+                f"{type(model).__name__}: {name or 'the model'} has a backward hook, which would run once, during "
+                "capture, and never again. Remove it and read gradients after backward(). Hooks of the compiled model "
+                "itself run in every backward."
             )
 
 
@@ -193,8 +193,7 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
     if (found := shares_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
-            f"expected arguments with memory of their own where the forward writes them in place, in a call of {kind}, "
-            f"found number {one} of its flattened arguments, which is written, and number {other} in the same memory. "
+            f"{kind}: the forward writes argument {one} (flattened) in place, and argument {other} shares its memory. "
             "Pass a clone() of one of them."
         )
 
@@ -204,8 +203,8 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(
-                "the forward reaches parameters through something else than the model, a function that it closes over "
-                "say; have it read them as attributes of its modules"
+                "the forward reaches parameters without going through the model, for example in a closure; make them "
+                "attributes of its modules"
             )
 
 
@@ -231,6 +230,6 @@ def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks for the size that a symbol stands for; this one stands for a value
         where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
-        raise CaptureError("the path through the forward depends on the value of a tensor", where=where) from error
+        raise CaptureError("the forward branches on the value of a tensor", where=where) from error
     text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # the graph reads no storage offset
     return compile(text, "<shape guards>", "eval") if text else None

@@ -68,19 +68,17 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise RefusedError(
-                f"expected arguments of tensors that are not nested, in a call of {kind}, found a NestedTensor. Pass "
-                "its values() and offsets(), and put them together in forward(): "
-                "torch.nested.nested_tensor_from_jagged(values, offsets)."
+                f"{kind}: an argument is a NestedTensor. Pass its values() and offsets(), and build it in forward() "
+                "with torch.nested.nested_tensor_from_jagged(values, offsets)."
             )
         if isinstance(leaf, Tensor) and leaf.is_sparse:
             raise RefusedError(
-                f"expected arguments of dense tensors, in a call of {kind}, found a sparse one. Pass its indices() and "
-                "values(), and put them together in forward()."
+                f"{kind}: an argument is a sparse tensor. Pass its indices() and values(), and build it in forward()."
             )
         if any(isinstance(getattr(leaf, name, None), Tensor) for name in getattr(type(leaf), "__slots__", ())):
             raise RefusedError(
-                f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
-                f"call of {kind}, found a {type(leaf).__name__}, whose tensors are in slots. Pass the tensors."
+                f"{kind}: an argument of type {type(leaf).__name__} keeps its tensors in slots, where they are not "
+                "found. Pass the tensors."
             )
 
 
@@ -89,9 +87,8 @@ def check_read(leaves: Sequence[Any], kind: str) -> None:
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
-                f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
-                f"call of {kind}, found {_spoken(leaf)}. Keep it on the model, as an attribute: another one in its "
-                "place is noticed."
+                f"{kind}: an argument is {_spoken(leaf)}. Pass tensors, numbers and strings, in containers or objects "
+                "with attributes. Keep anything else as an attribute of the model; replacing it is noticed."
             )
 
 
@@ -109,7 +106,7 @@ def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int,
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tells whether the memory ranges of two tensors, from first to last element, overlap."""
+    """Returns whether the memory ranges of two tensors, from first to last element, overlap."""
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
@@ -168,7 +165,7 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Tells whether a graph may take one non-tensor argument for the other: same type, and equal."""
+    """Returns whether a graph may take one non-tensor argument for the other: same type, and equal."""
     if one is other or type(one) is not type(other):
         return one is other
     try:

@@ -28,7 +28,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def regions_noted() -> Iterator[None]:
-    """Opens a context in which checkpointed functions run once, and their nodes are marked with their regions."""
+    """Context manager: checkpointed functions run once, and their nodes are marked with their regions."""
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant

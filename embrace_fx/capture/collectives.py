@@ -34,12 +34,12 @@ class _Refused(UserFunctionVariable):
     """A collective, as Dynamo sees it."""
 
     def call_function(self, *_: Any) -> NoReturn:
-        raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} has no place in a graph")
+        raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
 
 
 @contextlib.contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Opens a context in which Dynamo ends at a forward's first collective."""
+    """Context manager: Dynamo ends at a forward's first collective."""
     kind: Any = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
@@ -60,4 +60,4 @@ def check_collectives(graph: fx.Graph) -> None:
     """Raises `CaptureError` where a traced graph communicates."""
     for node in graph.nodes:
         if op_name(node).partition("::")[0] in _NAMESPACES:
-            raise CaptureError(f"torch.distributed.{op_name(node).partition('::')[2]} has no place in a graph")
+            raise CaptureError(f"torch.distributed.{op_name(node).partition('::')[2]} cannot be captured")

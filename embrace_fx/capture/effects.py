@@ -97,18 +97,17 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
-            f"expected a forward that hooks no tensors, in {kind}, found register_hook() on one: inside of a captured "
-            "graph it would not run. Change the gradient by an autograd Function, or after backward()."
+            f"{kind}: the forward calls register_hook() on a tensor, which a captured graph would not run. Change the "
+            "gradient in an autograd.Function, or after backward()."
         )
     if effects.globals:
         raise RefusedError(
-            f"expected a forward that assigns no globals, in {kind}, found that it assigns {effects.globals[0]}. Keep "
-            "it on the model, as an attribute."
+            f"{kind}: the forward assigns the global {effects.globals[0]}. Make it an attribute of the model."
         )
 
 
 def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
-    """Tells whether a forward reads an attribute and assigns another constant to it.
+    """Returns whether a forward reads an attribute and assigns another constant to it.
 
     Args:
         guards: name -> value, of all that Dynamo has guarded by value.
@@ -151,7 +150,7 @@ class ReplayedEffects:
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
-        """Tells whether the forward writes items of this dict."""
+        """Returns whether the forward writes items of this dict."""
         return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)
 
 

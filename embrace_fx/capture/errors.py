@@ -28,7 +28,7 @@ class CaptureError(RuntimeError):
     Attributes:
         raised: the error that a user's line in the forward raises by itself, or None.
         reason: the user's line and what in it cannot be captured, in one line.
-        where: the user's line, as "file:line in function"; "" where only a traceback may tell.
+        where: the user's line, as "file:line in function"; "" if it is not known.
         communicates: the forward has a collective of its own.
     """
 
@@ -42,9 +42,9 @@ class CaptureError(RuntimeError):
 
 
 def _of_message(message: str) -> str:
-    """Returns the part of an error's message that says what was found."""
-    found = " ".join(message.split()).partition("found ")[2] or message
-    return found.partition(". ")[0]
+    """Returns an error's first sentence, which says what is wrong, without the model's class before it."""
+    sentence = " ".join(message.split()).partition(". ")[0]
+    return re.sub(r"^\w+: ", "", sentence)
 
 
 class RefusedError(CaptureError):
@@ -52,7 +52,7 @@ class RefusedError(CaptureError):
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """Makes the error that tells the user of a failed capture.
+    """Makes the error for a failed capture.
 
     Args:
         error: the error that the capture raised.
@@ -63,9 +63,9 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
     found = f"{skipped}()" if skipped else f"{type(error).__name__}: {_first_lines(error)}"
     if raised is not None:
         told = CaptureError(
-            f"expected a batch that the forward takes, in {kind}, at {_user_line(raised) or where}, found that the "
-            f"forward fails on it: {type(raised).__name__}: {_first_lines(raised)}. Call the model with the arguments, "
-            "names, shapes, types and devices that it expects; the plain model tells whether it takes them."
+            f"{kind}: the forward fails on this batch, at {_user_line(raised) or where}: {type(raised).__name__}: "
+            f"{_first_lines(raised)}. Check the arguments' names, shapes, types and devices; the plain model should "
+            "fail in the same way."
         )
         told.reason = ""  # the forward fails without a graph as well
         if _is_of_users_code(model, raised):
@@ -73,18 +73,17 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
         return told
     if (sent := _collective(error)) is not None:
         refusal = CaptureError(
-            f"expected a forward that does not communicate, in {kind}, at {where}, found torch.distributed.{sent}() "
-            f"({found}). Communicate in the training loop; or leave out route='graph', and a strategy that shards: the "
-            "forward then runs as it is written, with every table whole.",
+            f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}). Communicate in the "
+            "training loop. Or leave out route='graph' and strategies that shard: the forward then runs as written, "
+            "with whole tables.",
             f"{where} calls torch.distributed.{sent}()",
         )
         refusal.communicates = True
         return refusal
     return CaptureError(
-        f"expected a forward that can be captured as one graph, in {kind}, at {where}, found {found}. Rewrite that "
-        "line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no data-dependent shapes), "
-        "move it out of the model into the training loop, or leave out route='graph': the forward then runs as it is "
-        "written.",
+        f"{kind}: the forward cannot be captured as one graph, at {where}: {found}. Rewrite that line so that it does "
+        "not depend on tensor values (`.item()`, `if tensor:`, data-dependent shapes), or move it into the training "
+        "loop. Or leave out route='graph': the forward then runs as written.",
         f"{where}: {_in_short(error)}",
     )
 
@@ -128,7 +127,7 @@ def _observed(error: Exception) -> Exception | None:
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
-    """Tells whether a line of the user's raises an error, which the user's loop may expect."""
+    """Returns whether the user's own code raised the error; the loop may then expect it."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)

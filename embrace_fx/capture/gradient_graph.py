@@ -7,7 +7,7 @@ autograd has accumulated, and its forward computes nothing.
         zero = aten.new_zeros(p1, [])
         return (zero, gradient_p1, gradient_p2)
 
-`rows_p1` is the rows of a table that an earlier step's gradient had, by which the planner prices exchanges.
+`rows_p1` is the rows of a table in an earlier step's gradient; the planner prices exchanges for them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Makes the graph of the gradients of `parameters`, the k-th of which is the tangent with index k.
+    """Makes the graph of the gradients of `parameters`: the k-th gradient is tangent k.
 
     Args:
-        parameters: name -> trained parameter, in the order in which the forward is assumed to read them.
+        parameters: name -> trained parameter, in the assumed order of the forward.
         tables: parameters that lookups read; the k-th one's rows are the batch input with index k.
         whole: sharded table -> its whole shape.
         in_rows: tables with sparse gradients.

@@ -35,7 +35,7 @@ _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a captured graph is still valid: Dynamo's guards on all but the batch.
+    """The conditions for a captured graph to stay valid: Dynamo's guards on all but the batch.
 
     Attributes:
         values: replaces the guards where these do not hold right after the capture.
@@ -57,7 +57,7 @@ class Conditions:
     numbers: AsSeen = field(default_factory=AsSeen)
 
     def hold(self) -> bool:
-        """Tells whether all guarded values are what they were at the capture."""
+        """Returns whether all guarded values are as at the capture."""
         if self.numbers.written():
             return False
         if self.manager is None:

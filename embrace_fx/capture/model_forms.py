@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.result_objects import open_objects
 
 STATES = "__states"
-"""The keyword by which a traced module gets the values that its graph reads from objects."""
+"""The keyword of a traced module for the values that its graph reads from objects."""
 
 
 class OpenResults(nn.Module):

@@ -16,13 +16,12 @@ from torch import nn
 from embrace_fx.runtime.tables.model_state import ModelState
 
 OTHER_PARAMETERS = (
-    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
-    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
-    "parametrize before the first call, or compile the changed model anew"
+    "the model's parameters have changed since compile(): {} came, went or was replaced. Gradients are exchanged only "
+    "for the original ones. Change layers, resize embeddings, tie weights and parametrize before the first call, or "
+    "compile the changed model again"
 )
 CONVERTED = (
-    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
-    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
+    "the dtype of {} has changed since the first call. Convert the model before the first call, or compile it again"
 )
 
 
@@ -58,7 +57,7 @@ class ModelWatch:
         self._names = self._named()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
-        """Tells whether plain tensors replace all parameters during a call, as in `functional_call`.
+        """Returns whether plain tensors replace all parameters during a call, as in `functional_call`.
 
         Args:
             buffers: whether all buffers must be replaced too.
@@ -80,7 +79,7 @@ class ModelWatch:
         return (*[module.training for module in self._modules], *self._trains)
 
     def modules_changed(self) -> bool:
-        """Tells whether modules, methods of their classes, or the model's own forward or hooks have changed."""
+        """Returns whether modules, methods of their classes, or the model's own forward or hooks have changed."""
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:

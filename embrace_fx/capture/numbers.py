@@ -22,7 +22,7 @@ Symbol = SymInt | SymFloat
 
 @contextlib.contextmanager
 def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
-    """Opens a context in which Dynamo makes inputs of the numbers that it calls by these names: `L['self'].scale`."""
+    """Context manager: Dynamo makes inputs of the numbers that it calls by these names: `L['self'].scale`."""
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
@@ -62,6 +62,6 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Names the numbers for which the graph is valid for a single value only."""
+    """Names the numbers that must keep their value for the graph to stay valid."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -39,7 +39,7 @@ _AS_THEY_ARE = (
 
 @contextlib.contextmanager
 def put_off() -> Iterator[None]:
-    """Opens a context in which Dynamo defers what the forward prints and logs."""
+    """Context manager: Dynamo defers what the forward prints and logs."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ class ReadValues:
         return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
     def hold(self) -> bool:
-        """Tells whether all values are unchanged."""
+        """Returns whether all values are unchanged."""
         try:
             now = eval(self.code, self.scope)
         except Exception:  # an attribute has gone, a list has become shorter

@@ -91,7 +91,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Tells whether a value is a tensor or has one in its attributes."""
+    """Returns whether a value is a tensor or has one in its attributes."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, _CONSTANTS) or not is_plain_object(value) or id(value) in seen:
@@ -101,7 +101,7 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def attributes_of(kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Returns (an object's attribute values, the context from which `made_of` makes it again)."""
+    """Returns (an object's attribute values, the context that `made_of` needs to build it again)."""
     return list(attributes.values()), (kind, tuple(attributes))
 
 

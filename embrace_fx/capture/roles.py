@@ -93,8 +93,8 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
             module.graph.erase_node(user)
     if tangent.users:
         raise CaptureError(
-            f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} "
-            f"read by {', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
+            f"The forward changes a parameter in place and also uses it: {tangent.name} is read by "
+            f"{', '.join(u.name for u in tangent.users)}. Change parameters outside of the forward."
         )
     module.graph.erase_node(tangent)
 
@@ -137,8 +137,8 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
             return Tangent(index)
     raise CaptureError(
-        f"expected parameters, buffers, batch tensors and output gradients as graph inputs, found {desc}. "
-        "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+        f"The graph has an input that is no parameter, buffer, batch tensor or output gradient: {desc}. Return tensors "
+        "that are not views of each other or of an argument (`.clone()` them)."
     )
 
 
@@ -166,8 +166,8 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
                 role = Gradient(source)
             case _:
                 raise CaptureError(
-                    f"expected results, mutations and gradients as graph outputs, found {desc}. "
-                    "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+                    f"The graph has an output that is no result, mutation or gradient: {desc}. Return tensors that are "
+                    "not views of each other or of an argument (`.clone()` them)."
                 )
         if isinstance(value, fx.Node):
             values.append(value)

@@ -91,7 +91,7 @@ def private_copies(
 def quiet_dynamo() -> Iterator[None]:
     """Opens a context with Dynamo's options for a capture, and without its warnings.
 
-    Numbers are constants, and only marked sizes vary, whatever Dynamo has seen of other models.
+    Numbers are constants, and only marked sizes vary, regardless of what Dynamo has seen of other models.
     """
     options = {
         "allow_rnn": True,

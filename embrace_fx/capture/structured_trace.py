@@ -16,7 +16,7 @@ def log_graph(name: str, module: fx.GraphModule) -> None:
 def log_text(name: str, text: Callable[[], str]) -> None:
     """Writes a report into torch's structured trace; its text is made only where the trace is on.
 
-    Torch's handler has no folder before its first report, for which it would make the text and then drop it.
+    Before its first report torch's handler has no folder, and would build the text and then drop it.
     """
     if all(getattr(handler, "root_dir", "") is None for handler in trace_log.handlers):
         return

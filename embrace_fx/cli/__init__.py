@@ -67,7 +67,7 @@ def plan(
 
     model, batch, optimizer = made_by(factory)
     if cluster is not None and (bandwidth or device):
-        raise click.UsageError("expected --cluster, or --bandwidth and --device in place of it, found both")
+        raise click.UsageError("--cluster replaces --bandwidth and --device. Give one or the other.")
     links = as_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with told_plainly():
         forecast = embrace_fx.plan(
@@ -125,7 +125,7 @@ def show(saved: str, output: str | None) -> None:
     source = Path(saved)
     if source.suffix != ".json":
         if output is not None:
-            raise click.UsageError(f"expected a picture saved as .json, to convert it, found {source.name}")
+            raise click.UsageError(f"{source.name} cannot be converted. Only a picture saved as .json can.")
         _open(source)
         return
     from embrace_fx.viz import save, trace  # noqa: PLC0415
@@ -205,7 +205,7 @@ def bench(factory: str, steps: int) -> None:
 
     if "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 -m embrace_fx.cli bench {factory}"
-        raise click.UsageError(f"expected several ranks, found a single process. Start it by: {command}")
+        raise click.UsageError(f"This command needs several ranks. Start it with: {command}")
     with told_plainly():
         lines = compare(lambda: made_by(factory), steps)
     if os.environ["RANK"] == "0":
@@ -216,15 +216,15 @@ def made_by(factory: str) -> tuple[Any, Any, Any]:
     """Calls a factory, also one in the working folder; returns its model, batch and optimizer (or None)."""
     name, colon, function = factory.partition(":")
     if not colon:
-        raise click.UsageError(f"expected module:function, {FACTORY}; found {factory!r}")
+        raise click.UsageError(f"{factory!r} is not of the form module:function. It names {FACTORY}.")
     sys.path.insert(0, os.getcwd())
     try:
         make: Callable[[], Any] = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError) as error:
-        raise click.UsageError(f"expected module:function, {FACTORY}; found {factory!r}: {error}") from error
+        raise click.UsageError(f"{factory!r} cannot be loaded: {error}. Write module:function, {FACTORY}.") from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise click.UsageError(f"expected {FACTORY}; {factory} returned {type(made).__name__}")
+        raise click.UsageError(f"{factory} returned {type(made).__name__}. It must be {FACTORY}.")
     return made if len(made) == 3 else (*made, None)
 
 
@@ -245,14 +245,14 @@ def as_named(bandwidth: str | None, device: str | None) -> Cluster:
     if bandwidth is not None:
         found = _RATE.fullmatch(bandwidth.strip())
         if found is None or not float(found[1]):
-            raise click.UsageError(f"expected a rate such as 25Gb/s or 3GB/s, in --bandwidth, found {bandwidth!r}")
+            raise click.UsageError(f"--bandwidth {bandwidth!r} is not a rate. Write 25Gb/s or 3GB/s.")
         power = "KMGT".index(found[2].upper()) + 1
         rate = float(found[1]) * 1000**power / (1 if found[3] == "B" else 8) / 1000
     if device is None:
         return Cluster(bandwidth_bytes_per_ms=rate)
     known = {name.lower(): each for name, each in DEVICES.items()}
     if device.lower() not in known:
-        raise click.UsageError(f"expected one of {', '.join(DEVICES)}, in --device, found {device!r}")
+        raise click.UsageError(f"--device {device!r} is not known. Choose one of {', '.join(DEVICES)}.")
     return known[device.lower()].cluster(rate)
 
 
@@ -264,8 +264,8 @@ def read_cluster(path: Path) -> Cluster:
         found: Cluster = from_plain(Cluster, json.loads(path.read_text(encoding="utf-8")), "Cluster")
     except ValueError as error:
         raise click.UsageError(
-            f'expected a JSON object such as {{"bandwidth_bytes_per_ms": 3.1e6, "latency_ms": 0.05}}, in {path}, '
-            f"found: {error}"
+            f"{path} is not a cluster: {error}. Write a JSON object such as "
+            '{"bandwidth_bytes_per_ms": 3.1e6, "latency_ms": 0.05}.'
         ) from error
     return found
 

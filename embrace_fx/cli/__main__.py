@@ -1,4 +1,4 @@
-"""Runs `python -m embrace_fx.cli`, by which torchrun starts a command on every rank."""
+"""Runs `python -m embrace_fx.cli`, so that torchrun can start a command on every rank."""
 
 from embrace_fx.cli import main
 

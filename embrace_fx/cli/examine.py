@@ -82,7 +82,7 @@ def compiler(environment: Environment) -> Finding:
 
 
 def triton(_: Environment) -> Finding:
-    """Checks for Triton, in which the kernels of a GPU are written."""
+    """Checks for Triton, the language of the GPU kernels."""
     there = util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Finding("Triton", "works", "not needed without a CUDA device")
@@ -123,14 +123,14 @@ def meeting_place(environment: Environment) -> Finding:
 
 
 def interface(environment: Environment) -> Finding:
-    """Checks that the network interface that gloo is told to use exists."""
+    """Checks that gloo's network interface exists."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
         return Finding(
             "network interface",
             "fails",
             f"GLOO_SOCKET_IFNAME={asked}, and this machine has {', '.join(there)}",
-            "set it to the interface by which the ranks reach each other, or unset it",
+            "set it to the interface that connects the ranks, or unset it",
         )
     return Finding("network interface", "works", asked or f"gloo chooses among {', '.join(there)}")
 

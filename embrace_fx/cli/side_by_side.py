@@ -40,7 +40,7 @@ class Contender:
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Trains between two barriers, so that the time is that of all ranks."""
+        """Trains between two barriers, to measure the time of all ranks together."""
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
         self.train(steps)
@@ -95,8 +95,8 @@ def loss_of(results: Any) -> Tensor:
     scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]
     if not scalars:
         raise ValueError(
-            f"expected a model that returns its loss, in bench, found {type(results).__name__} without a scalar. Wrap "
-            "the model in a module that returns the loss."
+            f"bench needs a model that returns its loss. This one returns a {type(results).__name__} without a scalar. "
+            "Wrap it in a module that returns the loss."
         )
     return scalars[0]
 

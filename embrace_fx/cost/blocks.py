@@ -1,4 +1,4 @@
-"""The records and blocks in which sparse gradients travel: their bytes, a block's size, how blocks are streamed."""
+"""Records and blocks of sparse gradients on the wire: their bytes, a block's size, how blocks are streamed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from embrace_fx.cost.links import Cluster, Work
 
 COUNT_BYTES = 8
-"""The bytes of the int64 that tells a peer the number of records."""
+"""The bytes of the int64 that holds the number of records."""
 
 STREAMS = 2
 """Streams of `omnireduce`: while one stream's blocks are added up, the other's are in flight."""

@@ -38,7 +38,7 @@ class Device:
     """An accelerator.
 
     Attributes:
-        memory_bytes_per_ms: the rate at which it reads and writes its own memory.
+        memory_bytes_per_ms: the bandwidth of its own memory.
         flops_per_ms: floating-point operations of matrix products in float32.
         memory_bytes: the size of its memory.
         inside: the link between two devices of one machine.
@@ -54,12 +54,12 @@ class Device:
 
     @property
     def compute(self) -> Compute:
-        """The speed at which it computes."""
+        """How fast it computes."""
         return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
 
     @property
     def handling(self) -> Handling:
-        """The speed at which it handles gradients. New blocks cost nothing, because its allocator caches memory."""
+        """How fast it handles gradients. New blocks cost nothing, because its allocator caches memory."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
@@ -81,7 +81,7 @@ class Device:
         """Makes a cluster of machines with these devices.
 
         Args:
-            bandwidth_bytes_per_ms: the rate at which a machine can send to the others.
+            bandwidth_bytes_per_ms: the bandwidth from a machine to the others.
             latency_ms: start-up of a message between machines.
             devices_per_machine: consecutive ranks that share a machine, and its link to the others.
         """

@@ -85,7 +85,7 @@ def predict(
     Args:
         sparsity: in the strategy's units; for `omnireduce` in blocks (`embrace_fx.cost.sparsity.in_blocks`).
         scheme: the scheme of "zen".
-        cluster: the cluster for which lanes and slots are chosen.
+        cluster: lanes and slots are chosen for this cluster.
 
     Raises:
         ValueError: a strategy that does not exchange gradients of replicas.
@@ -103,8 +103,8 @@ def predict(
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
         return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
     raise ValueError(
-        f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of the "
-        "table at the head of embrace_fx/cost/exchanges.py."
+        f"predict: {strategy!r} exchanges no gradients of replicas. Use one of the table at the head of "
+        "embrace_fx/cost/exchanges.py."
     )
 
 

@@ -43,7 +43,7 @@ class Link:
     """The rate that a collective reaches on a rank's connection, and its start-up.
 
     Start-up is mostly the time to wake threads, which passes while bytes are in flight: large messages in a row hide
-    it. Without `least_ms` it is the alpha of the formulas above, whatever the size.
+    it. Without `least_ms` it is the alpha of the formulas above, for any size.
 
     Attributes:
         bandwidth_bytes_per_ms: what one rank can send per millisecond.
@@ -61,13 +61,13 @@ class Link:
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
-        """Predicts the time in which a rank sends `sent_bytes` in `messages` messages, one after the other."""
+        """Predicts how long a rank takes to send `sent_bytes` in `messages` messages, one after the other."""
         return max(messages * self.least_ms, sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms)
 
 
 @dataclass(frozen=True)
 class Handling:
-    """The speed at which a rank's processor handles gradients while all ranks do, possibly on shared cores.
+    """How fast a rank's processor handles gradients while all ranks do, possibly on shared cores.
 
     Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The work of a
     processor for the network is not here, but in the rate that a collective reaches.
@@ -89,12 +89,12 @@ class Handling:
     def __post_init__(self) -> None:
         rates = (self.scan_bytes_per_ms, self.pass_bytes_per_ms, self.claim_bytes_per_ms)
         if not (min(rates) > 0 <= min(self.unit_ms, self.round_ms)):
-            raise ValueError(f"expected positive rates and no negative times, in Handling, found {self}.")
+            raise ValueError(f"Handling: rates must be positive and times not negative. Got {self}.")
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The assumed speed at which a rank computes its model, until it is measured.
+    """How fast a rank is assumed to compute its model, until that is measured.
 
     Attributes:
         flops_per_ms: floating-point operations of matrix products.
@@ -174,8 +174,8 @@ class Cluster:
         links: (collective, its link) where that differs: pairwise messages may reach less than a ring.
         ranks_per_machine: number of consecutive ranks that share a machine.
         inside: the link between two ranks of one machine; None where each rank has its own machine.
-        handling: the speed at which a rank's processor gathers, adds up and writes.
-        compute: the speed at which a rank computes its model, for schedules before measurement.
+        handling: how fast a rank's processor gathers, adds up and writes.
+        compute: how fast a rank computes its model, for schedules before measurement.
         pace: how many of `compute`'s milliseconds a rank computes in one, while all ranks do.
         busy: the share of a transfer's time that it takes from the compute beside it, as both share processors.
     """
@@ -192,23 +192,19 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not (self.pace > 0 and 0 <= self.busy <= 1):
-            raise ValueError(
-                f"expected a positive pace, and busy from 0 to 1, in Cluster, found {self.pace} and {self.busy}."
-            )
+            raise ValueError(f"Cluster: pace must be positive and busy from 0 to 1. Got {self.pace} and {self.busy}.")
         names = [name for name, _ in self.links]
         if not set(names) <= set(COLLECTIVES) or len(set(names)) != len(names):
-            raise ValueError(
-                f"expected links of {', '.join(COLLECTIVES)}, each at most once, in Cluster, found {names}."
-            )
+            raise ValueError(f"Cluster: give a link at most once for each of {', '.join(COLLECTIVES)}. Got {names}.")
         if self.ranks_per_machine < 1 or (self.ranks_per_machine > 1) != (self.inside is not None):
             raise ValueError(
-                "expected a link inside a machine where ranks_per_machine is above 1, and only there, in Cluster, "
-                f"found {self.ranks_per_machine} rank(s) per machine and {self.inside}."
+                "Cluster: give inside= if ranks_per_machine is above 1, and only then. Got "
+                f"ranks_per_machine={self.ranks_per_machine} and inside={self.inside}."
             )
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
         for link in (own, *(link for _, link in self.links), *((self.inside,) if self.inside else ())):
             if not (link.bandwidth_bytes_per_ms > 0 and min(link.latency_ms, link.least_ms) >= 0):
-                raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
+                raise ValueError(f"Cluster: bandwidth must be positive and latency not negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
         """Returns a collective's link. None, and collectives that are not listed, get the cluster's own figures;
@@ -221,7 +217,7 @@ class Cluster:
         return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
-        """Makes the cluster with one rank per machine on which collectives of `world_size` ranks take the same time.
+        """Makes an equivalent cluster with one rank per machine: collectives of `world_size` ranks take the same time.
 
         The head of this module has the formulas.
         """
@@ -259,7 +255,7 @@ class Cluster:
         return replace(self, links=tuple(links), ranks_per_machine=1, inside=None)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
-        """Predicts the time in which a rank sends `sent_bytes` in `messages` messages, one after the other."""
+        """Predicts how long a rank takes to send `sent_bytes` in `messages` messages, one after the other."""
         return self.link(collective).transfer_ms(sent_bytes, messages)
 
 
@@ -301,7 +297,7 @@ def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Prices an AlltoAll of `own_bytes` per rank in equal parts, one of which stays."""
+    """Prices an AlltoAll of `own_bytes` per rank in equal parts; one part stays."""
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
@@ -317,12 +313,12 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
 
 
 def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Chooses the size of chunks, between two of which an urgent transfer can pass.
+    """Chooses the size of chunks; an urgent transfer can pass between two of them.
 
-    It is the smallest size for which start-up takes at most `START_UP_SHARE` of a launch's time, so that the urgent
+    This is the smallest size whose start-up takes at most `START_UP_SHARE` of a launch's time, so that the urgent
     transfer waits for 10 start-ups, or for `MIN_CHUNK_BYTES` to pass. A single rank cuts as two would.
 
-    Returns: bytes of the tensor on each rank, whatever part of them is sent.
+    Returns: bytes of the tensor on each rank, sent or not.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 NEIGHBOURHOODS = 8
-"""Number of ranks at which unions are measured to begin: measuring from all N ranks would take N squared time."""
+"""Number of ranks whose unions are measured: measuring from all N ranks would take N squared time."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _BUCKETS, _CERTAIN = 200, 1e-12
 
 @dataclass(frozen=True)
 class StorageTier:
-    """A storage for rows, at the rate at which one rank reads and writes it with a full queue.
+    """A storage for rows, as fast as one rank reads and writes it with a full queue.
 
     Attributes:
         name: its name in reports.
@@ -114,7 +114,7 @@ class RowMemory:
         storage: the storage of the other rows, the nearest first; each holds, of the rows that those before it lack,
             the ones drawn last.
         at_once: rows that the known batches of all ranks read in a step.
-        ahead: steps by which rows are read early, with room beside the present step's rows.
+        ahead: number of steps that rows are read early, with room beside the present step's rows.
     """
 
     num_rows: int
@@ -198,7 +198,7 @@ def together(memories: Sequence[RowMemory]) -> RowMemory:
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:
-    """Searches for the least number up to `most` from which on a condition holds."""
+    """Searches for the least number up to `most` that meets a condition; larger ones meet it too."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Counts the bytes of numbers in the formats in which they travel."""
+"""Counts the bytes of numbers in wire formats."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import embrace_fx
 class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` whose `prepare` compiles models instead of wrapping them in DistributedDataParallel.
 
-    It saves whole tensors, whatever the plan: any number of ranks can load them, with or without embrace_fx.
+    It saves whole tensors under any plan: any number of ranks can load them, with or without embrace_fx.
 
     Args:
         compile_options: options of `embrace_fx.compile`.

@@ -22,7 +22,7 @@ class EmbraceStrategy(DDPStrategy):
 
     Steps log, and call metrics and the trainer, which no graph can hold. So the compiled network is the module's child
     that has all trainable parameters, which the steps call; or, where several children have some, the module's own
-    forward, which the steps call as `self(...)`. Whole tensors are saved, whatever the plan.
+    forward, which the steps call as `self(...)`. Whole tensors are saved under any plan.
 
     Args:
         compile_options: options of `embrace_fx.compile`.

@@ -15,7 +15,7 @@ from embrace_fx.integrations.accelerate import EmbraceAccelerator
 class EmbraceTrainer(Trainer):
     """A `Trainer` that compiles its model instead of wrapping it in DistributedDataParallel.
 
-    It saves whole tensors, whatever the plan. Evaluation runs on the compiled model, on all ranks.
+    It saves whole tensors under any plan. Evaluation runs on the compiled model, on all ranks.
 
     Attributes:
         logs_metrics: whether `CompiledModel.metrics()` of the last step are logged beside the loss; may be set.

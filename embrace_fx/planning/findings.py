@@ -289,7 +289,7 @@ def grid_rows(ranks: int) -> list[int]:
 
 
 def used_parameters(graph: TrainingGraph) -> set[str]:
-    """Names the parameters to which the graph gives a gradient."""
+    """Names the parameters that get a gradient from the graph."""
     return {*gradients_of(graph.module)}
 
 

@@ -19,14 +19,10 @@ from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import AUTO
 
 LATE = "first used after the plan was made"
-RENAMED = (
-    "expected modules to hold parameters by the same names on every rank, in the model's call, found that {} have got "
-    "others on some: prune, or parametrize, on every rank"
-)
+RENAMED = "{} have other names on some ranks: prune or parametrize modules on every rank"
 NO_MOMENT = (
-    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
-    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
-    "them, on its own"
+    "{} are used in another way than before, which needs another plan, and {}. Run every call's backward first, and "
+    "under no_sync() the step; then call the model once with such a batch"
 )
 
 
@@ -93,7 +89,7 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Returns a plan with other names for parameters, of which none is sharded: {old: new}."""
+    """Returns a plan with parameters renamed {old: new}; none of them is sharded."""
     return replace(
         plan,
         decisions=tuple(replace(d, parameter=names.get(d.parameter, d.parameter)) for d in plan),
@@ -131,8 +127,8 @@ def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
         raise ValueError(
-            f"expected a plan of this model, optimizer and number of ranks, in the first call, found {found}. Save a "
-            "plan of this very run, or leave out plan=."
+            f"plan=: the plan does not fit this model, optimizer or number of ranks: {found}. Save a plan of this run, "
+            "or leave out plan=."
         )
     asked = context.options.schedule
     return plan if asked in (AUTO, plan.schedule_name) else replace(plan, schedule_name=asked, chosen_because="")

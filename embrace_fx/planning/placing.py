@@ -80,13 +80,13 @@ def gather_tables(context: Context, names: Sequence[str]) -> None:
         for name in names:
             table = context.state.tables[name]
             if isinstance(table, TieredTable):
-                raise RuntimeError(REFUSAL.format(name=name, asked="a deed that puts together"))
+                raise RuntimeError(REFUSAL.format(name=name, asked="an operation that gathers"))
             del context.state.tables[name]
             unshard_parameter(table, context.stepping.holders.optimizers)
 
 
 def gather_buffers(model: nn.Module) -> None:
-    """Makes buffers whole that are parts, as the masks are by which tables were pruned. Collective."""
+    """Gathers buffers that are shards, such as pruning masks of tables. Collective."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if isinstance(buffer, Part):

@@ -23,7 +23,7 @@ LOOK_EVERY = 4
 CONFIRMED_BY = 2
 """Checks in a row that must find the same strategies, so that a single odd batch changes nothing."""
 DRIFTED = 0.2
-"""Share of the planned rows by which a mean must have changed before a check is made."""
+"""A check is made once a mean differs from the planned rows by this share."""
 
 
 class SparsityMonitor:
@@ -75,7 +75,7 @@ class SparsityMonitor:
 
 
 def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Maps each table of a row space to the space, of which rows are announced, and to its planned share of these."""
+    """Maps each table of a row space to (the space, the table's planned share of the space's announced rows)."""
     rows = plan.rows
     return {
         table: (space.name, rows[table].own / max(rows[space.name].own, 1))
@@ -113,5 +113,5 @@ def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
         found.append(f'schedule "{old.schedule_name}" -> {new.chosen_because}')
     if new.buckets != old.buckets and not found:
         found.append("buckets in another order")
-    saves = f", which is to save {saved_ms:.3f} ms a step" if saved_ms > 0 else ""
-    return f"after {calls} calls, for {reason}: {'; '.join(found) or 'it stays as it is'}{saves}"
+    saves = f", predicted to save {saved_ms:.3f} ms per step" if saved_ms > 0 else ""
+    return f"after {calls} calls ({reason}): {'; '.join(found) or 'no change'}{saves}"

@@ -129,7 +129,7 @@ def _search(
 
 
 def _may_reorder(context: Context, graph: TrainingGraph) -> bool:
-    """Tells whether a backward can be reordered without compiling regions or placing copies again."""
+    """Returns whether a backward can be reordered without compiling regions or placing copies again."""
     copies = any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
     return context.options.backend == "eager" and not copies
 
@@ -168,7 +168,7 @@ def looks_ahead(plan: Plan) -> bool:
 
 
 def cuts(context: Context, plan: Plan) -> Cuts:
-    """Chooses the pieces in which the communication of a plan travels; of one process there is none."""
+    """Cuts a plan's communication into pieces; one process has none."""
     if plan.world_size == 1:
         return Cuts((), ())
     chunks = tuple(tuple(bucket_chunks(context, plan, bucket)) for bucket in plan.buckets)
@@ -179,7 +179,7 @@ def cuts(context: Context, plan: Plan) -> Cuts:
 def bucket_chunks(context: Context, plan: Plan, bucket: tuple[str, ...]) -> list[int]:
     """Counts the elements of each chunk of a bucket's AllReduce: equal chunks of about the cost model's size.
 
-    Schedule "none", in which no launch overtakes another, reduces whole buckets. A sparse exchange, which sends in
+    Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
     rounds, takes a whole gradient.
     """
     parameters = [context.state.parameter(name) for name in bucket]

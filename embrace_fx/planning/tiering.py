@@ -69,14 +69,14 @@ class Tier:
         found = int((self.memory - rows * each - own_bytes(self.columns)) // slot_bytes(self.columns))
         if found < 1:
             raise ValueError(
-                f"expected table_memory of at least {self.asked_for(1, rows)} for {table}, in the first call, found "
-                f"{int(self.whole):,}: {each:.1f} bytes tell of each of its {rows:,} rows where it is, and "
-                "memory holds one row or more. Raise it, or train on more ranks."
+                f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
+                f"{self.asked_for(1, rows)}: {each:.1f} bytes for each of its {rows:,} rows to say where the row is, "
+                "and room for one row. Raise it, or train on more ranks."
             )
         return min(rows, found)
 
     def asked_for(self, slots: int, rows: int) -> str:
-        """Prints the least table_memory with which this many rows stay in memory."""
+        """Prints the least table_memory that keeps this many rows in memory."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
@@ -113,9 +113,9 @@ def fit_plan(
         if plan[name].measured and memory.slots < memory.at_once:
             least = found[name].asked_for(memory.at_once, memory.num_rows)
             raise ValueError(
-                f"expected table_memory of at least {least} for {name}, in the first call, found "
-                f"{found[name].whole:,g}, which is {memory.slots:,} rows: the batches of this step read "
-                f"{memory.at_once:,}, all ranks together. Raise it, or make batches smaller."
+                f"table_memory: {found[name].whole:,g} is too little for {name}. It keeps {memory.slots:,} rows, but "
+                f"all ranks together read {memory.at_once:,} in one step. Pass at least {least}, or make batches "
+                "smaller."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
     spaces = context.communicator.gather(spaces, list[RowSpace])[0]
@@ -168,9 +168,8 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
         needed = sum(nbytes for name, nbytes, _ in everyone if name == host)
         if needed > available > 0:
             raise ValueError(
-                f"expected {needed:,} bytes of memory on {host} for rows at rest of {', '.join(found)}, with "
-                f"table_memory, in the first call, found {available:,}. Name a directory in spill_to, where they lie "
-                "in a file then, or train on more hosts."
+                f"table_memory: the other rows of {', '.join(found)} take {needed:,} bytes of memory on {host}, and "
+                f"{available:,} are free. Pass a directory in spill_to to keep them in a file, or train on more hosts."
             )
 
 
@@ -192,19 +191,15 @@ def _asked(context: Context, plan: Plan) -> dict[str, float]:
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(
-                "expected a table in shards, with table_memory, in the first call, found none: tables that are whole "
-                "on each rank stay in memory. Pass strategy='alltoall', or leave table_memory out; model.report() "
-                "tells why a table is whole."
+                "table_memory: no table is sharded, and a whole table stays in memory. Pass strategy='alltoall', or "
+                "leave out table_memory. model.report() says why a table is whole."
             )
         return dict.fromkeys(plan.sharded, float(memory))
     found: dict[str, float] = {}
     names = [decision.parameter for decision in plan]
     for pattern, asked in memory.items():
         if not (matched := fnmatch.filter(names, pattern)):
-            raise ValueError(
-                f"expected the name of a table, in table_memory, found {pattern!r}, which no parameter matches. The "
-                f"parameters are {', '.join(names)}."
-            )
+            raise ValueError(f"table_memory: {pattern!r} matches no parameter. The parameters are {', '.join(names)}.")
         found |= dict.fromkeys(matched, float(asked))
     return found
 
@@ -216,24 +211,24 @@ def _check(context: Context, name: str, plan: Plan) -> None:
     if name not in plan.sharded or plan[name].grid is not None:
         how = f"on a {plan[name].grid}" if plan[name].grid is not None else f"whole on each rank: {plan[name].reason}"
         raise ValueError(
-            f"expected {name} in shards by columns, with table_memory, in the first call, found it {how}. Pass "
-            f"strategy={{{name!r}: 'alltoall'}}, or leave it out of table_memory."
+            f"table_memory: {name} is not sharded by columns but {how}. Pass strategy={{{name!r}: 'alltoall'}}, or "
+            "leave it out of table_memory."
         )
     device = parameter.device if parameter.device.type != "meta" else context.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"expected {name} on the CPU or on a CUDA device, with table_memory, found it on {device}. Leave it out of "
+            f"table_memory: {name} is on {device}, which is neither the CPU nor a CUDA device. Leave it out of "
             "table_memory."
         )
     if device.type == "cpu" and context.options.spill_to is None:
         raise ValueError(
-            f"expected a directory in spill_to for {name}, which is on the CPU, with table_memory, found none: rows "
-            "that do not fit lie there. Pass both. A CUDA model's lie in its host's memory without it."
+            f"table_memory: {name} is on the CPU, and its other rows need a file. Pass a directory in spill_to too. (A "
+            "CUDA model keeps them in host memory without it.)"
         )
     if len(held) != 1:
         raise ValueError(
-            f"expected one optimizer of {name} in compile(), with table_memory, found {len(held)}: what it keeps of a "
-            "row lies beside the row. Pass it: compile(model, optimizer=optimizer, ...)."
+            f"table_memory: {name} has {len(held)} optimizers in compile(), and needs exactly one, whose state is "
+            "stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
     how = holders.moving(parameter, semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
@@ -364,6 +359,6 @@ def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: 
 
 
 def _agree(context: Context, told: str | None) -> None:
-    """Raises on every rank what one of them has to tell."""
+    """Raises on every rank the error of any rank."""
     for rank, each in context.communicator.reports(told).items():
         raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

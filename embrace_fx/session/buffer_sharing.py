@@ -43,7 +43,7 @@ class BufferSharing:
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Makes the two functions by which a program shares buffers.
+        """Makes the two functions that share a program's buffers.
 
         Args:
             assigned: buffers that the forward replaces by other tensors.

@@ -1,4 +1,4 @@
-"""Registers DDP's communication hooks: some only set the dtype in which gradients travel; others reduce them."""
+"""Registers DDP's communication hooks: some only set the dtype of gradients on the wire; others reduce them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
-"""Hook that need not be called -> the dtype in which gradients, also of rows, travel; None: their own dtype."""
+"""Hook that need not be called -> the dtype of gradients, rows included, on the wire; None: their own dtype."""
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
@@ -31,25 +31,24 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     Raises:
         RuntimeError: the model has been called, or has a hook.
         TypeError: the argument is no hook.
-        ValueError: rows are rounded; or strategies other than AllReduce are asked for, under which a hook
+        ValueError: rows are rounded; or strategies other than AllReduce are asked for: a hook
             would not see all gradients.
     """
     if begun or registered:
-        found = "it has been called" if begun else f"{registered} is registered"
+        found = "the model has been called" if begun else f"{registered} is registered"
         raise RuntimeError(
-            f"expected one hook, before the model's first call, in register_comm_hook(), found that {found} already. "
-            "Register it after compile(), once."
+            f"register_comm_hook(): {found} already. Register one hook, after compile() and before the first call."
         )
     if options.rows != "exact":
         raise ValueError(
-            "expected rows='exact' with a communication hook, in register_comm_hook(), found "
-            f"rows={options.rows!r}: both say how gradients travel. Leave one out."
+            f"register_comm_hook(): the model has rows={options.rows!r}, and the hook decides how gradients are sent "
+            "too. Leave one of them out."
         )
     hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):
         raise TypeError(
-            f"expected a communication hook, which must be callable, in register_comm_hook(), found {hook!r}. Pass "
-            "hook(state, bucket) -> Future[Tensor], one of torch.distributed.algorithms.ddp_comm_hooks say."
+            f"register_comm_hook(): {hook!r} is not callable. Pass hook(state, bucket) -> Future[Tensor], such as "
+            "those of torch.distributed.algorithms.ddp_comm_hooks."
         )
     of_group = state is None or (isinstance(state, dist.ProcessGroup) and state == group)
     if of_group and any(hook is each for each in DTYPES):
@@ -60,14 +59,14 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     for strategy in [d.strategy for d in given] if given is not None else wanted:
         if strategy not in ("auto", "allreduce", "frozen", "unused", "local"):
             raise ValueError(
-                "expected strategy='auto' or 'allreduce' with a communication hook, in register_comm_hook(), found "
-                f"{strategy!r}: the hook reduces whole gradients in buckets, tables' included. Leave the strategy out, "
-                "or register one of allreduce_hook, fp16_compress_hook, bf16_compress_hook, without a state."
+                f"register_comm_hook(): the model has strategy={strategy!r}, but this hook reduces whole gradients in "
+                "buckets, those of tables included. Use strategy='auto' or 'allreduce', or register allreduce_hook, "
+                "fp16_compress_hook or bf16_compress_hook without a state."
             )
     if options.route == "graph" or options.memory_budget is not None or options.table_memory is not None:
         raise ValueError(
-            "expected no route='graph', memory_budget or table_memory with a communication hook, in "
-            "register_comm_hook(), found one of them: the forward runs as it is written, on replicas. Leave it out."
+            "register_comm_hook(): with this hook the forward runs as written, with whole tables. Leave out "
+            "route='graph', memory_budget and table_memory."
         )
     communicator.comm_hook = asked
     return asked.name

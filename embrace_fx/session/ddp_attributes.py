@@ -96,8 +96,8 @@ def read(session: Session, name: str, error: AttributeError) -> Any:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):
         raise AttributeError(
-            f"expected what a compiled model has, found DistributedDataParallel's {name} asked of it: gradients are "
-            "exchanged by the steps' programs. docs/from_ddp.md lists what stands for each line of a DDP loop."
+            f"A compiled model has no {name!r}, which is internal to DistributedDataParallel. docs/from_ddp.md lists "
+            "what replaces each line of a DDP loop."
         ) from error
     raise error
 
@@ -110,8 +110,8 @@ def assign(session: Session, name: str, value: Any) -> None:
     """
     if name == "module":
         raise AttributeError(
-            "expected the model that was compiled to stay, in an assignment to .module of the compiled one, found a "
-            f"{type(value).__name__}. Load its weights by load_state_dict(), or compile it."
+            f"The .module of a compiled model cannot be replaced, here by a {type(value).__name__}. Load its weights "
+            "with load_state_dict(), or compile it."
         )
     if name == "require_backward_grad_sync":
         session.state.synchronised = bool(value)
@@ -122,6 +122,6 @@ def assign(session: Session, name: str, value: Any) -> None:
         present = of.get(name, session.options.shares_buffers)
         if value is not present and value != present:
             raise AttributeError(
-                f"expected {name} to stay {present!r}, as it was given to compile(), found {value!r} in an assignment: "
-                f"programs are built for it. Pass {_GIVEN[name]}= to compile() instead."
+                f"{name} cannot be set to {value!r} after compile(): it is {present!r}. Pass {_GIVEN[name]}= to "
+                "compile() instead."
             )

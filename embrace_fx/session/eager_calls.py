@@ -46,9 +46,11 @@ class EagerCalls:
         self._programs = programs
         self._accumulation = Accumulation(weakref.WeakMethod(self._look))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
-        self._came: tuple[str, ...] = ()  # parameters in the order in which the first backward made their gradients
+        self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
-        self._sorted: tuple[tuple[str, ...], tuple[str, ...], list[str]] | None = None  # names, of which, in what order
+        self._sorted: tuple[tuple[str, ...], tuple[str, ...], list[str]] | None = (
+            None  # (state's names, order, sorted names)
+        )
 
     def take_over(self, reason: str) -> None:
         """Switches to the eager route, for good."""
@@ -57,7 +59,7 @@ class EagerCalls:
         self._programs.cache.clear()
         self._rows, self._came, self._order = {}, (), ()
         if self._context.communicator.rank == 0:
-            log("%s runs as it is written, on replicas: %s", type(self._context.model).__name__, reason)
+            log("%s runs as written, with whole tables: %s", type(self._context.model).__name__, reason)
 
     def fit(self) -> None:
         """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
@@ -101,9 +103,8 @@ class EagerCalls:
         agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
             raise RuntimeError(
-                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
-                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
-                "enabled."
+                "The model is on the meta device and has no values yet. Call it once with gradients enabled before "
+                "the first evaluation: its tables are placed with the first training batch."
             )
         if not self._replicated:
             buffers = context.options.shares_buffers
@@ -112,7 +113,7 @@ class EagerCalls:
         return model(*args, **kwargs)
 
     def evaluates(self) -> bool:
-        """Tells whether forwards without gradients run as they are written, whatever training calls do."""
+        """Returns whether forwards without gradients run as written, even if training calls are captured."""
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False

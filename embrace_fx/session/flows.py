@@ -47,7 +47,7 @@ def start_flow(
         graph: the graph of the first training batch, as it runs.
         warn: called when another batch comes than the expected one.
         after_announcement: called at each step where every rank is known to continue.
-        as_gradients: the graph has only gradients, launched in the order in which autograd makes them.
+        as_gradients: the graph has only gradients, launched in autograd's order.
     """
     launched, pieces = launches(schedule, plan), dict(cuts(context, plan).pieces)
     communicator, state = context.communicator, context.state

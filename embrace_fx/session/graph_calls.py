@@ -33,7 +33,7 @@ MAX_CAPTURES = 32
 own limit of recompilations is of this order."""
 
 MOST_UNUSED_OF_FLOATS, MOST_UNUSED = 3, 8
-"""Most captures in a row, for a value that differs, of which none has served a second call. A float that differs in
+"""Most captures in a row for a value that differs, if none has served a second call. A float that differs in
 each call is annealed, and does not return; a task's number returns after all tasks have had their turn."""
 
 
@@ -111,7 +111,7 @@ class GraphCalls:
     def _of_coming(
         self, kind: Entries, leaves: Sequence[Any], coming: Sequence[Any] | None, *, is_next: bool
     ) -> NextBatch | None:
-        """Reads a future batch by the program on which it will run; None: one of the two is not known yet.
+        """Reads a future batch with the program that will run it; None: one of the two is not known yet.
 
         Args:
             kind, leaves: of this call, whose arguments have the structure of the coming ones.
@@ -132,7 +132,7 @@ class GraphCalls:
                 return None  # objects, from which the other inputs are read, may change until its turn
             with torch.no_grad(), autocast_is_in_the_graph():
                 return look_ahead(of_ids, inputs, program.streams)
-        except Exception:  # what is wrong with it, its own call will tell all ranks
+        except Exception:  # the batch's own call will report it to all ranks
             return None
 
     def _capture(self, kind: Entries, call: Arguments) -> Entry:
@@ -144,7 +144,7 @@ class GraphCalls:
             with stage("capturing", rank):
                 captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)
                 analysed = analyse(captured.graph)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be informed
             failure = error
         options = context.options
         asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
@@ -179,10 +179,10 @@ class GraphCalls:
         constant = next((each for each in changed if each.name not in kind.values), None)
         if self._programs.cache.captures >= MAX_CAPTURES:
             raise CaptureError(
-                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
-                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, and pass "
-                "numbers that change, attributes of the model too, as tensors.",
-                str(constant or f"shapes of its batches keep changing, and {MAX_CAPTURES} captures do not suffice"),
+                f"The forward has been captured {MAX_CAPTURES} times, and still batches come that no capture fits: "
+                "their shapes or numbers keep changing. Pad batches to a few lengths, and pass numbers that change as "
+                "tensors, attributes of the model too.",
+                str(constant or f"shapes of its batches keep changing, even after {MAX_CAPTURES} captures"),
             )
         if constant is not None:
             self._check_repeats(kind, constant)
@@ -214,9 +214,9 @@ class GraphCalls:
         most = MOST_UNUSED_OF_FLOATS if type(changed.now) is float else MOST_UNUSED
         if len(kind.found) >= most and not any(entry.reused for entry in kind.found[-most:]):
             raise RefusedError(
-                f"expected values that repeat from call to call, in {type(self._context.model).__name__}, found that "
-                f"{changed}: each of the last {most} captures has served one call. Pass it as a tensor, keep it in a "
-                "buffer, or leave out route='graph': the forward then runs as it is written.",
+                f"{type(self._context.model).__name__}: {changed}, and each of the last {most} captures has served one "
+                "call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then runs as "
+                "written.",
                 str(changed),
             )
 

@@ -64,7 +64,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
     if not memory.draws.ids:
         return ""
     places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {_place(memory, each)}" for each, rows in memory.moved)
-    moved = f"{memory.found:.1%} there, MiB read and as many written a step: {', '.join(places)}"
+    moved = f"{memory.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
     told = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
         return told

@@ -20,7 +20,7 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
     """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
 
     Args:
-        compute: the speed by which a step is estimated. Only proportions of estimates are right, so that the copies'
+        compute: how fast nodes are estimated to run. Only proportions of estimates are right, so that the copies'
             rate is converted to the estimates' milliseconds.
 
     Returns:

@@ -51,9 +51,9 @@ from embrace_fx.vocabulary.plan_summary import summary
 ONCE_IN = 100
 """Calls within which no plan is made twice for the same reason."""
 USER = "model.replan()"
-DRIFT = "the rows read, which have changed"
-MODULE = "a module, which has changed"
-ORDER = "the order in which the backward made its gradients"
+DRIFT = "other rows are read"
+MODULE = "a module has changed"
+ORDER = "the first backward has shown the order of its gradients"
 """Reasons to plan again."""
 
 
@@ -84,7 +84,7 @@ class Programs:
         self._on_placed = on_placed
         self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
         self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
-        self._replanned: dict[str, int] = {}  # reason -> the call at which a plan was last asked for, for this reason
+        self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._told_asked = False
 
     @property
@@ -240,9 +240,9 @@ class Programs:
         """
         own, self._violation = self._violation, PlanViolation()
         state, communicator = self._context.state, self._context.communicator
-        blocked = "an earlier call's backward is still to come" if state.awaiting_backward else None
+        blocked = "an earlier call still waits for its backward" if state.awaiting_backward else None
         if state.unreduced and (own.renamed or any(name in state.tables for name in own.whole)):
-            blocked = "gradients wait that were summed up under no_sync()"
+            blocked = "gradients accumulated under no_sync() are not reduced yet"
         everyone = communicator.gather((own, blocked), tuple[PlanViolation, str | None])
         needed = [needs for needs, _ in everyone]
         names = ", ".join(sorted({name for each in needed for name in each.names()})) or "parameters"
@@ -253,7 +253,7 @@ class Programs:
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager
         self._whole |= {name for each in needed for name in each.whole}
-        self.change(fitted(self._in_use().plan, needed), f"a batch that uses {names} otherwise")
+        self.change(fitted(self._in_use().plan, needed), f"a batch uses {names} in another way")
         if own.renamed:
             self._adopt(renamed(self._in_use().plan, dict(own.renamed)), None)
         return ""
@@ -267,9 +267,9 @@ class Programs:
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
-                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
-                f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
-                "put together. Pass the optimizer to compile(), and step after every backward."
+                f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. They cannot be gathered now: "
+                "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
+                "compile(), and step after every backward."
             )
         findings, plan = self._in_use().findings, self._in_use().plan
         findings = None if findings is None else findings.with_whole(names, reason)
@@ -294,7 +294,7 @@ class Programs:
             log("planned again %s", line)
 
     def _may_change_everywhere(self, entry: Entry) -> bool:
-        """Tells whether the plan may change on every rank. Collective.
+        """Returns whether the plan may change on every rank. Collective.
 
         Raises:
             PeerFailure: the ranks are not doing the same thing; on every rank.
@@ -303,7 +303,7 @@ class Programs:
         return all(may for (may,) in self._context.announcements.announce(own))
 
     def _may_change(self, entry: Entry) -> bool:
-        """Tells whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
+        """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
         state, flow = self._context.state, self.flow
         tables = {decision.parameter for decision in self._in_use().plan if decision.is_table}
         return (
@@ -380,6 +380,6 @@ class Programs:
 
 
 _ASKED = (
-    "this loop asks for the parameters in every step (model.parameters()), or keeps a state dict of the optimizer: all "
-    "that is pending is applied, which hides less, and all rows take the step. model.clip_grad_norm_(1.0) does not ask"
+    "this loop reads the parameters in every step (model.parameters()), or keeps a state dict of the optimizer. A read "
+    "applies all pending updates, which costs overlap, and updates all rows. model.clip_grad_norm_(1.0) does not"
 )

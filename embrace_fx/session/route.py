@@ -38,7 +38,7 @@ FLOPS = 6
 """Floating-point operations of a parameter for each position of a batch: two in the forward, four in the backward."""
 
 PARAMETER_MS = 0.05
-"""Milliseconds that autograd and an optimizer take for a parameter, whatever its size."""
+"""Milliseconds that autograd and an optimizer take for a parameter of any size."""
 AWAITED = 0.5
 """Share of a sharded table's exchange that a step waits for (`passes/planner/step_cost.py`)."""
 

@@ -52,7 +52,7 @@ from embrace_fx.setup.options import Options
 
 
 class Session:
-    """StepCounters, programs and state behind one `CompiledModel`."""
+    """The calls, programs and state of one `CompiledModel`."""
 
     def __init__(
         self,
@@ -202,8 +202,8 @@ class Session:
         if self.programs.plan is None and not (train and self._watch.trains):
             if self._to_load is not None:
                 raise RuntimeError(
-                    "expected a call for training after load_checkpoint(), found an evaluation: tables are placed, and "
-                    "the checkpoint is read, in the first call with gradients enabled. Make that one first."
+                    "The first call after load_checkpoint() must be a training call: it places the tables and reads "
+                    "the checkpoint. Call the model once with gradients enabled before you evaluate."
                 )
             return self._eager.evaluate_unplanned(args, kwargs)
         if self.programs.plan is None and not self._eager.reason:
@@ -266,8 +266,8 @@ class Session:
     def join_hook(self, *, divides_by_all: bool) -> ShadowRank:
         if self.options.table_memory is not None:
             raise ValueError(
-                "expected a model without table_memory, in join(), found one with: once a rank has run out of batches, "
-                "tables are put together on all of them. Give ranks equally many batches, or leave table_memory out."
+                "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
+                "ranks. Give all ranks the same number of batches, or leave out table_memory."
             )
         self.shadow.divides_by_all = divides_by_all
         return self.shadow
@@ -299,15 +299,15 @@ class Session:
             self._watch.note_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Makes a context in which every table is whole on every rank. Collective."""
+        """Context manager: every table is whole on every rank. Collective."""
         return whole_tables(self._context, self.programs)
 
     def replan(self) -> None:
         """Asks for another plan with the next training batch."""
         if self.programs.plan is None:
-            raise RuntimeError("expected a training call before replan(), found none: the first one makes a plan.")
+            raise RuntimeError("replan(): there is no plan yet. Run a training call first.")
         if not self.programs.ask_to_replan(USER) and self.communicator.rank == 0:
-            log("the plan stays: it was given, or made for model.replan() less than %d calls ago", ONCE_IN)
+            log("the plan stays: it is fixed by plan=, or was made for model.replan() less than %d calls ago", ONCE_IN)
 
     def check_replicas(self) -> None:
         """Compares what all ranks should hold alike. Collective."""
@@ -355,10 +355,10 @@ class Session:
 
 
 def _tell_of_empty_groups(optimizer: Optimizer) -> None:
-    """Tells of groups without parameters, as `name.startswith("module.emb")` makes them of names that do not."""
+    """Logs param groups without parameters: names have no prefix, so `name.startswith("module.emb")` finds none."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
-            "the param group(s) %s of %s hold no parameter; names of a compiled model do not begin with 'module.'",
+            "param group(s) %s of %s hold no parameter; names in a compiled model do not begin with 'module.'",
             ", ".join(map(str, empty)),
             type(optimizer).__name__,
         )

@@ -32,8 +32,8 @@ _WHOLE = "a rank has run out of batches, and steps no shards"
 _OVER = "the end of join()"
 
 _NO_BATCH = (
-    "expected at least one batch on every rank, under join(), found none on rank(s) {}: a model is compiled for its "
-    "first batch. Give every rank one, or leave the rank out of the process group."
+    "join(): rank(s) {} have no batch at all, and the model is compiled for its first batch. Give every rank at least "
+    "one, or leave these ranks out of the process group."
 )
 
 

@@ -1,4 +1,4 @@
-"""Hooks on a model that tell its session when its state is read or loaded.
+"""Hooks that inform a model's session when its state is read or loaded.
 
 Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets parts of sharded
 tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session,
@@ -59,8 +59,8 @@ class Placed:
 
 
 _MADE_BEFORE = (
-    "the tables %s are sharded from now on; a copy of the model that was made before keeps them whole: if it follows "
-    "the model's parameters, as an average does, each update gathers them. Make it after the first call to keep parts"
+    "the tables %s are now sharded, but a copy of the model was made before that and holds them whole. If it follows "
+    "the model's parameters, as an average does, each update gathers them. Make the copy after the first call"
 )
 
 
@@ -94,7 +94,7 @@ class _Hook:
     def taken(self) -> str | None:
         """The reason why the model cannot be compiled again; None: it can."""
         if self.layouts and self.trainer is None:
-            return f"of whose tables {', '.join(self.layouts)} an earlier compile() has left each rank its part"
+            return f"an earlier compile() left only this rank's shards of {', '.join(self.layouts)}"
         return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -104,7 +104,7 @@ class _Hook:
     def __reduce__(self) -> Any:
         if self.session is not None and self.session.shards:
             raise TypeError(REFUSAL.format(f"a model whose tables {', '.join(self.session.shards)} are sharded"))
-        return getattr, (contextlib.nullcontext(), "__exit__")  # a function that does nothing, whatever it is given
+        return getattr, (contextlib.nullcontext(), "__exit__")  # a function that ignores its arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         copied = type(self)(placed=Placed(self.layouts))
@@ -155,14 +155,14 @@ def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     given = [name for name in state_dict if name.startswith(prefix)]
     if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
         raise RuntimeError(
-            f"expected names of {type(module).__name__} in a state dict that is loaded, found none: it begins with "
-            f"{given[0]!r}, the model with {next(iter(own), '')!r}, and nothing would be loaded. Names of a compiled "
-            "model have no 'module.' to cut off, and its plain model takes none."
+            f"load_state_dict(): the state dict has no name of {type(module).__name__}, so nothing would be loaded. It "
+            f"begins with {given[0]!r}, the model with {next(iter(own), '')!r}. A compiled model's names have no "
+            "'module.' prefix; do not cut it off."
         )
 
 
 def add_state_hooks(session: Session) -> Placed:
-    """Registers the hooks by which state dicts show parts, and sessions hear of what is loaded."""
+    """Registers the hooks that put shards into state dicts and inform the session of what is loaded."""
     placed, model = Placed(), session.model
     placed.kept = session
     placed.hook(
@@ -185,7 +185,7 @@ def take_over(model: nn.Module) -> None:
         if isinstance(hook, _Hook) and (session := hook.session) is not None:
             if session.state.unreduced:
                 raise RuntimeError(
-                    "expected no gradients that wait, in compile() of a model that is compiled already, found some "
-                    "that were summed up under no_sync(). Step and zero them first."
+                    "compile(): the model is compiled already, and has gradients that were accumulated under "
+                    "no_sync(). Step and zero them first."
                 )
             session.release()

@@ -130,7 +130,7 @@ class StepPipeline:
         try:
             joint = self._compile(entry.analysed, train=train, reduce=reduce)
             compiled = self._overlap(joint, entry) if reduce else joint
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be informed
             failure = error
         if first:
             self._context.communicator.check_none_failed(failure)
@@ -190,7 +190,7 @@ class StepPipeline:
         """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
         if not self._told_least and self._context.communicator.rank == 0:
             log(
-                "a step of this batch holds at least %s, where memory_budget=%g asks for %s: it keeps to that",
+                "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
                 readable_bytes(least),
                 self._context.options.memory_budget,
                 readable_bytes(asked),
@@ -224,7 +224,7 @@ class StepPipeline:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        """The pieces in which the plan's communication travels."""
+        """The pieces of the plan's communication."""
         return cuts(self._context, self.plan)
 
     @cached_property
@@ -238,7 +238,7 @@ class StepPipeline:
         """Decides the schedule, and makes the flow that follows it, at the first training program. Collective then.
 
         Args:
-            as_gradients: the graph has only gradients, launched in the order in which autograd makes them.
+            as_gradients: the graph has only gradients, launched in autograd's order.
         """
         context, plan = self._context, self.plan
         several = plan.world_size > 1
@@ -247,9 +247,9 @@ class StepPipeline:
         if several and not self._launches:
             devices = ", ".join(sorted({str(parameter.device) for parameter in context.model.parameters()}))
             warnings.warn(
-                f"expected a model on the CPU or on one GPU for schedule={plan.schedule_name!r}, found one on "
-                f"{devices}: its communication is launched and waited for within each step. Pass schedule='none' to "
-                "say so.",
+                f"The model is on several devices ({devices}), so schedule={plan.schedule_name!r} has no effect: "
+                "communication is launched and awaited within each step. Put the model on the CPU or on one GPU, or "
+                "pass schedule='none'.",
                 stacklevel=2,
             )
             return

@@ -40,9 +40,8 @@ class Views:
     def plan(self) -> Plan:
         if self._programs.plan is None:
             raise RuntimeError(
-                "expected the model to have been called, before its plan, report or graphs are read, found that it has "
-                "not been called for training: the graph is captured with the first batch. Call the model once, with "
-                "gradients enabled."
+                "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
+                "once with gradients enabled."
             )
         return self._programs.plan
 
@@ -118,10 +117,7 @@ class Views:
     @property
     def timeline(self) -> Timeline:
         if self._timeline is None:
-            raise RuntimeError(
-                "expected steps to have been recorded, before the timeline is read, found none. Train a few steps "
-                "under `with model.record():`."
-            )
+            raise RuntimeError("There is no timeline yet. Train a few steps inside `with model.record():`.")
         return self._timeline
 
     @contextlib.contextmanager
@@ -139,10 +135,7 @@ class Views:
             if recorder is not None and recorder.recording is not None:
                 recording = recorder.stop()
         if recording is None:
-            raise RuntimeError(
-                "expected training steps to be recorded, under `with model.record():`, found none. Train a few steps "
-                "inside of it."
-            )
+            raise RuntimeError("No training step ran inside `with model.record():`. Train a few steps in it.")
         self._timeline = gather_timeline(self._context.communicator, recording, self.schedule.steps)
 
 
@@ -161,7 +154,6 @@ _METRICS: Mapping[Share, str] = {
 """Part of a step -> its name among the metrics: "loader_ms", "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
-    "expected a model on the CPU or on one GPU, before its schedule is read or its steps are recorded, found one that "
-    "lies on several devices: nothing of it is scheduled. embrace_fx.plan(model, batch, world_size=...).schedule shows "
-    "what could be."
+    "The model is on several devices, and only a model on the CPU or on one GPU is scheduled. embrace_fx.plan(model, "
+    "batch, world_size=...).schedule shows what its schedule could be."
 )

@@ -46,7 +46,7 @@ def _refusal(context: Context) -> str:
     """Returns the reason why this rank cannot make its tables whole now; "": it can."""
     state = context.state
     if state.awaiting_backward or state.unreduced:
-        return "results of a call wait for their backward, or gradients that were summed up under no_sync()"
+        return "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
     return ""
 
 
@@ -60,11 +60,11 @@ def _check(context: Context, names: Sequence[str]) -> None:
     for rank, (refusal, _, free, where) in enumerate(everyone):
         wanted = sum(each for _, each, _, other in everyone if other == where)
         if wanted > free:
-            refusal = refusal or f"{free / 2**20:,.0f} MiB free where {wanted / 2**20:,.0f} MiB are needed"
+            refusal = refusal or f"{free / 2**20:,.0f} MiB are free, {wanted / 2**20:,.0f} MiB needed"
         if refusal:
             raise RuntimeError(
-                f"expected tables that can be assembled, under whole(), found on rank {rank}: {refusal}. Step and zero "
-                "the gradients first, or read tables one at a time by full_tensor(), or save full_state_dict()."
+                f"whole(): tables cannot be gathered on rank {rank}: {refusal}. Step and zero the gradients first, or "
+                "read one table at a time with full_tensor(), or save full_state_dict()."
             )
 
 

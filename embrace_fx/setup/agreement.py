@@ -48,7 +48,7 @@ def agree_on_set_up(
     Args:
         mesh: the device mesh given in place of a process group.
         hook: the communication hook's name.
-        is_called: at the first call, for which all may be frozen: a discriminator, in its generator's step.
+        is_called: at the first call. All parameters may then be frozen, like a discriminator's in its generator's step.
 
     Raises:
         SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank.
@@ -59,8 +59,8 @@ def agree_on_set_up(
         check_mesh(mesh)
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the "
-                "forward of a module that holds its parameters."
+                f"compile(): model is {_what(model)}, not an nn.Module. Put a function into the forward of a module "
+                "that holds its parameters."
             )
         found = (_wrappers(model), _optimizers(model, optimizers), _parameters(model, is_called=is_called))
         if problem := next(chain(*found), None):
@@ -103,20 +103,20 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
     if by_torch or getattr(type(model), "_wraps_a_model", False):
         yield (
-            f"expected a plain model, in compile(), found a {kind}, which wraps one already. Pass the model that was "
-            "wrapped, once: compile() stands in the wrapper's place."
+            f"compile(): model is a {kind}, which wraps a model already. Pass the model that it wraps: compile() "
+            "replaces the wrapper."
         )
     for name, module in model.named_modules():
         if getattr(type(module), "_wraps_a_model", False):
             yield (
-                f"expected a plain model, in compile(), found a {kind} whose {name} is compiled by an own compile(). "
-                "Compile the whole, with the plain module in that place."
+                f"compile(): {name} in this {kind} is compiled already. Compile the whole model, with the plain module "
+                "in that place."
             )
     for hook in model._state_dict_pre_hooks.values():
         if taken := getattr(hook, "taken", ""):
             yield (
-                f"expected a model that compile() can take, in compile(), found a {kind} {taken}. Load its "
-                "full_state_dict() into a new model, and compile that."
+                f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
+                "compile that."
             )
 
 
@@ -126,14 +126,13 @@ def _optimizers(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             yield (
-                f"expected optimizer to be a torch.optim.Optimizer, or several, in compile(), found {_what(optimizer)}."
-                " Make it over the model's parameters first: torch.optim.Adagrad(model.parameters(), lr=0.01)."
+                f"compile(): optimizer is {_what(optimizer)}, not a torch.optim.Optimizer or several. Create it first, "
+                "for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
             )
         elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             yield (
-                f"expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, in compile(), "
-                "found that it holds none of them: its steps would leave the model as it is. Make it over this model's "
-                "parameters()."
+                f"compile(): {type(optimizer).__name__} holds no parameter of {type(model).__name__}, so its steps "
+                "would not change the model. Create it with this model's parameters()."
             )
 
 
@@ -141,8 +140,8 @@ def _parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
     """Yields which parameters cannot be trained."""
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
         yield (
-            "expected a model with at least one trainable parameter, in compile(), found none in "
-            f"{type(model).__name__}. There is nothing to train or to communicate; call the model itself."
+            f"compile(): {type(model).__name__} has no trainable parameter, so there is nothing to train. Call the "
+            "model itself."
         )
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
@@ -150,29 +149,27 @@ def _parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
     for name, parameter in named:
         if not isinstance(parameter, nn.Parameter):
             yield (
-                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
-                "gradients are reduced and delivered to parameters. Give functional_call tensors for all parameters "
-                "and buffers, or the plain model."
+                f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
+                "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
             )
         if isinstance(parameter, Part) and id(parameter.spread) not in placed:
             yield (
-                f"expected parameters that no other compiled model has sharded, in compile() or the first call, found "
-                f"{name}: this rank has only its part of it. Keep a table that several models read whole, in each of "
-                f"them: strategy={{{name!r}: 'allreduce'}}; or compile one module that holds these models."
+                f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
+                "several models read whole in each of them, with strategy={{name!r}: 'allreduce'}, or compile one "
+                "module that contains these models."
             )
         if parameter.requires_grad and has_node_hooks(parameter):
             yield (
-                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
-                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
-                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
+                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
+                "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
             )
     ignored = names_to_ignore(model)
     for name, module in model.named_modules():
         weight = f"{name}.weight" if name else "weight"
         if weight in ignored and getattr(module, "scale_grad_by_freq", False):
             yield (
-                f"expected no scale_grad_by_freq of parameters to ignore, in compile(), found it of {weight}: ids are "
-                "counted over all ranks. Leave it out of the layer, or divide the gradient in a hook of the parameter."
+                f"compile(): {weight} is to be ignored and has scale_grad_by_freq, which counts ids over all ranks. "
+                "Turn it off, or divide the gradient in a hook of the parameter."
             )
 
 
@@ -187,7 +184,7 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
         reports: by rank, the result of `describe`, or the error in its arguments.
 
     Raises:
-        SetUpError: names the rank and the error in its arguments, or the first aspect in which it differs from rank 0,
+        SetUpError: names the rank and the error in its arguments, or the first difference from rank 0,
             with both versions; on every rank.
     """
     failures = [report for report in reports if isinstance(report, str)]
@@ -203,9 +200,8 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
             expected, found = first.get(aspect, "nothing"), other.get(aspect, "nothing")
             if expected != found:
                 raise SetUpError(
-                    "expected the same model, optimizer and options on every rank, in compile(), found on rank "
-                    f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
-                    "every rank."
+                    f"compile(): model, optimizer or options differ between ranks. {aspect} is {found} on rank {rank}, "
+                    f"and {expected} on rank 0. Build all of them from the same code on every rank."
                 )
 
 
@@ -267,7 +263,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the exception by which the user's forward made a capture fail, which loops may catch, or None."""
+    """Returns the user's exception that made a capture fail, so that loops can catch it; None: there is none."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

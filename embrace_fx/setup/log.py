@@ -17,10 +17,10 @@ from collections.abc import Iterator
 logger = logging.getLogger("embrace_fx")
 
 LINE_EVERY_S = 1.8
-"""Longest time without a line, whatever the stages."""
+"""Longest time without a line, across stages."""
 
 _of_thread = threading.local()
-"""Holds a thread's nested stages, outermost first, with the time at which each began."""
+"""Holds a thread's nested stages, outermost first, with their start times."""
 
 
 def log(message: str, *args: object) -> None:
@@ -33,7 +33,7 @@ def log(message: str, *args: object) -> None:
 
 
 def _shown_by_default() -> bool:
-    """Tells whether the program has neither configured nor silenced logging of these lines."""
+    """Returns whether the program has neither configured nor silenced logging of these lines."""
     level_is_silent = logger.level != logging.NOTSET and logger.level > logging.INFO
     off = logger.disabled or logging.root.manager.disable >= logging.INFO
     return not (logger.hasHandlers() or level_is_silent or off)

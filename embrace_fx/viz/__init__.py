@@ -49,15 +49,14 @@ def save(
     suffix = target.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(
-            f"expected a file name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, in save(), found "
-            f"{target.name!r}. The suffix decides what is drawn; give one of these."
+            f"save(): {target.name!r} has no suffix that names a format. End it in {', '.join(SUFFIXES[:-1])} or "
+            f"{SUFFIXES[-1]}."
         )
     picture = Picture(schedule, timeline, background)
     if suffix == ".dot":
         if schedule is None:
             raise ValueError(
-                "expected a schedule, in save() to a .dot file, found a timeline alone. A .dot file shows the "
-                "dependences of a step, which only a schedule has; save `compiled.schedule`."
+                "save(): a .dot file shows a step's dependences, which a timeline does not have. Save model.schedule."
             )
         text = dot.render(schedule)
     else:

@@ -65,6 +65,6 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
 
 
 def quoted(text: str) -> str:
-    """Makes a string of the DOT language, in which a backslash, except before a quote, begins a label's escape."""
+    """Quotes a string for the DOT language. There a backslash begins an escape, except before a quote."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -112,11 +112,10 @@ class Graphs(Mapping[str, fx.GraphModule]):
         renderers = {".svg": drawing.svg, ".dot": drawing.dot}
         if target.suffix.lower() not in renderers:
             raise ValueError(
-                f"expected a file name that ends in .svg or .dot, in graphs.save(), found {target.name!r}. "
-                "The suffix decides what is drawn; give one of these."
+                f"graphs.save(): {target.name!r} has no suffix that names a format. End it in .svg or .dot."
             )
         if not self:
-            raise ValueError("expected a graph to draw, in graphs.save(), found none yet. Run a training step first.")
+            raise ValueError("graphs.save(): there is no graph yet. Run a training step first.")
         parts = self._parts(name) if name is not None else self._last()
         text = renderers[target.suffix.lower()](parts, name or _WHAT_RUNS)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ GLOSSARY: Mapping[str, str] = {
     "optimizer": "its own step, and updates of tables and buckets that are left to the next forward",
     "your code": "what the training loop does between the calls: losses, clipping, logging",
     "loader": "the next batch is read; without model.lookahead(loader), all from the optimizer's step to the next call",
-    "ids": "ranks tell each other which rows the next batch reads",
+    "ids": "ranks exchange the ids of the next batch",
     "embedding": "rows of sharded tables, and their gradients, on their way between ranks",
     "dense": "gradients of all other parameters, reduced in buckets",
     "delayed": "gradients of rows that the next batch does not read: they travel when nothing else does",

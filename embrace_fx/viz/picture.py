@@ -46,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which a rank's processor neither runs nor waits for an operation."""
+    """A time span when a rank's processor neither runs nor waits for an operation."""
 
     window: int
     rank: int
@@ -105,7 +105,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes on which any rank runs an operation."""
+        """The lanes that any rank uses."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
@@ -125,7 +125,7 @@ class Panel:
 
     @cached_property
     def starts_ms(self) -> dict[int, float]:
-        """Window -> the time at which the first rank enters it."""
+        """Window -> the time when the first rank enters it."""
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property
@@ -179,7 +179,7 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _computed(self) -> Iterator[Figure]:
-        """Yields the present parts of compute, in the order in which a step runs them."""
+        """Yields the present parts of compute, in execution order."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
@@ -190,7 +190,7 @@ class Panel:
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
     def figures(self) -> tuple[Figure, ...]:
-        """Lists the diagnostics, in the order in which they are shown."""
+        """Lists the diagnostics, in display order."""
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
@@ -233,12 +233,12 @@ class Picture:
 
     def __post_init__(self) -> None:
         if self.schedule is None and self.timeline is None:
-            raise ValueError("expected a schedule or a timeline to draw, found neither. Give one of them.")
+            raise ValueError("There is nothing to draw. Pass a schedule, a timeline, or both.")
         for panel in self.panels:
             if not any(span.operation.is_compute for span in panel.timeline.spans):
                 raise ValueError(
-                    f"expected a {panel.status} timeline with compute, found {len(panel.timeline.spans)} spans "
-                    "without. Measure one with `record()` around whole training steps."
+                    f"The {panel.status} timeline has {len(panel.timeline.spans)} spans and no compute among them. Put "
+                    "whole training steps inside record()."
                 )
 
     @cached_property

@@ -2,7 +2,7 @@
 
 A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
 microseconds; flow arrows along the critical path, if it is known. `otherData` has the figures, and schedule and
-timeline as plain data, from which `read` makes them again for drawing in another format.
+timeline as plain data; `read` restores them, to draw them in another format.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None
         is_unread = isinstance(error, OSError | json.JSONDecodeError)
         found = f"{type(error).__name__}: {error}" if is_unread else "other data"
         raise ValueError(
-            f"expected a schedule or a timeline saved as .json, in {path}, found {found}. Save it by "
-            "model.schedule.save(path) or model.timeline.save(path)."
+            f"{path} holds no schedule or timeline: {found}. Write it with model.schedule.save(path) or "
+            "model.timeline.save(path), as .json."
         ) from error
 
 
@@ -112,7 +112,7 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _tid(panel: Panel, lane: Lane, row: int) -> int:
-    """Returns the number by which threads are sorted: by lane, then by row."""
+    """Returns a thread's sort index: by lane, then by row."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 

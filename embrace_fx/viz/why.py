@@ -40,7 +40,7 @@ CHANGES: Mapping[Share, str] = {
     "forward": _LESS_COMPUTE,
     "backward": _LESS_COMPUTE,
     "optimizer": "an optimizer that takes less time: fused=True or foreach=True where it has them; of large tables, "
-    "row_updates='lazy', under which rows without gradient stand still",
+    "row_updates='lazy', which leaves rows without gradient unchanged",
     "your code": "less between the calls: logging, metrics and .item() only now and then, "
     "model.clip_grad_norm_() for clipping",
     "ids": "ranks that come together: the same amount of data, and of work with it, on each; a step is as slow as its "
@@ -62,7 +62,7 @@ PREDICTED: tuple[Share, ...] = ("forward", "backward", "between", *WAITS)
 """Parts of a step that a schedule predicts: compute, with what it costs to issue it, and waits for links."""
 
 LEFT = 0.25
-"""Share of the predicted time by which a measured step must leave it to be told."""
+"""A measured step that differs from the predicted one by more than this share is reported."""
 
 LEAST = 0.02
 """Share of a step; smaller parts are printed together."""

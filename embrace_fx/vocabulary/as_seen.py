@@ -1,4 +1,4 @@
-"""Tells which tensors have been written since they were recorded, by torch's own count of writes."""
+"""Detects tensors that were written since they were recorded, by torch's version counter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AsSeen:
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
-        """Tells whether the values have the same tensors, and none has been written since."""
+        """Returns whether the values have the same tensors, unwritten since."""
         now = AsSeen.of(values)
         return [id(each) for each in now.tensors] == [id(each) for each in self.tensors] and not self.written()
 

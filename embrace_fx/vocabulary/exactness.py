@@ -55,11 +55,11 @@ def semantics(asked: RowUpdatesOption) -> RowUpdates:
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam}
 )
-"""torch's optimizers whose update of an element depends on that element alone, whatever their options."""
+"""torch's optimizers whose update of an element depends on that element alone, under all options."""
 
 
 def needs_whole(kind: type[Optimizer]) -> str:
-    """Tells the user why tables stay whole under an optimizer class; "": it can step them in shards.
+    """Explains why tables stay whole under an optimizer class; "": it can step them in shards.
 
     A user's class promises to be element-wise by an attribute `element_wise` of that class itself, which classes
     derived from it do not inherit.
@@ -70,5 +70,5 @@ def needs_whole(kind: type[Optimizer]) -> str:
         return f"{kind.__name__} is not element-wise: it needs whole tables"
     return (
         f"{kind.__name__} does not promise to be element-wise, so tables stay whole; where its update of an element "
-        f"depends on that element alone, {kind.__name__}.element_wise = True shards them"
+        f"depends on that element alone, set {kind.__name__}.element_wise = True"
     )

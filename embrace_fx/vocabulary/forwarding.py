@@ -52,8 +52,8 @@ class NoStorage(torch._C.StorageBase):
 
 
 NoStorage.__name__ = (
-    "expected the memory of a whole tensor, found a part's, or that of a gradient in flight: call full_tensor() of a "
-    "part, on every rank, or clone() of a gradient"
+    "a shard, or a gradient in flight, has no memory of its own: call full_tensor() of a shard, on every rank, or "
+    "clone() of a gradient"
 )
 
 

@@ -27,7 +27,7 @@ from embrace_fx.vocabulary.step_variant import Varied
 T = TypeVar("T")
 
 PHASES = ("unique", "ids", "forward", "backward")
-"""The phases of a partitioned graph, in the order in which they run."""
+"""The phases of a partitioned graph, in execution order."""
 
 Values = dict[str, Any]
 """Name of a `Saved` role -> the value that a phase saves for later ones."""
@@ -254,7 +254,7 @@ class TrainingGraph:
         for found in self.graph.nodes:
             if found.name == name:
                 return found
-        raise KeyError(f"expected a node named {name!r} in the graph, found none")
+        raise KeyError(f"the graph has no node named {name!r}")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
         return inputs_of(self.module)

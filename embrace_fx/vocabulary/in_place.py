@@ -41,7 +41,7 @@ def written_into(node: fx.Node) -> int | None:
 
 @functools.cache
 def yields_views(op: OpOverload) -> bool:
-    """Tells whether an op's result is a view of an input, which it does not write into."""
+    """Returns whether an op's result is a view of an input, which it does not write into."""
     returns = op._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Opens a context in which ops compute and write at once, and no caller's mode sees or changes them.
+    """Context manager: ops run eagerly inside, unseen and unchanged by the caller's modes.
 
     It leaves modes of functions and of the dispatcher (fake tensors, proxies, counters, devices), transforms (`vmap`,
     `grad`), traces of TorchScript, Dynamo and export, autocast, and inference mode. Gradients stay on or off.

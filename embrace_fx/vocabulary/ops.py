@@ -76,7 +76,7 @@ def argument(node: fx.Node, name: str) -> Any:
             if position < len(node.args):
                 return node.args[position]
             return node.kwargs.get(name, parameter.default_value)
-    raise KeyError(f"expected an argument {name!r} of {node.target}, found {node.target._schema}")
+    raise KeyError(f"{node.target} has no argument {name!r}: {node.target._schema}")
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
@@ -91,7 +91,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def draws(node: fx.Node) -> bool:
-    """Tells whether a node takes numbers from a random generator, or sets its state."""
+    """Returns whether a node takes numbers from a random generator, or sets its state."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -136,7 +136,7 @@ def _(
 
     Takes for each of `ids` the number of its table in the space, the table's first row there, and its number of rows.
     Returns the rows of the first `joined` of them as one tensor (N,), if there are any, and those of each other one, of
-    the shape of its ids. An id outside its table becomes a number outside the space, from which `RowSpace.outside`
+    the shape of its ids. An id outside its table becomes a number outside the space; from it, `RowSpace.outside`
     finds both.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of one of 5 behind it, joined 2 -> [2, 5, 10, 13];

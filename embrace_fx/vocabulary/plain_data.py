@@ -66,7 +66,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if (names := _names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
         if unknown := value.keys() - names:
-            raise ValueError(f"{where} has {sorted(unknown)}, which it should not have")
+            raise ValueError(f"{where} has {sorted(unknown)}, which is not known")
         try:
             found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})
         except TypeError as error:
@@ -115,7 +115,7 @@ def _integers(value: list[Any], where: str) -> Tensor:
             else torch.empty(0, dtype=_INTEGERS[dtype], device="cpu")
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where} is no tensor of integers ({error!r})") from error
+        raise ValueError(f"{where} is not a tensor of integers ({error!r})") from error
 
 
 def write_json(value: Any, path: str | Path) -> None:
@@ -132,6 +132,6 @@ def read_json(kind: type[T], path: str | Path) -> T:
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:
-        raise ValueError(f"it does not say that it is a {kind.__name__}")
+        raise ValueError(f"it is not marked as a {kind.__name__}")
     found: T = from_plain(kind, content.get("value"), kind.__name__)
     return found

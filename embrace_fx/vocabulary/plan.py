@@ -56,7 +56,7 @@ class Grid:
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Tells whether torch's placements can express the layout: chunks of `rows` table rows, one for each grid row.
+        """Returns whether torch's placements can express the layout: chunks of `rows` table rows, one per grid row.
 
         They cannot for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
         """
@@ -101,7 +101,7 @@ def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """The way in which one parameter is kept consistent.
+    """How one parameter is kept consistent.
 
     Attributes:
         parameter: its name in the user's model.
@@ -124,7 +124,7 @@ class Decision:
         padding_idx: a table's row that gets no gradient, -1 for none.
         rows: how many rows of a table a step is expected to read; None: unknown.
         norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
-        travels_as: the format in which its rows, or its gradient, travel.
+        travels_as: the format of its rows, or its gradient, on the wire.
         memory: a table beyond memory: its rows in memory, and the prediction for the others.
         sparse: a table's gradient is sparse (COO), as its lookups ask for.
     """
@@ -164,7 +164,7 @@ class Plan:
         decisions: one per parameter, in the model's order.
         buckets: parameters whose gradients are reduced together, in launch order; each of `exchanged` has its own.
         renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
-        links: the links for which strategies are compared, and buckets and blocks of exchanges sized.
+        links: the links; strategies are compared, and buckets and blocks sized, for them.
         links_are: the origin of the links.
         watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
         history: why earlier plans were replaced, one line each.
@@ -211,14 +211,14 @@ class Plan:
 
     @property
     def rows_as(self) -> Format:
-        """The format in which rows of sharded tables travel; "exact" where it is not narrower than the rows."""
+        """The format of sharded tables' rows on the wire; "exact" if it is not narrower than the rows."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy == "alltoall" and d.travels_as != "exact"), "exact"
         )
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Sharded table or row space, each of which has an exchange of rows -> its tables."""
+        """Maps each row exchange (a table or a row space) to its tables."""
         of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
         for table in self.sharded:
@@ -246,9 +246,7 @@ class Plan:
         for decision in self.decisions:
             if decision.parameter == parameter:
                 return decision
-        raise KeyError(
-            f"expected a parameter of the model, found {parameter!r}; it has {[d.parameter for d in self.decisions]}"
-        )
+        raise KeyError(f"the plan has no parameter {parameter!r}; it has {[d.parameter for d in self.decisions]}")
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -281,8 +279,8 @@ class Plan:
             return read_json(cls, path)
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"expected a plan as plan.save(path) writes it, in {path}, found: {error}. Save it anew, from a model "
-                "that has been called."
+                f"{path} holds no plan that plan.save(path) wrote: {error}. Save it again, from a model that has been "
+                "called."
             ) from error
 
     def __str__(self) -> str:
@@ -297,7 +295,7 @@ def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: i
     num_rows, columns = shape
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(
-            f"expected a grid of {world_size} ranks, of at most {columns} columns and of no more rows than a table of "
-            f"{num_rows} fills evenly, for {parameter} in strategy, found {grid.rows} rows x {grid.columns} columns. "
-            "Pass Grid(rows, columns) with rows * columns ranks, or 'alltoall' to have it chosen."
+            f"strategy: Grid({grid.rows}, {grid.columns}) does not fit {parameter}. Its rows * columns must be the "
+            f"{world_size} ranks, with at most {columns} columns and no more rows than {num_rows} rows fill evenly. "
+            "Pass another Grid, or 'alltoall' to have one chosen."
         )

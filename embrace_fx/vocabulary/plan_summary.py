@@ -19,20 +19,18 @@ def summary(plan: Plan) -> str:
     >>> dense = [Decision("top", (8, 8), False, "allreduce", "dense gradient", 256, 256, 0.1)]
     >>> print(summary(Plan(2, (*tables, *dense), (("top",),), links=Cluster(1e5, 0.1))).replace("; ", ";\\n"))
     1 table sharded: item, 0 whole;
-    a rank sends 2.2 KiB a step, DDP 281.5 KiB;
-    model.report() tells why
+    a rank sends 2.2 KiB per step, DDP 281.5 KiB;
+    model.report() says why
     """
     if plan.world_size == 1:
         count = _tables(sum(d.is_table for d in plan))
-        return (
-            f"1 rank, {count}: nothing is sent. torchrun starts more ranks, embrace_fx.plan() asks what they would do"
-        )
+        return f"1 rank, {count}: nothing is sent. Start more with torchrun, or plan for them with embrace_fx.plan()"
     sharded, whole = (
         [d.parameter for d in plan if d.is_table and (d.strategy == "alltoall") is shards and d.strategy != "frozen"]
         for shards in (True, False)
     )
     sent, ddp = readable_bytes(plan.sent_bytes_per_step), readable_bytes(sum(d.ddp_bytes_per_step for d in plan))
-    rest = f"; a rank sends {sent} a step, DDP {ddp}; model.report() tells why"
+    rest = f"; a rank sends {sent} per step, DDP {ddp}; model.report() says why"
     for names in (_names(sharded), ""):
         for others in (_names(whole), ""):
             line = f"{_tables(len(sharded))} sharded{names}, {len(whole)} whole{others}{rest}"
@@ -53,7 +51,7 @@ def _names(names: list[str]) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Advises how to shard the whole table for which this costs least, and how to use the same plan again."""
+    """Advises how to shard the whole table that costs least to shard, and how to reuse the plan."""
     whole = [d for d in plan if d.is_table and d.strategy not in ("alltoall", "frozen")]
     lines = []
     if (cheapest := _cheapest(whole)) is not None:

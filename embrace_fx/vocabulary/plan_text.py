@@ -160,7 +160,7 @@ def _links_text(plan: Plan) -> str:
 
 
 def _handling_text(plan: Plan) -> str:
-    """Prints in one line the rates at which a rank's processor is assumed to handle data."""
+    """Prints in one line how fast a rank's processor is assumed to handle data."""
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"

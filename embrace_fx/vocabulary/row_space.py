@@ -11,7 +11,7 @@ SPACE_BYTES = 2**30
 """Most bytes of a rank's part of a row space: the rank holds twice as many for a moment when its tables become one."""
 
 OUTSIDE = 2**48
-"""Unit in which `embrace::join_ids` marks ids outside of their table; twice as many as any table has rows, at least."""
+"""Unit of the marks that `embrace::join_ids` puts on ids outside of their table; above twice any table's rows."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RowSpace:
 
     Attributes:
         tables: parameter names, in the order of their rows.
-        bounds: row of the space at which each table begins, and the number of its rows.
+        bounds: first row of each table in the space, and the number of its rows.
         padding_rows: rows of the space that get no gradient.
     """
 

@@ -42,9 +42,7 @@ class RowWiseAdagrad(Optimizer):
         options = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
         for name, value in options.items():
             if not value >= 0:
-                raise ValueError(
-                    f"expected {name} to be zero or more, in RowWiseAdagrad, found {value}. Pass a positive number."
-                )
+                raise ValueError(f"RowWiseAdagrad: {name} is {value}. Pass zero or a positive number.")
         super().__init__(params, options)
 
     @torch.no_grad()
@@ -62,8 +60,8 @@ class RowWiseAdagrad(Optimizer):
                     continue
                 if gradient.is_sparse:
                     raise RuntimeError(
-                        "expected dense gradients, in RowWiseAdagrad, found a sparse one. Make the table with "
-                        "sparse=False: compiled, its gradient travels in rows all the same."
+                        "RowWiseAdagrad: a gradient is sparse. Create the table with sparse=False: once compiled, "
+                        "only its rows are sent all the same."
                     )
                 state = self.state[parameter]
                 if not state:

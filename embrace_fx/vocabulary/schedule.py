@@ -1,4 +1,4 @@
-"""A schedule as data: the operations of a step, the order in which its communication is launched, and all times.
+"""A schedule as data: the operations of a step, its launch order, and all times.
 
 A *window* lasts from the start of one backward to the start of the next: the backward of step t, the optimizer's
 step, and the forward of step t + 1. The scheduler orders windows, because gradients of t are reduced, applied and read
@@ -33,7 +33,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The paper's ablation (EmbRace, ICPP 2022, section 4)."""
 ScheduleOption = ScheduleName | Literal["auto"]
 AUTO, FULL = "auto", "2d"
-"""The option by which the planner chooses one of them, and the one that hides most."""
+"""The option that lets the planner choose, and the schedule that hides most."""
 
 LOOKS_AHEAD: frozenset[str] = frozenset({"vertical", "2d"})
 """Schedules that cut a batch's rows by what the next batch reads."""
@@ -43,7 +43,7 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """The pieces in which communication travels.
+    """The pieces of a plan's communication.
 
     Attributes:
         chunks: for each bucket, the elements of each chunk.
@@ -127,7 +127,7 @@ class StepGraph:
         for operation in self.operations:
             if operation.name == name:
                 return operation
-        raise KeyError(f"expected an operation of the step, found {name!r}; it has {[o.name for o in self.operations]}")
+        raise KeyError(f"the step has no operation {name!r}; it has {[o.name for o in self.operations]}")
 
     @property
     def copies(self) -> tuple[Operation, ...]:
@@ -154,7 +154,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time in which the compute lane of a rank waits for communication: nothing hides it.
+    """A time span when a rank's compute lane waits for communication: nothing hides it.
 
     Attributes:
         launch: name of the communication waited for.
@@ -213,7 +213,7 @@ class Timeline:
         spans: in any order.
         waits: in any order.
         world_size: number of ranks that took part, shown or not.
-        dependences: the step's dependences, which tell how long memory is held; without them none is counted.
+        dependences: the step's dependences, needed to know how long memory is held; without them none is counted.
         memory: the bytes that ranks hold, by time, where known.
     """
 
@@ -230,7 +230,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The total order in which a window's communication is launched, equal on all ranks, and the predicted timeline.
+    """The launch order of a window, equal on all ranks, and the predicted timeline.
 
     Attributes:
         name: one of `SCHEDULES`.
@@ -272,7 +272,7 @@ class Schedule:
 def diagnose(timeline: Timeline) -> Diagnostics:
     """Computes the figures of a timeline: medians over the windows and ranks shown, for memory the maximum.
 
-    A step lasts from the start of a window's first compute operation to that of the next window; in a single window, to
+    A step lasts from the first compute operation of a window to the first of the next; in a single window, to
     the end of its last one. A window without compute is not counted.
     """
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window)

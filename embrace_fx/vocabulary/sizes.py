@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 UNKNOWN_SIZE = 64
-"""The small number in place of a size, or of a table's rows, of which nothing is known before the data is."""
+"""The small number that replaces an unknown size, or an unknown number of rows of a table."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Makes counts for a table of which a plan says nothing."""
+        """Makes counts for a table that is not in the plan."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
     @classmethod
     def of_all(cls, tables: Sequence[RowCounts]) -> RowCounts:
-        """Adds up the counts of tables, none of which has a row in common with another."""
+        """Adds up the counts of tables without common rows."""
         return cls(*(sum(counts) for counts in zip(*((t.own, t.all, t.together) for t in tables), strict=True)))
 
 
@@ -62,5 +62,5 @@ NOTHING_EXPECTED = ExpectedSizes()
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Tells whether a size is known at capture, not data-dependent."""
+    """Returns whether a size is known at capture, not data-dependent."""
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None

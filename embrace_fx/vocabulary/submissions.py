@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, 
 
 
 def is_submission(node: fx.Node) -> bool:
-    """Tells whether a node submits a launch to the launcher."""
+    """Returns whether a node submits a launch to the launcher."""
     return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
 
 
@@ -33,6 +33,6 @@ def awaited(node: fx.Node) -> OperationId | None:
 
 
 def overlaps_steps(graph: TrainingGraph) -> bool:
-    """Tells whether communication of this graph's steps overlaps the next step."""
+    """Returns whether communication of this graph's steps overlaps the next step."""
     handed_over = SUBMISSIONS | AWAITS
     return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)

@@ -31,7 +31,7 @@ AIMS = 3
 """Number of limits tried, each lower, where a graph holds more than foreseen (saved random states, say)."""
 
 BETTERED = 3
-"""Number of best choices for which the search tries to give up fewer storages."""
+"""Number of best choices that the search tries to improve by giving up fewer storages."""
 
 MOST_TAKEN_BACK = 100
 """Number of storages of a choice that the search tries to keep after all."""
@@ -68,9 +68,8 @@ class Memory:
             return replace(found, memory_limit=limit)
         if self.budget >= 1:
             raise ValueError(
-                f"expected a memory budget that the step can keep to, in compile(), found {limit:,} bytes, and at "
-                f"least {least:,} are needed ({before.peak_bytes:,} where everything is saved). Raise memory_budget, "
-                "or train on smaller batches."
+                f"memory_budget: a step of this batch needs at least {least:,} bytes ({before.peak_bytes:,} without "
+                f"recomputing), and the budget is {limit:,}. Raise memory_budget, or use smaller batches."
             )
         self.told_least(limit, least)
         return replace(found, memory_limit=least)
@@ -184,7 +183,7 @@ def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep
     """Inserts offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
-    for node in found.nodes:  # in the order in which they run: the forward's nodes before the backward's
+    for node in found.nodes:  # in execution order: the forward's nodes before the backward's
         output.prepend(node)
     leaving = values_that_leave(found)
     storages = [s for s in found.saved if s in leaving and leaving[s].name in values]

@@ -84,7 +84,7 @@ class _Piece:
 
     Attributes:
         again: storages that are recomputed instead of saved.
-        bytes: by which the saved bytes fall.
+        bytes: reduction of the saved bytes.
         ms: the time of recomputing.
     """
 
@@ -192,7 +192,7 @@ class _Cuts:
 
 
 def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """Finds, by a minimum cut, the storages with the fewest bytes from which all needed ones can be computed.
+    """Finds, by a minimum cut, the fewest bytes of storages that suffice to compute all needed ones.
 
     Args:
         sizes: bytes of each storage.

@@ -53,7 +53,7 @@ class TimedStep:
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """Lists the time at which each node begins, and the end of the last."""
+        """Lists the start time of each node, and the end of the last."""
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
@@ -94,7 +94,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Growing:
-    """A sequence of choices, each of which gives up one storage more than the one before.
+    """A sequence of choices; each evicts one storage more than the one before.
 
     Attributes:
         kept: numbers of the nodes that are saved where nothing is given up.
@@ -222,7 +222,7 @@ def _knapsack_order(
 
 
 def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
-    """Prices the copies of a storage out and back, of which compute hides `idle_ms`."""
+    """Prices the copies of a storage out and back; compute hides `idle_ms` of them."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 

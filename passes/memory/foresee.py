@@ -31,7 +31,7 @@ class _Places:
 
     Attributes:
         own: the positions of the step's own nodes, and the end.
-        again: the recomputed nodes, in the order in which they run.
+        again: the recomputed nodes, in execution order.
         copies: node -> its position as a recomputed one; only nodes of `again` have one.
     """
 
@@ -127,7 +127,7 @@ class Foresight:
         return storage, np.concatenate([places.own[reads.reader], places.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, places: _Places) -> list[float]:
-        """Lists the time at which each node, copies included, begins; and the end of the last."""
+        """Lists the start time of each node, copies included, and the end of the last."""
         of_nodes, ms = np.array(self._step.ms), np.zeros(places.own[-1])
         ms[places.own[:-1]] = of_nodes
         ms[places.copies[places.again]] = of_nodes[places.again]

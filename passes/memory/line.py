@@ -31,7 +31,7 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """Yields the time at which each node begins that runs within spans: each takes its share of the spans' time."""
+    """Yields the start time of each node that runs within spans. Each takes its share of the spans' time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return

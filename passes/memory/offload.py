@@ -35,7 +35,7 @@ embrace = torch.ops.embrace
 def values_that_leave(found: StepMemory) -> dict[Storage, fx.Node]:
     """Finds the storages that can be offloaded -> the value that covers all of the storage.
 
-    A storage in which a result or a launch lies stays in memory.
+    The storage of a result or a launch stays in memory.
     """
     backward = set(found.nodes[found.backward :])
     values = {}
@@ -91,7 +91,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Tells whether `empty_like` gives a node's value the same strides; compared as text, to add no guards."""
+    """Returns whether `empty_like` gives a node's value the same strides; compared as text, to add no guards."""
     value = node.meta["val"]
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 

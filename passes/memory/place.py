@@ -19,7 +19,7 @@ from embrace_fx.passes.step_memory import Storage
 
 @dataclass(frozen=True)
 class CopyRate:
-    """The speed at which values are copied.
+    """How fast values are copied.
 
     Attributes:
         bytes_per_ms: one way; 0: nothing is copied.
@@ -55,7 +55,7 @@ class PlacedCopy:
 
     @property
     def back(self) -> int:
-        """The position at which the reload is awaited."""
+        """The position where the reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 

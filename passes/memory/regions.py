@@ -75,7 +75,7 @@ def compute_again(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
-    """Tells whether a node may be recomputed: its only effect is its value, a tensor.
+    """Returns whether a node may be recomputed: its only effect is its value, a tensor.
 
     Sizes are saved. A reader of a parameter that the forward writes (`max_norm`) would read another value.
 

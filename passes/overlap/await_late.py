@@ -74,7 +74,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Tells whether a node may move, is no user's op and takes no long time."""
+    """Returns whether a node may move, is no user's op and takes no long time."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

@@ -64,7 +64,7 @@ class BackwardUnits:
     """The units of a backward, and the units that need each of its nodes.
 
     Attributes:
-        units: in the order in which the backward submits them.
+        units: in submission order.
         needed_by: node, in the order of the program -> a mask of the units that need its value, a bit each, by their
             place in `units`. Placeholders and the output are left out.
     """

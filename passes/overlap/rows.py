@@ -75,7 +75,7 @@ def _overlap(phases: Phases) -> None:
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _Route], trained: set[str]
 ) -> fx.Node:
-    """Rewrites a table's lookup; returns the node behind which the next table's nodes are inserted."""
+    """Rewrites a table's lookup; returns the node after which the next table's nodes are inserted."""
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]

@@ -71,7 +71,7 @@ def made_for(readers: list[fx.Node]) -> set[fx.Node]:
 
 
 def may_move(node: fx.Node) -> bool:
-    """Tells whether a node may move anywhere behind its inputs: it computes, and has no other effect.
+    """Returns whether a node may move anywhere behind its inputs: it computes, and has no other effect.
 
     A user's op may, unless its schema says that it writes, or its tags that it draws.
     """
@@ -88,4 +88,4 @@ def may_move(node: fx.Node) -> bool:
 
 _COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | COPY_OPS | {"embrace::copy_unwritten"}
 _OTHERS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler")
-"""Namespaces of ops that have effects beside their results, whatever their schemas say."""
+"""Namespaces of ops with side effects, even if their schemas declare none."""

@@ -46,7 +46,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class PhaseAs:
-    """Turns the forward, or the backward, of the steady step into that of another variant."""
+    """Derives a variant's forward or backward from the steady step's."""
 
     variant: StepVariant
 
@@ -112,5 +112,5 @@ def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 
 def splits_rows(graph: TrainingGraph) -> bool:
-    """Tells whether a graph splits rows, so that it has variants."""
+    """Returns whether a graph splits rows, so that it has variants."""
     return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))

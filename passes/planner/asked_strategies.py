@@ -19,14 +19,14 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
     """
     if not isinstance(strategy, str | Grid | Mapping):
         raise ValueError(
-            f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
-            f"{strategy!r}. Pass 'auto', or leave it out, to have it chosen."
+            f"{where}: strategy is {strategy!r}. Pass a name, a mapping from parameter name patterns to names, or "
+            "'auto'."
         )
     for pattern, name in _patterns(strategy).items():
         if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
             raise ValueError(
-                f"expected strategy, in {where}, to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found "
-                f"{name!r}. Choose one of these, or leave it to 'auto'."
+                f"{where}: there is no strategy {name!r}, which {pattern!r} asks for. Choose 'auto' or one of "
+                f"{', '.join(STRATEGIES)}."
             )
 
 
@@ -60,7 +60,6 @@ def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...]
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
     return (
-        f"expected the pattern {pattern!r} of strategy to match a {what}, found none among "
-        f"{', '.join(names) or 'no tables'}. "
-        f"Use a {'table' if tables_only else 'parameter'}'s name, or a pattern such as '*.embedding.weight'."
+        f"strategy: the pattern {pattern!r} matches no {what}. There are {', '.join(names) or 'no tables'}. Use a "
+        f"{'table' if tables_only else 'parameter'}'s name, or a pattern such as '*.embedding.weight'."
     )

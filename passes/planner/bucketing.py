@@ -16,9 +16,9 @@ def plan_buckets(
     world_size: int,
     alone: Collection[str] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """Cuts parameters into buckets, the last one first: about the order in which the backward yields gradients.
+    """Cuts parameters into buckets, the last one first: about the order of gradients in the backward.
 
-    Parameters are cut in the order in which the forward reads them, so that those that are reduced and updated together
+    Parameters are cut in the forward's order, so that those that are reduced and updated together
     are also needed together; those that it does not read keep their order. A bucket has one dtype, and the size that
     the cost model chooses; a parameter with a sparse exchange has its own bucket.
 

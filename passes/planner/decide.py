@@ -23,7 +23,7 @@ from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
-"""Shares of a table's rows read by each rank, at which the planner tries whether the strategy depends on the share."""
+"""Shares of a table's rows read by each rank; the planner tries them to see if the strategy depends on the share."""
 
 
 DENSELY = 0.5
@@ -304,7 +304,7 @@ def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: s
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
-    """Tells whether the best strategy, alone or in a row space, depends on how many rows are read."""
+    """Returns whether the best strategy, alone or in a row space, depends on how many rows are read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]

@@ -78,7 +78,7 @@ class Findings:
             many random rows as `rows` says.
         local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
             random share.
-        travels_as: the format in which sharded tables' rows and AllReduced gradients travel.
+        travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
     """
 
     graph: TrainingGraph
@@ -191,7 +191,7 @@ class Pricing:
         around: cost.Work,
         strategies: Collection[str],
     ) -> dict[str, Priced]:
-        """Prices strategies of replicas, all of which need `upkeep` and the work `around` the exchange."""
+        """Prices strategies of replicas; all need `upkeep` and the work `around` the exchange."""
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
@@ -223,7 +223,7 @@ class Pricing:
         Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of
         D / N columns, with u rows read by each rank. On a grid of R rows it handles only rows of its own row of ranks:
         N u / R pieces of D / C columns (`shard_work`). Of the grids with useful columns, the one with most columns is
-        priced: columns share the work evenly whatever the ids, rows only as far as ids are spread.
+        priced: columns share the work evenly for any ids, rows only as far as ids are spread.
         """
         if isinstance(wanted, Grid):
             check_grid(wanted, fact.name, fact.shape, self.world_size)
@@ -303,7 +303,7 @@ class Pricing:
 
 
 def shard_blocker(table: Table) -> str | None:
-    """Names the reason why a table cannot be sharded, whatever the cost; None: it can."""
+    """Returns the reason why a table cannot be sharded; None: it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:

@@ -14,7 +14,7 @@ from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, SCHEDULES
 USEFUL_COLUMNS = 128
 """Least columns of shards on a grid, where a table has as many: half a KiB of float32."""
 FEWEST_RANKS = 16
-"""Least ranks for which a grid is weighed: a grid's gain is only predicted; on fewer ranks columns were measured."""
+"""Fewest ranks for a grid: its gain is only predicted, and on fewer ranks columns were measured."""
 ROUTED_BYTES = 128
 """Bytes moved per id in a step on a grid: `route_grid` makes eight passes over int64, for rows and for gradients."""
 
@@ -127,7 +127,7 @@ def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, worl
 
 
 def replica_work(nbytes: int) -> cost.Work:
-    """Returns the work of a rank's processor per step for a whole table, whatever its exchange.
+    """Returns the work of a rank's processor per step for a whole table under any exchange.
 
     Its gradient, which has every row, is allocated, cleared and packed into its bucket, and updates every row.
     """

@@ -4,7 +4,7 @@ Contract
     A pure function of a captured graph, a plan for it, and the plan's links.
 
     waits    transfers that compute waits for
-    beside   the other transfers, of whose time a processor that they share with compute loses `Cluster.busy`
+    beside   the other transfers; they cost a processor shared with compute `Cluster.busy` of their time
     work     a processor's work for tables (`shard_cost`), and for what a schedule does beyond "none"
 
     A window's transfers share one link. Under "none" and "horizontal" ids and rows are awaited at the head of the
@@ -36,7 +36,7 @@ ERROR = 0.2
 """Relative error of predicted waits and work, so that a gain of less than this share of what differs is no gain."""
 
 SHORTER = 0.99
-"""Factor on a predicted step that another schedule's must stay below, whatever differs."""
+"""Factor on a predicted step that another schedule's must stay below."""
 
 LEAST_MS = 0.05
 """What is hidden below this is printed as nothing."""
@@ -73,7 +73,7 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
 
 
 def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
-    """Returns the schedule with the shortest step; of those that predictions cannot tell apart, the one with less work.
+    """Returns the schedule with the shortest step; among predictions too close to call, the one with less work.
 
     Args:
         in_use: the schedule that stays unless another one is clearly shorter.
@@ -114,7 +114,7 @@ class _Rows:
 
 
 def has_compute(graph: TrainingGraph) -> bool:
-    """Tells whether a graph has compute beside which transfers could be: one that is given all gradients has none."""
+    """Returns whether a graph has compute to hide transfers behind; one that is given all gradients has none."""
     made = [node for node, role in graph.outputs() if isinstance(role, Gradient) and node is not None]
     return any(node.op != "placeholder" for node in made)
 

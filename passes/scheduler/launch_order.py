@@ -74,7 +74,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
         ValueError: an unknown name, or a step that has no order at all.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"expected schedule to be one of {', '.join(SCHEDULES)}, found {name!r}. Choose one of these.")
+        raise ValueError(f"There is no schedule {name!r}. Choose one of {', '.join(SCHEDULES)}.")
     machine = LinkMachine(steps)
     naive = order(machine, readiness)
     chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
@@ -119,7 +119,7 @@ class _Queue:
         self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:
-        """Simulates the next window, and returns its launches in the order in which they leave the queue."""
+        """Simulates the next window, and returns its launches in launch order."""
         machine, begun = self._machine, self._processor
         self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
         waiting, order = list(range(machine.count, machine.copying)), list[int]()
@@ -128,7 +128,7 @@ class _Queue:
             times = {k: ready for k in waiting if (ready := self._ready(k)) is not None}
             if not times:
                 machine.sequence([*order, *waiting])  # raises: the first one waiting is blocked
-                raise AssertionError("expected a blocked order to be refused")
+                raise AssertionError("a blocked order was not refused")
             self._link = max(self._link, min(times.values()))
             launched = min(
                 (k for k, ready in times.items() if ready <= self._link), key=partial(self._rank, times, begun)
@@ -166,7 +166,7 @@ class _Queue:
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready(self, k: int) -> float | None:
-        """Returns the time at which the dependences of operation `k` end; None while one of them has no end yet."""
+        """Returns when the dependences of operation `k` end; None while one of them has no end yet."""
         ready = 0.0
         for distance, before in self._machine.dependences(k):
             if distance > len(self._finished):

@@ -1,7 +1,7 @@
 """Computes a lower bound for a step under any order of launches, whose transfers share one link.
 
 Contract
-    A pure function of a step, for its present order of compute. No schedule of it is faster, whatever its launch
+    A pure function of a step, for its present order of compute. No schedule of it is faster, in any launch
     order and however its transfers are cut: all transfers submitted after some operation and needed before another
     must be sent between these two, one at a time; the compute outside of the two comes on top. The bound is the
     maximum over all pairs of operations.

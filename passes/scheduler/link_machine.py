@@ -101,17 +101,17 @@ class LinkMachine:
         for name in (before, after):
             if name not in self.index:
                 raise ValueError(
-                    f"expected dependences between operations of the step, found {before!r} -> {after!r}, and no "
-                    f"operation {name!r}; it has {sorted(self.index)}."
+                    f"The dependence {before!r} -> {after!r} names {name!r}, which is no operation of the step. It has "
+                    f"{sorted(self.index)}."
                 )
         if distance < 0:
-            raise ValueError(f"expected no dependence on a later window, found {before!r} -> {after!r}, {distance}.")
+            raise ValueError(f"{before!r} -> {after!r} depends on a later window ({distance}).")
         first, second = self.index[before], self.index[after]
         if first < self.count and second < self.count:
             if distance == 0 and first >= second:
                 raise ValueError(
-                    f"expected {before!r} before {after!r} in the compute order, for {after!r} depends on it, found it "
-                    "after. Put the compute in an order in which it can run."
+                    f"The compute order has {after!r} before {before!r}, on which it depends. Put the compute in an "
+                    "order that can run."
                 )
         elif first < self.count:
             released[second] = max(released[second], first - distance * self.count)
@@ -142,12 +142,12 @@ class LinkMachine:
         head, later = (self.operations[k].name for k in found)
         if head == later:
             raise ValueError(
-                f"expected a step whose compute order can run, found {head!r} to wait for a compute operation that "
-                "itself waits for it. Move that compute, or drop the dependence."
+                f"The compute order cannot run: {head!r} waits for a compute operation that itself waits for it. Move "
+                "that compute, or drop the dependence."
             )
         raise ValueError(
-            f"expected {later!r} before {head!r} in the launch order, for {head!r} waits for it, found it after: all "
-            "ranks would wait for ever. Launch it before."
+            f"The launch order has {head!r} before {later!r}, on which it depends: all ranks would deadlock. Launch "
+            f"{later!r} first."
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
@@ -291,7 +291,7 @@ class LinkMachine:
 
 
 def _shifted(before: list[float], after: list[float]) -> bool:
-    """Tells whether a window repeats the one before it, shifted in time."""
+    """Returns whether a window repeats the one before it, shifted in time."""
     if not after:
         return True
     shift = after[0] - before[0]
@@ -303,13 +303,13 @@ def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(
-            f"expected each operation's name once in a step, found {sorted({n for n in names if names.count(n) > 1})} "
-            "more often."
+            f"A step has several operations named {sorted({n for n in names if names.count(n) > 1})}. Names must be "
+            "unique."
         )
     expected = sorted(o.name for o in steps.operations if o.is_compute)
     if sorted(steps.compute_order) != expected:
         raise ValueError(
-            f"expected compute_order to hold each compute operation of the step once, {expected}, found "
+            f"compute_order must hold each compute operation of the step once, {expected}, but holds "
             f"{sorted(steps.compute_order)}."
         )
     return [by_name[name] for name in steps.compute_order]

@@ -59,7 +59,7 @@ class Sizes:
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
         ids_bytes: bytes one rank sends in the AllGather of ids.
         norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
-        buckets_as: the format in which buckets travel.
+        buckets_as: the format of buckets on the wire.
     """
 
     sent: Mapping[OperationId, int]

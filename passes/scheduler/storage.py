@@ -16,13 +16,13 @@ from embrace_fx.vocabulary.operation_id import BETWEEN, OperationId, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 MOST_AHEAD = 2
-"""Most windows by which reads are submitted early; the lane has a steady rate, so that more would gain nothing."""
+"""Reads are submitted at most this many windows early; the lane has a steady rate, so more would gain nothing."""
 WRITES_BEHIND = 2
-"""Windows by which writes may fall behind; then lookups wait for slots."""
+"""Writes may fall behind by this many windows; then lookups wait for slots."""
 
 
 def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Sets the number of windows by which a table's rows are read early.
+    """Sets how many windows early a table's rows are read.
 
     Args:
         batches: how many the loader is ahead; one less counts with several ranks, which learn a call later what the

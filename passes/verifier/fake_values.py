@@ -23,7 +23,7 @@ from embrace_fx.passes.rewriter import Derived, derives
 
 
 def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
-    """Makes a context in which ops run under `mode` and add no guards or pending symbols to its shape environment."""
+    """Context manager: ops run under `mode` and add no guards or pending symbols to its shape environment."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(derives(mode))
@@ -34,7 +34,7 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
 
 
 def is_derived(node: fx.Node) -> bool:
-    """Tells whether a pass has computed a node's value from the very fake values that its inputs have now."""
+    """Returns whether a node's value was computed from the fake values that its inputs have now."""
     derived: Derived | None = node.meta.get("derived")
     return (
         derived is not None
@@ -46,7 +46,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Tells whether the node of the same name in `verified` makes the same call with the very same fake values."""
+    """Returns whether the node of the same name in `verified` makes the same call with the very same fake values."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -60,7 +60,7 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Tells whether arguments are the same; a node stands for its fake value, which must be the very same object."""
+    """Returns whether arguments are the same; a node stands for its fake value, which must be the very same object."""
     if isinstance(b, fx.Node):
         return (a.meta.get("val", a) if isinstance(a, fx.Node) else a) is b.meta.get("val", b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -105,7 +105,7 @@ def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]
 
 
 def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Tells whether two values are alike; data-dependent sizes are new symbols each time they are computed.
+    """Returns whether two values are alike; data-dependent sizes are new symbols each time.
 
     The new symbols must correspond one to one to the recorded sizes, which must be data-dependent too.
     """

@@ -266,7 +266,7 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph], Iterator[Violation]], ...] = (
 INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 
 
-# ---- how violations are told ----
+# ---- reporting violations ----
 
 
 def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:

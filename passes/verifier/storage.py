@@ -29,17 +29,17 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
         takes = {d.before for d in steps.dependences if d.after in sent and d.before in order}
         awaited = {d.after: d.distance for d in steps.dependences if d.before == read}
         if early := sorted(takes - awaited.keys()) or ([] if awaited else [f"any lookup of {table}"]):
-            raise ValueError(f"expected {read!r} before {early[0]!r}, which looks its rows up, found no dependence.")
+            raise ValueError(f"{read!r} does not precede {early[0]!r}, which looks its rows up.")
         last = max(awaited, key=order.__getitem__)
         if not any((d.before, d.after, d.distance) == (last, write, 0) for d in steps.dependences):
-            raise ValueError(f"expected {write!r} after {last!r}, which takes its rows' slots, found no dependence.")
+            raise ValueError(f"{write!r} does not follow {last!r}, which takes its rows' slots.")
         asked = [(d.before, d.distance) for d in steps.dependences if d.after == read and d.before in order]
         ahead = max(awaited.values())
         held = 1 + max(_asked_meanwhile(order[before] - order[last], ahead + distance) for before, distance in asked)
         if held > 1 and held * of.at_once > of.slots:
             raise ValueError(
-                f"expected slots of {table} for the rows of {held} steps, each of at most {of.at_once:,}, found "
-                f"{of.slots:,}: rows would be evicted before the step that they were read for. Read fewer steps ahead."
+                f"{table} has {of.slots:,} slots, too few for the rows of {held} steps of at most {of.at_once:,} each: "
+                "rows would be evicted before the step that reads them. Read fewer steps ahead."
             )
 
 

@@ -39,7 +39,7 @@ def window(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def crosses(launch: OperationId) -> bool:
-    """Tells whether a launch is awaited in the window after that of its submission."""
+    """Returns whether a launch is awaited in the window after that of its submission."""
     return launch == IDS or launch.part == "delayed"
 
 

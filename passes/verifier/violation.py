@@ -1,4 +1,4 @@
-"""The value by which an invariant reports where it does not hold."""
+"""The report of an invariant that does not hold."""
 
 from __future__ import annotations
 

@@ -221,7 +221,9 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     submitted = {id_of(node) for node in window(graph) if is_submission(node)}
     if set(order) != submitted or len(order) != len(submitted):
         odd = sorted(map(str, submitted.symmetric_difference(order))) or ["one of them twice"]
-        return f"expected a launch order of what the graph submits, each once, found a difference in {', '.join(odd)}"
+        return (
+            f"the launch order differs from what the graph submits in {', '.join(odd)}; each launch must be in it once"
+        )
     line = [(number, launch) for number in range(2) for launch in order]
     turn = {each: k for k, each in enumerate(line)}
     left, waiting = 0, set[tuple[int, OperationId]]()
@@ -238,8 +240,9 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
             if each[0] >= 0 and turn[each] >= left:
                 head = line[left][1]
                 return (
-                    f"expected '{launch}' to have left before node {node.name} waits for it, found that '{head}' is to "
-                    "leave first and is still to be submitted: all ranks would wait for ever. Launch it later"
+                    f"node {node.name} waits for '{launch}', which cannot leave before '{head}', and that is not "
+                    f"submitted yet: all ranks would deadlock. Move '{launch}' before '{head}', or submit '{head}' "
+                    "earlier"
                 )
     return None
 

@@ -44,12 +44,12 @@ _FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags, and th
 _BITS = 8
 """Bits that the marks take in their number."""
 
-_WENT_ON = "expected a backward of this call, found that it went on to another call without one"
+_WENT_ON = "it made another call of the model without a backward of the last one"
 _CAUGHT_ALONE = (
-    "expected every rank to go on after a call that failed on this one, found that others have ended with its error: "
-    "{}. Catch it on every rank, around the call and its backward; or check batches before the call"
+    "a call failed on this rank, and others have ended with its error: {}. Catch the error on every rank, around the "
+    "call and its backward, or check batches before the call"
 )
-_NOT_JOINED = "expected every rank to call the model under join() where one does, found this one's call outside of it"
+_NOT_JOINED = "it called the model outside of join(), and another rank inside. Enter join() on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ class Announcement:
     Attributes:
         kind: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: why the rank has failed; "" for another rank that has not told yet. None: it has not failed.
+        failure: why the rank has failed; "" for another rank, whose reason is not known yet. None: it has not failed.
         asks_to_plan: it asks for another plan.
         does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
         steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
         program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`), for a question
             its hash.
         buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
-        deeds: number of ops on parts of tables so far; below 0: not told.
+        deeds: number of ops on parts of tables so far; below 0: not sent.
         rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
         sizes: further numbers of the step.
     """
@@ -382,7 +382,7 @@ class Announcements:
     def _warn(self, reports: Mapping[int, str]) -> None:
         """Warns this rank, which continues, of a call that all ranks have given up."""
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
-        warnings.warn(f"The call before this one was given up on all ranks: {told}.", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
         """Records the announced rows: `sizes` by rank, by table; below 0 if unknown."""

@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
+    """Returns the user's timeout of a group; new groups do not inherit it. None: its back end does not report it."""
     backend = group._get_backend(CPU if carries(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
     return found
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tells whether a group has a back end for tensors of a device."""
+    """Returns whether a group has a back end for tensors of a device."""
     try:
         group._get_backend(device)
     except RuntimeError:
@@ -30,7 +30,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Tells whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    """Returns whether a group takes a tensor only from the host: one on a GPU, over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 

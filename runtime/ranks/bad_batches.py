@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.row_space import RowSpace
 
 def unreadable(error: Exception) -> str:
     """Makes the report of a rank that cannot compute its batch's ids."""
-    return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
+    return f"the batch's ids cannot be computed: {type(error).__name__}: {error}. Check the batch"
 
 
 def bad_id_report(
@@ -21,7 +21,7 @@ def bad_id_report(
     """Reports the first id outside of its table; None: all are inside.
 
     Args:
-        ids: rows of tables, or of row spaces, of which `tables` are the names.
+        ids: rows of the tables or row spaces named by `tables`.
         spaces: those of them that are row spaces, by name.
     """
     for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
@@ -30,7 +30,7 @@ def bad_id_report(
                 table, found = space.outside(found)
                 rows = rows if table == space.name else len(space.rows_of(table))
             return (
-                f"expected ids from 0 to {rows - 1}, in a lookup of {table} ({rows} rows), found {found}; "
-                "look at the batch, or give the table more rows"
+                f"a lookup of {table} ({rows} rows) got {found}, but ids go from 0 to {rows - 1}. Check the batch, or "
+                "give the table more rows"
             )
     return None

@@ -39,7 +39,7 @@ def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
     """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority; "": none.
 
     >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
-    "expected the same on every rank, found that b on rank 1 differs from rank 0's"
+    "Replicas differ: b on rank 1 differs from rank 0's"
     """
     found = []
     for what in dict.fromkeys(name for checksums in by_rank for name in checksums):
@@ -51,4 +51,4 @@ def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
     if not found:
         return ""
     told = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-    return f"expected the same on every rank, found that {told}"
+    return f"Replicas differ: {told}"

@@ -85,8 +85,8 @@ class Communicator(Groups):
     Without torch.distributed, or in a group of one, launches return their own data.
 
     Attributes:
-        gradient_dtype: the dtype in which gradients travel, set by the user's hook; None: their own.
-        rounding: the formats in which rows and buckets travel on the launcher's groups.
+        gradient_dtype: the dtype of gradients on the wire, set by the user's hook; None: their own.
+        rounding: the formats of rows and buckets on the wire, in the launcher's groups.
         comm_hook: the user's hook, which reduces buckets in place of an AllReduce, or None.
         in_turn: orders the calling thread's collectives on a device with those of a launcher: unordered ones could
             begin in different orders on two ranks, and deadlock. None: there is no launcher, or it is the host's.
@@ -237,7 +237,7 @@ class Communicator(Groups):
         """Launches an AlltoAll of rows, which may travel in fewer bits.
 
         Args:
-            leave, come: the piece for each rank, and that of each rank, as (rows, columns).
+            leave, come: the piece for each rank, and the piece from each rank, as (rows, columns).
             encode: puts rows that are rounded into their form on the wire.
             narrows: rows that are not rounded travel in the dtype of gradients.
         """
@@ -279,7 +279,7 @@ class Communicator(Groups):
         return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def _narrow(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient in the dtype in which it travels: itself, or a narrower copy."""
+        """Returns a gradient in its dtype on the wire: itself, or a narrower copy."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 

@@ -27,8 +27,8 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
     """Raises `ValueError` for a mesh of several dimensions, in DDP's words, which loops match."""
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f"Only 1D device mesh is supported, expected one in compile(), found {mesh.ndim} dimensions. Pass the one "
-            "along which batches differ: mesh['name']."
+            f"Only 1D device mesh is supported, and this one has {mesh.ndim} dimensions. Pass the dimension along "
+            "which batches differ: mesh['name']."
         )
 
 
@@ -45,14 +45,14 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
     """
     if now is None and compiled_in is None and (ranks := _ranks_told()) > 1:
         raise RuntimeError(
-            f"expected torch.distributed to be initialised, at the first call, found that it is not, while WORLD_SIZE "
-            f"tells of {ranks} ranks: each would train alone. Call torch.distributed.init_process_group() before, or "
-            "unset WORLD_SIZE to train in a single process."
+            f"torch.distributed is not initialized, but WORLD_SIZE says that there are {ranks} ranks: each would train "
+            "alone. Call torch.distributed.init_process_group() before the first call of the model, or unset "
+            "WORLD_SIZE to train in a single process."
         )
     if compiled_in is not None and now is not compiled_in:
         raise RuntimeError(
-            "expected the process group of compile(), at the first call, found that it has been destroyed or replaced "
-            "since. Initialise torch.distributed once, or compile the model after it."
+            "The process group of compile() has been destroyed or replaced. Initialize torch.distributed once, or "
+            "compile the model after that."
         )
 
 
@@ -69,9 +69,8 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
     _refuse_distributed_autograd()
     if begun and group is None and (now := default_group()) is not None and dist.get_world_size(now) > 1:
         raise RuntimeError(
-            "expected torch.distributed to be initialised before the first call, in the model's call, found that it "
-            "was initialised later: this model trains in a single process. Initialise it first, or compile the model "
-            "again."
+            "torch.distributed was initialized after the model's first call, so this model trains in a single "
+            "process. Initialize it first, or compile the model again."
         )
 
 
@@ -86,8 +85,8 @@ def _refuse_distributed_autograd() -> None:
     except RuntimeError:  # there is none
         return
     raise RuntimeError(
-        "expected a loop with loss.backward(), in the model's call, found torch.distributed.autograd.context(): "
-        "gradients are delivered to parameters, not to a context of RPC's. Call the model outside of it."
+        "The model was called inside torch.distributed.autograd.context(), but gradients go to parameters, not to an "
+        "RPC context. Call it outside, and use loss.backward()."
     )
 
 

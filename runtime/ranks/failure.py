@@ -26,15 +26,15 @@ BACKWARD = "backward"
 """The name of what every backward begins with."""
 
 CLOSED = (
-    "expected a compiled model that is open, found that it has been closed, by close() or by another compile() of its "
-    "model: its process groups have ended. Call what that one returned, or compile anew."
+    "This compiled model is closed, by close() or by another compile() of its model, and its process groups have "
+    "ended. Use what the other compile() returned, or compile again."
 )
 """Why a model that has been closed does nothing."""
 
 FORKED = (
-    "expected a call of the model, or a question to a sharded table, in the process that trains, found one in a child "
-    "that was forked from it, which other ranks do not know. Ask before the fork, on every rank: full_tensor() of a "
-    "table, model.full_state_dict() of all; or fork `with model.whole():`."
+    "The model was called, or a sharded table read, in a forked child process, which other ranks do not know. Read it "
+    "before the fork, on every rank: full_tensor() of a table, or model.full_state_dict(). Or fork inside `with "
+    "model.whole():`."
 )
 """Why a model does nothing in a forked child."""
 
@@ -79,7 +79,7 @@ class DivergedReplicas(RuntimeError):
     """Raised on every rank by `check_replicas`, when it finds that replicas differ."""
 
     def __init__(self, found: str) -> None:
-        super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
+        super().__init__(f"{found}. Load a checkpoint on every rank, and check that machine.")
 
     def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
         return RuntimeError, (str(self),)
@@ -94,11 +94,11 @@ class StuckRank(RuntimeError):
 
 
 TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
-"""The note on an error that one rank raises, and that the others are told of."""
+"""The note on an error that one rank raises and the others are informed of."""
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Tells whether an error also raises on other ranks, or can no longer be reported to them."""
+    """Returns whether an error also raises on other ranks, or can no longer be reported to them."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
@@ -164,7 +164,7 @@ def place_of_main_thread() -> str:
 
 
 class RollCall:
-    """Tells the dead from the living after a collective broke.
+    """Finds the dead ranks after a collective broke.
 
     The first rank to meet the error calls the roll in the store; a thread on every rank hears it and signs, even while
     the rank's main thread is still blocked in a collective. Who does not sign in a few seconds is dead. The verdict is
@@ -246,13 +246,12 @@ class RollCall:
         """Raises the error of a broken collective, with the names of ranks."""
         if missing := self.missing():
             raise DeadRank(
-                f"expected every rank to take part in a collective, on rank {self.rank}; found that rank(s) "
-                f"{', '.join(map(str, missing))} no longer answer ({error}). Look at the log of the ranks named, "
-                "and restart the job from a checkpoint."
+                f"Rank(s) {', '.join(map(str, missing))} no longer answer, says rank {self.rank} ({error}). Look at "
+                "their logs, and restart the job from a checkpoint."
             ) from error
         raise StuckRank(
-            f"expected every rank to take part in a collective in time, on rank {self.rank}; found that "
-            f"{self._who_is_stuck(what)} ({error}). Look at the lines named, and restart the job from a checkpoint."
+            f"A collective timed out on rank {self.rank}: {self._who_is_stuck(what)} ({error}). Look at the lines "
+            "named, and restart the job from a checkpoint."
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
@@ -273,7 +272,7 @@ class RollCall:
 
 
 class Watching(contextlib.AbstractContextManager[None]):
-    """A context in which the error of a broken collective names the ranks that no longer answer, or are stuck.
+    """A context manager that names the ranks that no longer answer, or are stuck, in the error of a broken collective.
 
     Args:
         what: the launch that is waited for inside, by its name in `LaunchLog`.

@@ -71,6 +71,6 @@ def _spoken(call: int) -> str:
 
 
 _OTHER_CALL = (
-    "expected the backwards of several calls in the same order on every rank, found that of {}: what it exchanges "
-    "would be taken for another call's. Run the backwards in one order, or one backward of the sum of the losses"
+    "backwards of several calls run in another order on some rank: this one is in that of {}. Run them in one order "
+    "on all ranks, or one backward of the sum of the losses"
 )

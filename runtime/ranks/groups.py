@@ -38,7 +38,7 @@ LANE_GROUPS = tuple(f"{lane} lane" for lane in CLASS_LANES)
 """The groups of the launcher's thread."""
 
 LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True))
-"""The group on which a class of communication travels."""
+"""The group of a class of communication."""
 
 _OF_NCCL: Mapping[Lane, str] = {lane: "urgent lanes" if lane in URGENT else "other lanes" for lane in CLASS_LANES}
 """Class -> the NCCL communicator that it shares with others: one is urgent, because a communicator has one priority."""
@@ -62,7 +62,7 @@ class Groups:
 
     Attributes:
         meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
-        refuse: tells ranks that may wait for this one elsewhere why it is about to raise.
+        refuse: informs ranks that may wait for this one elsewhere why it is about to raise.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -74,7 +74,7 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
-        self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
+        self._hosts: dist.ProcessGroup | None = None  # for what ranks exchange about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
         self.progress = LaunchLog()
@@ -153,7 +153,7 @@ class Groups:
 
         Args:
             device: of the tensors that they carry.
-            lanes: those classes of which anything is to be launched.
+            lanes: the classes that have launches.
         """
         if self.world_size == 1:
             return
@@ -188,7 +188,7 @@ class Groups:
         return self._groups[name]
 
     def group_of_joins(self) -> dist.ProcessGroup:
-        """Returns the group in which hosts count ranks that have run out of batches: the user's, where it carries that.
+        """Returns the hosts' group to count ranks without batches: the user's group if it can carry that.
         Collective.
         """
         assert self.group is not None
@@ -199,7 +199,7 @@ class Groups:
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Worker | None:
-        """Returns the waiter for the messages of a launcher's class, to be told of their end; None: another class's."""
+        """Returns the waiter that signals the end of a launcher class's messages; None for another class."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
@@ -219,10 +219,10 @@ class Groups:
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
-                f"expected the ranks of a process group to be in equally many groups, in compile() or at the first "
-                f"call, found {counts[self.rank]} on rank {dist.get_rank()}, and {min(counts)} to {max(counts)} on "
-                "all: torch names new groups by that number, and would wait for ever. Make groups of which each rank "
-                "is in as many, those of a device mesh, or compile in the default group."
+                f"Ranks of the process group are in {min(counts)} to {max(counts)} process groups, rank "
+                f"{dist.get_rank()} in {counts[self.rank]}. torch names new groups by that number, so compile() or the "
+                "first call would hang. Create groups such that every rank is in the same number, as a device mesh "
+                "does, or compile in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
@@ -284,7 +284,7 @@ class Groups:
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
 
     def uses_nccl(self, device: torch.device) -> bool:
-        """Tells whether tensors of a device travel by NCCL."""
+        """Returns whether NCCL sends tensors of a device."""
         assert self.group is not None
         return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 
@@ -306,7 +306,7 @@ class Groups:
         return self._hosts
 
     def timeout(self) -> timedelta | None:
-        """Returns the user's timeout of messages; None in a single process, or where the back end does not tell."""
+        """Returns the user's timeout of messages; None in a single process, or if the back end does not report it."""
         return timeout_of(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
@@ -337,7 +337,7 @@ class Groups:
             kind: its type, as a hint; the same on all ranks.
 
         Raises:
-            RuntimeError: a rank has more to tell than `MOST_BYTES`, on every rank; or what it tells is of another type.
+            RuntimeError: a rank sends more than `MOST_BYTES`, on every rank; or something of another type.
         """
         self.check_open()
         if self.world_size == 1:
@@ -349,8 +349,8 @@ class Groups:
         longest = int(sizes.max())
         if longest > MOST_BYTES:
             raise RuntimeError(
-                f"expected at most {MOST_BYTES} bytes from each rank, in what ranks tell each other, found {longest} "
-                f"from rank {int(sizes.argmax())}. Leave out what no other rank needs to know."
+                f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, and at most {MOST_BYTES} are "
+                "allowed. Send less."
             )
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device="cpu")
         with self.watching():
@@ -369,7 +369,7 @@ class Groups:
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the error of a broken collective names the ranks that are gone, or stuck.
+        """Context manager: names the ranks that are gone or stuck in the error of a broken collective.
 
         Args:
             what: what is waited for inside, by its name in `progress`.
@@ -382,8 +382,8 @@ def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:
         raise RuntimeError(
-            f"expected plain data of type {getattr(kind, '__name__', kind)} from rank {rank}, in what ranks tell each "
-            f"other, found something else: {error}. Run the same version of embrace_fx on every rank."
+            f"Rank {rank} sent something other than a {getattr(kind, '__name__', kind)}: {error}. Run the same version "
+            "of embrace_fx on every rank."
         ) from error
 
 

@@ -45,9 +45,9 @@ _WAITS, _RAISES = "/waits", "/raises"
 """What a rank writes that it does."""
 
 _ELSEWHERE = (
-    "expected every rank to call the model, or ask of a sharded table, where one does, found this one in {} at {}. To "
-    "evaluate on one rank, enter `with model.whole() as plain:` on all, and call plain on that one; call the model on "
-    "all ranks, under join() where loaders are of unequal length, and ask (full_state_dict(), clipping, norms) on all"
+    "another rank calls the model, or reads a sharded table, while this one is in {} at {}. Call the model and read "
+    "tables on all ranks: full_state_dict(), clipping, norms. To evaluate on one rank, enter `with model.whole() as "
+    "plain:` on all ranks, and call plain on that one. If loaders differ in length, use join()"
 )
 
 
@@ -88,7 +88,7 @@ class LoneCalls:
         """Begins to look; later calls do nothing.
 
         Args:
-            look: a method of the caller, which calls that of this name.
+            look: a method of the caller that calls this object's method of the same name.
         """
         if self._name or communicator.group is None:
             return
@@ -140,7 +140,7 @@ class LoneCalls:
             self._write(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
-        """Raises why a collective has broken to which a rank has not come.
+        """Raises the reason for a collective that broke because a rank did not come.
 
         Raises:
             PeerFailure: names that rank, and its reason.
@@ -171,7 +171,7 @@ class LoneCalls:
 
 
 def _begun(group: dist.ProcessGroup) -> int:
-    """Counts the collectives that this rank has begun in a group; 0 where its back ends do not tell."""
+    """Counts the collectives that this rank has begun in a group; 0 if its back ends do not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""Ranks meet in the store before they meet in a process group: who waits in another group is named at once.
+"""Ranks meet in the store before they meet in a process group, so that two ranks in different groups are named at once.
 
 Contract
-    A rank says in which group it waits. It raises only where another rank waits in another group of which both are
-    ranks, and neither has come to the other's: those two would wait for each other until a timeout.
-    A rank that comes late is waited for, in the group, as by any collective.
+    A rank writes which group it waits in. It raises only if another rank waits in another group, both ranks belong to
+    both groups, and neither has come to the other's: they would wait for each other until a timeout.
+    For a rank that is only late, the others wait in the group, as in any collective.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Meeting:
         self._token = uuid4().hex
 
     def meet(self) -> None:
-        """Returns when all ranks are there, or some are late; or where the store fails: the collective will tell.
+        """Returns once all ranks are there, some are late, or the store has failed; the collective then reports it.
 
         Raises:
             OtherGroup: one waits for this rank elsewhere.
@@ -137,9 +137,9 @@ class _Meeting:
             been_there = self._store.add(self._arrivals(other.group, self._rank), 0) >= other.arrival
             if not came_here and not been_there:
                 message = (
-                    "expected the same process group on all ranks that train together, in compile() or at the first "
-                    f"call, found {self._described} on rank {self._rank} and {other.described} on rank {rank}: each "
-                    "waits for the other. Pass the same process_group or device_mesh on both."
+                    f"Ranks that train together use different process groups: {self._described} on rank {self._rank} "
+                    f"and {other.described} on rank {rank}, so that each waits for the other. Pass the same "
+                    "process_group or device_mesh on both."
                 )
                 self._store.set(self._note(other.token), message)
                 raise OtherGroup(message)

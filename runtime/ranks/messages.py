@@ -1,9 +1,9 @@
 """An AlltoAll of single messages.
 
-gloo's own begins with sending. A sender waits to hear that its receiver is ready, and that word queues behind whatever
-the receiver itself has begun to send to it. Here everything is posted that is to be received before anything is sent,
-so that both directions of a link are in use: 1.9 times as fast on 2 ranks, 1.5 on 4, 1.3 on 8
-(`benchmarks/micro/small_messages.py`). Messages without content are left out.
+gloo's own AlltoAll begins with sending. A sender waits until its receiver is ready, and that notice queues behind
+everything that the receiver has begun to send to it. Here each rank posts all receives before it sends, which uses both
+directions of a link: 1.9 times as fast on 2 ranks, 1.5 on 4, 1.3 on 8 (`benchmarks/micro/small_messages.py`). Empty
+messages are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Messages:
     """Several messages under way, as the work of one collective. Torch keeps their tensors.
 
     Args:
-        waiter: waits for them, where someone is to be told of their end, which gloo does not.
+        waiter: waits for them if someone needs to know their end, which gloo does not report.
     """
 
     def __init__(self, works: Sequence[dist.Work], waiter: Worker | None = None) -> None:

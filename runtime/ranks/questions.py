@@ -1,10 +1,10 @@
-"""Asks of all ranks what is asked of a sharded table: a rank that asks alone is told at once, and so are the others.
+"""Makes operations on sharded tables collective: a rank that runs one alone gets an error at once, on all ranks.
 
     rank 0   asks for a norm: a question          rank 0, rank 1   raise the same error
     rank 1   calls the model: an announcement
 
 Contract
-    A question travels as an announcement does, so that it meets whatever another rank is about to do instead. A few
+    A question travels as an announcement does, so that it meets what another rank is about to do instead. A few
     numbers travel with it; what is longer, or on a device, by a collective of its own behind it.
 """
 
@@ -42,7 +42,7 @@ class Question:
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def alone(self) -> str:
-        """Tells the others that this rank asks alone."""
+        """Informs the others that this rank asks alone."""
         return _ALONE.format(self.what, place_of_main_thread())
 
     def numbers(self, most: int) -> tuple[int, ...]:
@@ -70,6 +70,6 @@ def _wide(value: Tensor) -> torch.dtype:
 
 
 _ALONE = (
-    "expected every rank to ask what one asks of a sharded table, found this one asking {} alone, at {}. Ask on every "
-    "rank, and log it on one; or call model.full_state_dict() on every rank and ask of that"
+    "only this rank reads a sharded table: {}, at {}. Do it on every rank, and log it on one; or call "
+    "model.full_state_dict() on every rank and read that"
 )

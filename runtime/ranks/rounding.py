@@ -38,7 +38,7 @@ class _Error:
 
     @property
     def relative(self) -> float | None:
-        """Root mean square of the error, over that of the values."""
+        """Root mean square of the error, relative to the values'."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
@@ -104,7 +104,7 @@ class Rounding:
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def told(self) -> str:
-        """Tells in a report what is rounded, and by how much this rank's was off; "" where nothing is."""
+        """Reports what is rounded, and this rank's error; "" if nothing is."""
         lines = []
         for kind, made_good in (
             ("rows", ""),

@@ -18,7 +18,7 @@ def check_activities(activities: Sequence[int]) -> None:
     """Raises `PeerFailure` where ranks call the model for different things; `activities`: of every rank."""
     if len(set(activities)) > 1:
         raise PeerFailure(
-            {r: f"expected all ranks to do the same, found this one {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
+            {r: f"ranks do different things: this one is {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
         )
 
 
@@ -30,16 +30,16 @@ def check_programs(programs: Sequence[int]) -> None:
 
 
 OTHER_PROGRAM = (
-    "expected every rank's graph to launch the same collectives, in a call of the model, found others than on rank 0: "
-    "their batches led the forward along another path, or the ranks have registered other hooks. Make the forward "
-    "communicate alike on every rank, in the same dtype, and register the same hook"
+    "this rank's graph launches other collectives than rank 0's: their batches took different branches of the "
+    "forward, or the ranks have registered different hooks. Make the forward communicate in the same way on every "
+    "rank, in the same dtype, and register the same hook"
 )
 
 
 _DONE_ALONE = (
-    "expected every rank to do the same with sharded tables, their gradients and their state, found {} operation(s) of "
-    "this one alone since the last call: it changes, or copies, its own columns, and never the whole. Do it on every "
-    "rank, or call model.full_state_dict() on every rank and use that"
+    "{} operation(s) on sharded tables, their gradients or their state ran on this rank alone since the last call. "
+    "Each changes or copies its own columns, never the whole. Do the same on every rank, or call "
+    "model.full_state_dict() on every rank and use that"
 )
 
 
@@ -52,8 +52,10 @@ def check_steps(everyone: Sequence[Announcement], communicator: Communicator) ->
     if len(set(steps)) > 1:
         raise PeerFailure(
             {
-                rank: f"expected as many optimizer steps on every rank, found {count} taken on this one: their "
-                "parameters differ. Load a checkpoint on every rank"
+                rank: (
+                    f"ranks have taken different numbers of optimizer steps, this one {count}, so their parameters "
+                    "differ. Load a checkpoint on every rank"
+                )
                 for rank, count in enumerate(steps)
             }
         )

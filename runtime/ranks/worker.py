@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in a thread of their own, and tells of each one's end."""
+"""Runs jobs one after the other in their own thread, and signals the end of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.futures import Future
 
 
 class Worker:
-    """A thread that runs jobs in the order in which it is given them. It ends with this object, or with the process."""
+    """A thread that runs jobs first in, first out. It ends with this object, or with the process."""
 
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
@@ -33,7 +33,7 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         job, end = next_
         try:
             result = job()
-        except Exception as error:  # whoever waits for it shall hear of it
+        except Exception as error:  # for the caller of wait()
             end.set_exception(error)
         else:
             end.set_result(result)

@@ -280,8 +280,7 @@ def test_the_error_names_the_users_line_and_the_reason(forward: Callable[..., An
     message = str(raised.value)
     where = forward.__code__.co_firstlineno + line
     assert f"test_capture.py:{where} in {forward.__name__}" in message
-    assert "expected a forward that can be captured as one graph" in message
-    assert ", found " in message
+    assert "the forward cannot be captured as one graph" in message
     assert f"test_capture.py:{where} in {forward.__name__}: " in raised.value.reason
     assert "Rewrite that line" in message
 
@@ -316,7 +315,7 @@ def test_an_argument_that_is_written_must_not_be_another_one_too() -> None:
         assert torch.equal(model(x, y), expected)
         assert x[0, 0] == 2
     for x, y in ((long[:4], long[:4]), (long[1:5], long[4:])):
-        with pytest.raises(RefusedError, match=r"number 0 .* which is written, and number 1 in the same memory"):
+        with pytest.raises(RefusedError, match=r"argument 0 .* in place, and argument 1"):
             model(x, y)
     model = embrace_fx.compile(twin)
     for x, y in ((long[:4], long[:4]), (long[1:5], long[4:])):

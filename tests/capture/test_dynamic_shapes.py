@@ -257,7 +257,7 @@ def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     compiled = compile_model(make(LongAndShort), route="graph")
     train_step(compiled, ids_of(3, 4))
     train_step(compiled, ids_of(3, 5))
-    with pytest.raises(CaptureError, match=r"found that 2 captures do not suffice\. Pad batches"):
+    with pytest.raises(CaptureError, match=r"captured 2 times.*Pad batches"):
         compiled(ids_of(3, 8))
     train_step(compiled, ids_of(3, 5))
 

@@ -104,11 +104,11 @@ def test_a_collective_has_its_own_link_or_the_clusters() -> None:
 @pytest.mark.parametrize(
     ("links", "found"),
     [
-        ((("broadcast", Link(1.0, 0.0)),), "found .'broadcast'"),
-        ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "found .'all_reduce', 'all_reduce'"),
-        ((("all_reduce", Link(0.0, 0.0)),), "positive bandwidth"),
-        ((("all_reduce", Link(1.0, -1.0)),), "no negative latency"),
-        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "no negative latency"),
+        ((("broadcast", Link(1.0, 0.0)),), "Got .'broadcast'"),
+        ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "Got .'all_reduce', 'all_reduce'"),
+        ((("all_reduce", Link(0.0, 0.0)),), "bandwidth must be positive"),
+        ((("all_reduce", Link(1.0, -1.0)),), "latency not negative"),
+        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "latency not negative"),
     ],
 )
 def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
@@ -150,7 +150,7 @@ def test_only_large_blocks_are_new_memory() -> None:
     "rates", [{"scan_bytes_per_ms": 0.0}, {"claim_bytes_per_ms": -1.0}, {"unit_ms": -0.1}], ids=str
 )
 def test_processors_that_make_no_sense_are_refused(rates: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected positive rates and no negative times"):
+    with pytest.raises(ValueError, match="rates must be positive"):
         Handling(**rates)
 
 
@@ -206,7 +206,7 @@ def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
     ids=["no link inside", "nothing inside", "no ranks"],
 )
 def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected a link inside a machine"):
+    with pytest.raises(ValueError, match="give inside="):
         Cluster(**options)
 
 

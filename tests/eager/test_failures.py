@@ -83,7 +83,7 @@ def _good(rank: int, world_size: int) -> list[Tensor]:
         ("loss", "FloatingPointError: expected a finite loss on every rank", "FloatingPointError: expected a finite"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The call before this one was given up:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:All ranks have given up the previous call:RuntimeWarning")
 def test_a_rank_that_fails_fails_all_ranks(where: str, own: str, other: str) -> None:
     (first, first_s, parameters), (second, second_s, _) = run_ranks(2, _failing, where)
     assert first.startswith(other), first
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_fails_all_ranks(where: str, own: str, other: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.filterwarnings("ignore:The call before this one was given up:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:All ranks have given up the previous call:RuntimeWarning")
 def test_a_rank_that_fails_fails_three_ranks(where: str) -> None:
     for rank, (told, took_s, _) in enumerate(run_ranks(3, _failing, where)):
         assert told.startswith("ZeroDivisionError" if rank == 1 else "PeerFailure: rank 1:")

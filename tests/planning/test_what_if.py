@@ -132,18 +132,18 @@ def test_a_link_inside_machines_speeds_up_what_stays_inside() -> None:
 @pytest.mark.parametrize(
     ("batches", "world_size", "found"),
     [
-        ([batch(0), batch(1)], 1, r"found 2 batch\(es\) for world_size=1"),
-        ([], None, r"found 0 batch"),
+        ([batch(0), batch(1)], 1, r"2 batch\(es\) do not fit world_size=1"),
+        ([], None, r"0 batch"),
         (batch(0), 0, "0"),
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(batches: Any, world_size: int | None, found: str) -> None:
-    with pytest.raises(ValueError, match=f"expected at least one batch, and no more than ranks, in plan.*{found}"):
+    with pytest.raises(ValueError, match=rf"plan\(\): .*{found}"):
         embrace_fx.plan(Words(), batches, world_size=world_size)
 
 
 def test_a_compiled_model_has_a_plan_of_its_own() -> None:
-    with pytest.raises(ValueError, match="found a compiled one"):
+    with pytest.raises(ValueError, match="compiled already"):
         embrace_fx.plan(embrace_fx.compile(Words()), batch(0))
 
 
@@ -250,7 +250,7 @@ def test_a_plan_for_one_rank_has_nothing_to_schedule() -> None:
     model = TwoTables()
     planned = embrace_fx.plan(model, (torch.arange(5), torch.arange(5)), world_size=1)
 
-    with pytest.raises(RuntimeError, match="found one for one, which sends nothing"):
+    with pytest.raises(RuntimeError, match="for one rank, which sends nothing"):
         _ = planned.schedule
 
 
@@ -305,7 +305,7 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
         r" *least budget",
         told,
     )
-    with pytest.raises(ValueError, match=r"table_memory of at least 8,[0-9,]+ bytes for table.weight"):
+    with pytest.raises(ValueError, match=r"too few for table.weight. It needs at least 8,[0-9,]+ bytes"):
         on_paper(8e9 + 1e5)
 
 

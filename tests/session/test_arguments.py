@@ -219,8 +219,8 @@ def test_others_are_refused_with_what_to_do() -> None:
     for packs, nested, slotted, sparse, kind, module in run_ranks(2, refuse):
         assert "found pack_padded_sequence()" in packs
         assert "test_arguments.py" in packs
-        assert "found a NestedTensor" in nested
-        assert "found a Slotted, whose tensors are in slots" in slotted
-        assert "found a sparse one" in sparse
-        assert "found the class Pair. Keep it on the model, as an attribute" in kind
-        assert "found a ReLU. Keep it on the model" in module
+        assert "is a NestedTensor" in nested
+        assert "of type Slotted keeps its tensors in slots" in slotted
+        assert "is a sparse tensor" in sparse
+        assert "is the class Pair.*attribute of the model" in kind
+        assert "is a ReLU.*attribute of the model" in module

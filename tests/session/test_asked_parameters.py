@@ -28,7 +28,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-ASKED = "asks for the parameters"
+ASKED = "reads the parameters"
 
 
 def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], bool]:
@@ -69,7 +69,7 @@ def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
 
     decided, asked = first[0]
     assert decided.startswith("1 table sharded: 0.weight, 0 whole; a rank sends ")
-    assert decided.endswith("; model.report() tells why")
+    assert decided.endswith("; model.report() says why")
     assert ASKED in asked
     assert second[0] == []
     assert first[1]

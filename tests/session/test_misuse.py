@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
-from tests.support.messages import assert_grammar
+from tests.support.messages import assert_says
 from tests.support.ranks import run_ranks
 from tests.support.words import (
     words_batch,
@@ -29,10 +29,10 @@ def test_a_model_without_a_table_says_so_in_its_report() -> None:
 
 
 def test_a_model_with_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="at least one trainable parameter") as caught:
+    with pytest.raises(ValueError, match="no trainable parameter") as caught:
         embrace_fx.compile(words_model().requires_grad_(False))
 
-    assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
+    assert_says(str(caught.value), "compile()", "Words", "Call the model itself")
 
 
 def test_another_model_in_the_place_of_the_compiled_one() -> None:
@@ -42,7 +42,7 @@ def test_another_model_in_the_place_of_the_compiled_one() -> None:
     with pytest.raises(AttributeError) as caught:
         compiled.module = words_model()  # type: ignore[misc]
 
-    assert_grammar(str(caught.value), "an assignment to .module", "found a Words", "load_state_dict()")
+    assert_says(str(caught.value), "cannot be replaced", "by a Words", "load_state_dict()")
     assert list(compiled.state_dict()) == names
 
 
@@ -53,7 +53,7 @@ def test_nothing_to_see_before_the_first_call(name: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         model.report() if name == "report" else getattr(model, name)
 
-    assert_grammar(str(caught.value), "the model to have been called", "Call the model once")
+    assert_says(str(caught.value), "There is no plan", "Call the model once")
 
 
 def test_a_second_lookahead_while_the_first_is_read() -> None:
@@ -64,7 +64,7 @@ def test_a_second_lookahead_while_the_first_is_read() -> None:
     with pytest.raises(RuntimeError) as caught:
         model.lookahead([1, 2, 3])
 
-    assert_grammar(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
+    assert_says(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
     assert list(first) == [2, 3]
 
 
@@ -81,11 +81,11 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        ({"optimizer": SGD}, "found the class SGD"),
-        ({"optimizer": "adam"}, "found 'adam' of type str"),
-        ({"strategy": None}, "expected strategy to be a name or a mapping"),
-        ({"strategy": {"table.*": "zenn"}}, "expected strategy, in compile.*, to be .* for 'table.*', found 'zenn'"),
-        ({"cluster": 25}, "expected cluster to be an embrace_fx.Cluster, .* found 25"),
+        ({"optimizer": SGD}, "is the class SGD"),
+        ({"optimizer": "adam"}, "is 'adam' of type str"),
+        ({"strategy": None}, "strategy is None"),
+        ({"strategy": {"table.*": "zenn"}}, "there is no strategy 'zenn', which 'table.*"),
+        ({"cluster": 25}, "cluster is 25"),
     ],
     ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
 )
@@ -95,12 +95,12 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> N
 
 
 def test_a_function_is_no_model() -> None:
-    with pytest.raises(ValueError, match=r"expected model to be an nn.Module"):
+    with pytest.raises(ValueError, match=r"not an nn.Module"):
         embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(ValueError, match=r"SGD to hold parameters of Words, .* holds none of them"):
+    with pytest.raises(ValueError, match=r"SGD holds no parameter of Words"):
         embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
 
 
@@ -109,14 +109,14 @@ def test_a_parameter_that_is_converted_after_the_first_call() -> None:
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     compiled(*words_batch(0, 0)).backward()
     model.to(torch.float32)
-    with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay of its dtype"):
+    with pytest.raises(embrace_fx.PeerFailure, match=r"the dtype of .* has changed"):
         compiled(*words_batch(0, 1))
 
 
 def test_a_batch_that_the_forward_does_not_take() -> None:
     model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    with pytest.raises(CaptureError, match=r"the forward fails on it: TypeError: .*missing") as caught:
+    with pytest.raises(CaptureError, match=r"the forward fails on this batch.*TypeError: .*missing") as caught:
         compiled()
     assert "does not depend on tensor values" not in str(caught.value)
 
@@ -147,5 +147,5 @@ def _raises_by_itself(rank: int, world_size: int) -> list[str]:
 def test_what_a_forward_raises_is_raised_with_its_own_type_where_it_was_raised() -> None:
     first, second = run_ranks(2, _raises_by_itself)
     assert first[0] == second[0] == second[2] == "KeyError: 'too many'"
-    assert_grammar(first[2], "PeerFailure: rank 1", "expected a batch that the forward takes", "KeyError", "")
+    assert_says(first[2], "PeerFailure: rank 1", "the forward fails on this batch", "KeyError", "")
     assert [first[k] for k in (1, 3)] == [second[k] for k in (1, 3)] == ["", ""]

@@ -128,9 +128,9 @@ def _other_parameters(rank: int, world_size: int) -> list[str]:
 
 def test_a_layer_that_is_replaced_is_named_on_every_rank() -> None:
     for told in run_ranks(2, _other_parameters):
-        assert "rank 1: expected the parameters of compile()" in told[0]
-        assert "found that out.weight came, went or was replaced" in told[0]
-        assert "found that words.weight came, went or was replaced" in told[1]
+        assert "rank 1: the model's parameters have changed since compile()" in told[0]
+        assert "out.weight came, went or was replaced" in told[0]
+        assert "words.weight came, went or was replaced" in told[1]
 
 
 def test_layers_may_change_between_compile_and_the_first_call() -> None:
@@ -154,7 +154,7 @@ def test_weights_tied_after_the_first_call_are_refused() -> None:
     ids_BT = torch.zeros((2, 4), dtype=torch.long)
     compiled(ids_BT)
     model.out.weight = model.inner.weight
-    with pytest.raises(embrace_fx.PeerFailure, match=r"found that out\.weight came, went or was replaced"):
+    with pytest.raises(embrace_fx.PeerFailure, match=r"out\.weight came, went or was replaced"):
         compiled(ids_BT)
 
 
@@ -162,11 +162,11 @@ def _wrapped(rank: int, world_size: int) -> None:
     model = Tagger()
     by_torch: Any = torch.compile(Tagger())
     for wrapped in (DistributedDataParallel(Tagger()), by_torch):
-        with pytest.raises(ValueError, match=r"expected a plain model, in compile\(\), found a "):
+        with pytest.raises(ValueError, match=r"wraps a model already"):
             embrace_fx.compile(wrapped)
     compiled = embrace_fx.compile(model)
     assert embrace_fx.compile(compiled) is compiled
-    with pytest.raises(RuntimeError, match=r"expected a plain model"):
+    with pytest.raises(RuntimeError, match=r"wraps a model already"):
         embrace_fx.compile(compiled, schedule="none")
 
 
@@ -231,7 +231,7 @@ def test_what_ddp_is_told_to_ignore_is_each_rank_s_own() -> None:
 def test_a_table_to_ignore_that_counts_ids_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True), nn.Linear(2, 1))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-    with pytest.raises(ValueError, match=r"no scale_grad_by_freq .* of 0\.weight"):
+    with pytest.raises(ValueError, match=r"0\.weight is to be ignored and has scale_grad_by_freq"):
         embrace_fx.compile(model)
 
 
@@ -251,7 +251,7 @@ def _stand_ins(rank: int, world_size: int) -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
             compiled(ids_BT).backward()
     some = {"inner.weight": torch.zeros_like(model.inner.weight)}
-    with pytest.raises(embrace_fx.PeerFailure, match=r"found that inner\.weight came, went or was replaced"):
+    with pytest.raises(embrace_fx.PeerFailure, match=r"inner\.weight came, went or was replaced"):
         torch.func.functional_call(compiled, some, (ids_BT,))
     compiled(ids_BT).backward()
 
@@ -262,5 +262,5 @@ def test_tensors_in_the_place_of_all_parameters_have_gradients_of_their_own() ->
 
 def test_tensors_in_the_place_of_some_parameters_are_refused_as_the_first_call() -> None:
     compiled = embrace_fx.compile(nn.Linear(2, 1))
-    with pytest.raises(ValueError, match="expected the model's own parameters"):
+    with pytest.raises(ValueError, match="another tensor in place of"):
         torch.func.functional_call(compiled, {"weight": torch.ones((1, 2))}, (torch.ones(2),))

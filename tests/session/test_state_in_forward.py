@@ -310,7 +310,7 @@ def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_g
     compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
     compiled(ids_BT).backward()
     hook = model.inner.register_full_backward_hook(lambda module, before, after: None)
-    with pytest.raises(CaptureError, match="expected modules without backward hooks"):
+    with pytest.raises(CaptureError, match="has a backward hook"):
         compiled(ids_BT)
     hook.remove()
     compiled(ids_BT).backward()

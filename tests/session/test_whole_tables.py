@@ -54,7 +54,7 @@ def test_parts_of_the_model_are_called_and_training_goes_on() -> None:
     for (found, same, told), (expected, _, _) in zip(looked, plain, strict=True):
         assert same == [True, True]
         assert "with model.whole()" in told[0]
-        assert "wait for their backward" in told[1]
+        assert "waits for its backward" in told[1]
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other)
 
@@ -64,7 +64,7 @@ def _too_large(rank: int, world_size: int) -> str:
     compiled(*labelled(0, rank)).backward()
     compiled.zero_grad()
     free = mock.patch("embrace_fx.session.whole_tables._free_bytes", return_value=100)
-    with free, pytest.raises(RuntimeError, match=r"found on rank 0: 0 MiB free") as raised, compiled.whole():
+    with free, pytest.raises(RuntimeError, match=r"on rank 0: 0 MiB are free") as raised, compiled.whole():
         pass
     return str(raised.value)
 

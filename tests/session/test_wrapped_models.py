@@ -120,7 +120,7 @@ def compile_again(rank: int, world_size: int) -> dict[str, str]:
 @pytest.mark.long
 def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
     for found in run_ranks(2, compile_again):
-        assert "found a OptimizedModule, which wraps one already" in found["torch.compile"]
+        assert "model is a OptimizedModule, which wraps a model already" in found["torch.compile"]
         assert "found a Doubled whose inner is compiled" in found["inside"]
         for case in ("copied", "left"):
             assert "of whose tables words.weight, items.weight an earlier compile()" in found[case]

@@ -66,5 +66,5 @@ def test_a_source_tree_alone_says_what_to_do(tmp_path: Path) -> None:
     done = python(program, tmp_path)
 
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: expected an installed embrace_fx")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: embrace_fx is not installed")
     assert "make env" in done.stderr.splitlines()[-1]

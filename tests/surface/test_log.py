@@ -38,7 +38,7 @@ def test_one_line_on_rank_0(tmp_path: Path) -> None:
 
     (told,) = [line for line in lines if "sharded" in line]
     assert told.startswith("embrace_fx: 1 table sharded: table.weight, 0 whole; a rank sends ")
-    assert told.endswith(" a step, DDP 125.0 KiB; model.report() tells why")
+    assert told.endswith(" per step, DDP 125.0 KiB; model.report() says why")
     assert len(told) <= 120
     assert "predicted" not in told, "before a step has been measured"
 

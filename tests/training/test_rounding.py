@@ -152,7 +152,7 @@ def test_exact_plans_round_nothing() -> None:
 
 
 def test_formats_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected rows to be one of 'exact', 'bf16', 'fp16', 'int8'"):
+    with pytest.raises(ValueError, match=r"Pass one of 'exact', 'bf16', 'fp16', 'int8'"):
         embrace_fx.compile(Words(), rows="int4")  # type: ignore[arg-type]
 
 

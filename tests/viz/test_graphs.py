@@ -87,7 +87,7 @@ def test_drawings(graphs: Graphs, tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_refused(graphs: Graphs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.svg or \.dot"):
         graphs.save(tmp_path / "graphs.png")
-    with pytest.raises(ValueError, match="found none yet"):
+    with pytest.raises(ValueError, match="there is no graph yet"):
         Graphs().save(tmp_path / "graphs.svg")
     with pytest.raises(KeyError):
         graphs.save(tmp_path / "graphs.svg", "nothing")

@@ -31,7 +31,7 @@ SENT = ("compute", *CLASS_LANES)
 
 
 def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule: Schedule) -> None:
-    with pytest.raises(ValueError, match=r"expected a file name that ends in \.html.*found 'picture\.png'"):
+    with pytest.raises(ValueError, match=r"'picture\.png' has no suffix.*\.html"):
         viz.save(tmp_path / "picture.png", schedule=schedule)
     assert not list(tmp_path.iterdir())
     viz.save(tmp_path / "picture.SVG", schedule=schedule)
@@ -40,14 +40,14 @@ def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule:
 
 @pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".dot"])
 def test_nothing_to_draw_is_an_error(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(ValueError, match="expected a schedule or a timeline to draw"):
+    with pytest.raises(ValueError, match="There is nothing to draw"):
         viz.save(tmp_path / f"picture{suffix}")
-    with pytest.raises(ValueError, match="expected a measured timeline"):
+    with pytest.raises(ValueError, match="The measured timeline has 0 spans"):
         viz.save(tmp_path / f"picture{suffix}", timeline=Timeline((), (), 2))
 
 
 def test_a_timeline_alone_has_no_step_graph(tmp_path: Path, timeline: Timeline) -> None:
-    with pytest.raises(ValueError, match=r"expected a schedule, in save\(\) to a \.dot file"):
+    with pytest.raises(ValueError, match=r"a \.dot file shows"):
         viz.save(tmp_path / "picture.dot", timeline=timeline)
 
 

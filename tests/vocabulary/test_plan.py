@@ -65,7 +65,7 @@ def test_a_decision_by_its_parameter() -> None:
         "words.weight",
         "positions.weight",
     ]
-    with pytest.raises(KeyError, match=r"expected a parameter of the model, found 'word'; it has \['project\.weight'"):
+    with pytest.raises(KeyError, match=r"the plan has no parameter 'word'; it has \['project\.weight'"):
         PLAN["word"]
 
 
@@ -182,9 +182,9 @@ def test_a_plan_saved_without_rows_is_read(tmp_path: Path) -> None:
     [
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ("[]", "does not say that it is a Plan"),
+        ("[]", "is not marked as a Plan"),
         ('{"what": "Plan", "value": {"world_size": "2"}}', r"Plan\.world_size is '2'"),
-        ('{"what": "Plan", "value": {"ranks": 2}}', r"\['ranks'\], which it should not have"),
+        ('{"what": "Plan", "value": {"ranks": 2}}', r"\['ranks'\], which is not known"),
         ('{"what": "Plan", "value": {"world_size": 2}}', "missing 2 required"),
     ],
 )
@@ -192,5 +192,5 @@ def test_a_file_that_holds_no_plan_is_told(content: str | None, told: str, tmp_p
     if content is not None:
         (tmp_path / "plan.json").write_text(content)
 
-    with pytest.raises(ValueError, match=rf"expected a plan as plan\.save.*plan\.json, found: .*{told}.*Save it anew"):
+    with pytest.raises(ValueError, match=rf"plan\.json holds no plan.*: .*{told}.*Save it again"):
         Plan.load(tmp_path / "plan.json")

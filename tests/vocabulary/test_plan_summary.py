@@ -23,11 +23,11 @@ def test_the_line_is_short_and_names_tables_as_far_as_there_is_room() -> None:
 
     assert len(summary(Plan(64, tuple(long), ()))) <= LONGEST
     assert summary(Plan(64, tuple(long), ())).startswith(
-        "5 tables sharded, 0 whole; a rank sends 10.0 MiB a step, DDP "
+        "5 tables sharded, 0 whole; a rank sends 10.0 MiB per step, DDP "
     )
     assert "sharded: user.weight, 1 whole" in summary(Plan(2, tuple(few), ()))
     assert len(summary(Plan(1, tuple(few), ()))) <= LONGEST
-    assert summary(Plan(2, (), ())).startswith("0 tables sharded, 0 whole; a rank sends 0 B a step")
+    assert summary(Plan(2, (), ())).startswith("0 tables sharded, 0 whole; a rank sends 0 B per step")
 
 
 def test_the_report_says_how_to_shard_a_whole_table_and_how_to_have_the_plan_again() -> None:

@@ -56,7 +56,7 @@ def two_windows(rank: int = 0, late_ms: float = 0.0) -> tuple[tuple[Span, ...], 
 def test_an_operation_is_found_by_its_name() -> None:
     assert STEPS["lookups"] == LOOKUPS
     assert STEPS.communications == (REDUCE, LOOKUPS)
-    with pytest.raises(KeyError, match="found 'bucket 7'"):
+    with pytest.raises(KeyError, match="no operation 'bucket 7'"):
         STEPS["bucket 7"]
 
 

@@ -194,7 +194,7 @@ def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
 def test_a_budget_that_cannot_be_met() -> None:
     compiled = embrace_fx.compile(make(Block), memory_budget=1000)
 
-    with pytest.raises(PeerFailure, match=r"expected a memory budget .* found 1,000 bytes") as raised:
+    with pytest.raises(PeerFailure, match=r"memory_budget: .*budget is 1,000") as raised:
         compiled(IDS)
 
     least = int(str(raised.value).split("at least ")[1].split(" ")[0].replace(",", ""))
@@ -215,12 +215,12 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
     limit = memory_limit_of(compiled)
     assert pipeline_of(compiled).step_memory().peak_bytes == limit
     assert limit >= 4 * 2 * 64 * 512  # the gradients
-    assert caplog.text.count("memory_budget=0.2 asks for") == 1
+    assert caplog.text.count("memory_budget=0.2 would allow") == 1
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, "half"])
 def test_a_budget_that_is_none(budget: Any) -> None:
-    with pytest.raises(ValueError, match="expected memory_budget to be None, bytes"):
+    with pytest.raises(ValueError, match="memory_budget is"):
         embrace_fx.compile(make(Block), memory_budget=budget)
 
 

@@ -205,7 +205,7 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ValueError, match="expected table_memory or memory_budget"):
+    with pytest.raises(ValueError, match="Pass table_memory or memory_budget"):
         embrace_fx.compile(make(Block), spill_to="/tmp")
 
 

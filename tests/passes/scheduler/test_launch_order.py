@@ -159,9 +159,9 @@ def test_a_critical_path_has_no_gap(drawn: StepGraph) -> None:
 @pytest.mark.parametrize(
     ("launch_order", "expected"),
     [
-        (("lookups", "ids", "prior", "bucket 0", "bucket 1", "a delayed"), "expected 'ids' before 'lookups'"),
+        (("lookups", "ids", "prior", "bucket 0", "bucket 1", "a delayed"), "has 'lookups' before 'ids'"),
         # lookups need the update, which is compute and needs the prior gradients
-        (("ids", "lookups", "prior", "bucket 0", "bucket 1", "a delayed"), "expected 'prior' before 'lookups'"),
+        (("ids", "lookups", "prior", "bucket 0", "bucket 1", "a delayed"), "has 'lookups' before 'prior'"),
     ],
 )
 def test_orders_that_cannot_be_executed_are_refused(launch_order: tuple[str, ...], expected: str) -> None:
@@ -175,7 +175,7 @@ def test_a_launch_waits_for_compute_that_comes_later_in_the_program() -> None:
     steps = step([compute("a", 1), compute("b", 1), launch("x", 1), launch("y", 1)], ["x -> a", "b -> y"])
 
     check_order(steps, ("x", "y"))
-    with pytest.raises(ValueError, match="expected 'x' before 'y'"):
+    with pytest.raises(ValueError, match="has 'y' before 'x'"):
         check_order(steps, ("y", "x"))
 
 
@@ -186,12 +186,12 @@ def test_the_next_window_never_blocks_this_one() -> None:
 @pytest.mark.parametrize(
     ("impossible", "expected"),
     [
-        (step([compute("a", 1), launch("x", 1)], ["a -> x", "x -> a"]), "found 'x' to wait for a compute"),
-        (step([launch("x", 1), launch("y", 1)], ["x -> y", "y -> x"]), "expected '[xy]' before '[xy]'"),
-        (step([compute("a", 1), compute("b", 1)], ["b -> a"]), "expected 'b' before 'a' in the compute order"),
-        (step([compute("a", 1)], ["a -> x"]), "no operation 'x'"),
-        (replace(TWO_BLOCKS, compute_order=("backward 1",)), "expected compute_order to hold"),
-        (replace(TWO_BLOCKS, operations=TWO_BLOCKS.operations * 2), "expected each operation's name once"),
+        (step([compute("a", 1), launch("x", 1)], ["a -> x", "x -> a"]), "'x' waits for a compute"),
+        (step([launch("x", 1), launch("y", 1)], ["x -> y", "y -> x"]), "has '[xy]' before '[xy]'"),
+        (step([compute("a", 1), compute("b", 1)], ["b -> a"]), "compute order has 'a' before 'b'"),
+        (step([compute("a", 1)], ["a -> x"]), "'x', which is no operation"),
+        (replace(TWO_BLOCKS, compute_order=("backward 1",)), "compute_order must hold"),
+        (replace(TWO_BLOCKS, operations=TWO_BLOCKS.operations * 2), "several operations named"),
         (replace(TWO_BLOCKS, dependences=(Dependence("forward 0", "bucket 0", -1),)), "on a later window"),
     ],
 )
@@ -214,7 +214,7 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
     if nx.is_directed_acyclic_graph(graph):
         check_order(drawn, names)
     else:
-        with pytest.raises(ValueError, match="in the launch order, for"):
+        with pytest.raises(ValueError, match="The launch order has"):
             check_order(drawn, names)
 
 
@@ -348,7 +348,7 @@ def test_a_schedule_says_what_it_is_and_from_where() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="none, horizontal, vertical, 2d, found 'fastest'"):
+    with pytest.raises(ValueError, match="no schedule 'fastest'"):
         schedule(EMBEDDING, "fastest")
 
 

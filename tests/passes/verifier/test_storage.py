@@ -73,19 +73,19 @@ def test_rows_move_at_the_pace_that_was_measured() -> None:
 
 def test_rows_looked_up_before_they_are_read_are_refused() -> None:
     steps, of = planned(3)
-    with pytest.raises(ValueError, match="'read t' before 'early rows'"):
+    with pytest.raises(ValueError, match="'read t' does not precede 'early rows'"):
         check_storage(drop(steps, "read t", str(EARLY)), {"t": of})
-    with pytest.raises(ValueError, match="'read t' before 'early rows'"):
+    with pytest.raises(ValueError, match="'read t' does not precede 'early rows'"):
         check_storage(STEPS, {"t": of})
 
 
 def test_rows_written_before_their_slots_are_taken_are_refused() -> None:
     steps, of = planned(3)
-    with pytest.raises(ValueError, match="'write t' after 'update t'"):
+    with pytest.raises(ValueError, match="'write t' does not follow 'update t'"):
         check_storage(drop(steps, "update t", "write t"), {"t": of})
 
 
 def test_rows_that_would_leave_before_their_step_are_refused() -> None:
     steps, of = planned(3)
-    with pytest.raises(ValueError, match="rows of 3 steps, each of at most 100, found 299"):
+    with pytest.raises(ValueError, match="299 slots, too few for the rows of 3 steps of at most 100"):
         check_storage(steps, {"t": replace(of, slots=299)})

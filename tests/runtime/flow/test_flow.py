@@ -165,7 +165,7 @@ def test_an_id_outside_the_table_is_refused_at_its_turn_and_not_before(steps: St
 
     assert steps.forward(steps.look_ahead(1), bad).coming is False  # so it is not prepared
     steps.backward()
-    with pytest.raises(PeerFailure, match=f"expected ids from 0 to {ROWS - 1}"):
+    with pytest.raises(PeerFailure, match=f"ids go from 0 to {ROWS - 1}"):
         steps.forward(bad)
 
 

@@ -300,7 +300,7 @@ def test_fused_ops_pass_opcheck_but_for_the_workspace() -> None:
 
 
 def test_gradient_without_saved_values_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="expected save=True where a gradient is required"):
+    with pytest.raises(RuntimeError, match="a gradient is needed, but save is False"):
         torch.ops.embrace.rnn_layer(*operands("gru", 3), False, "loop", False)
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.cases import long_but
-from tests.support.messages import assert_grammar
+from tests.support.messages import assert_says
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
@@ -47,8 +47,8 @@ class Fault:
 
 
 FAULTS = (
-    Fault("id too large", ("PeerFailure", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")),
-    Fault("negative id", ("PeerFailure", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")),
+    Fault("id too large", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got 20", "Check the batch")),
+    Fault("negative id", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got -1", "Check the batch")),
     Fault("nan loss", ("FloatingPointError", "in backward()", "skip the batch")),
     Fault("cannot be captured", ("Words", "words.py:", "in forward", "Rewrite that line")),
     Fault("evaluates", ("PeerFailure", "rank 0", "training", "evaluating")),
@@ -112,7 +112,7 @@ def _check_faults(at: dict[int, Fault], strategy: str) -> None:
         assert re.search(r"rank(\(s\))? 1\b", by_rank[0]["errors"][fault.does])
     for found in by_rank:
         for fault in at.values():
-            assert_grammar(found["errors"][fault.does], *fault.parts)
+            assert_says(found["errors"][fault.does], *fault.parts)
         assert found["changed"] == []
         assert_same(found["parameters"], expected, torch.float64)
 
@@ -190,7 +190,7 @@ def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: di
     for failed, parameters in run_ranks(2, _train_with_a_bad_key, options):
         ((step, message),) = failed
         assert step == BAD_STEP
-        assert_grammar(message, "rank 1: expected ids that can be computed from the batch", "IndexError", "look at the")
+        assert_says(message, "rank 1: the batch's ids cannot be computed", "IndexError", "Check the batch")
         assert_same(parameters, expected, torch.float64)
 
 
@@ -202,7 +202,7 @@ def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
     with pytest.raises(CaptureError) as caught:
         model(*words_batch(0, 0, UNTRACEABLE_LENGTH))
 
-    assert_grammar(str(caught.value), line, "no `.item()`, no `if tensor:`")
+    assert_says(str(caught.value), line, "`.item()`, `if tensor:`")
 
 
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
@@ -234,29 +234,29 @@ def _compile_another(rank: int, world_size: int, other: str) -> str:
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ("model", ("on rank 1: model is Sentences", "rank 0: Words", "the same code")),
-        ("parameter", ("on rank 1: parameter linear.weight is (4, 6)", "rank 0: (3, 6)", "the same code")),
-        ("frozen parameter", ("on rank 1: parameter table.weight", "frozen", "the same code")),
-        ("optimizer", ("on rank 1: optimizer 0", "Adagrad", "rank 0: SGD", "the same code")),
-        ("optimizer setting", ("on rank 1: optimizer 0, param group 0", "'lr': 0.2", "'lr': 0.1", "the same code")),
-        ("option", ("on rank 1: options", "row_updates='lazy'", "row_updates='exact'", "the same code")),
-        ("unknown option", ("rank 1: expected row_updates", "'sloppy'")),
-        ("nothing to train", ("rank 1: expected a model with at least one trainable parameter",)),
+        ("model", ("model is Sentences", "on rank 1, and Words", "the same code")),
+        ("parameter", ("parameter linear.weight is (4, 6)", "on rank 1, and (3, 6)", "the same code")),
+        ("frozen parameter", ("parameter table.weight", "frozen", "the same code")),
+        ("optimizer", ("optimizer 0", "Adagrad", "on rank 1, and SGD", "the same code")),
+        ("optimizer setting", ("optimizer 0, param group 0", "'lr': 0.2", "'lr': 0.1", "the same code")),
+        ("option", ("options is", "row_updates='lazy'", "row_updates='exact'", "the same code")),
+        ("unknown option", ("rank 1: compile(): row_updates is 'sloppy'",)),
+        ("nothing to train", ("rank 1: compile(): ",)),
     ],
 )
 def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[str, ...]) -> None:
     for message in run_ranks(2, _compile_another, other):
-        assert_grammar(message, "SetUpError", "in compile()", *parts)
+        assert_says(message, "SetUpError", "compile()", *parts)
 
 
 @pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "route", "rows"])
 def test_an_unknown_option_value(option: str) -> None:
     options: dict[str, Any] = {option: "sloppy"}
 
-    with pytest.raises(ValueError, match="in compile") as caught:
+    with pytest.raises(ValueError, match="compile") as caught:
         embrace_fx.compile(words_model(), **options)
 
-    assert_grammar(str(caught.value), f"expected {option}", "'sloppy'")
+    assert_says(str(caught.value), f"{option} is 'sloppy'" if option != "strategy" else "no strategy 'sloppy'")
 
 
 def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
@@ -270,17 +270,17 @@ def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
-        ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
+        ({"tabel.*": "alltoall"}, ("'tabel.*'", "matches no table", "table.weight", "Use a table's")),
         (
             {"table.*": "alltoal"},
-            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose one"),
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose"),
         ),
     ],
     ids=["pattern without a table", "unknown strategy"],
 )
 def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tuple[str, ...]) -> None:
     for message in run_ranks(2, _use_strategy, strategy):
-        assert_grammar(message, *parts)
+        assert_says(message, *parts)
         assert message.startswith(("ValueError", "SetUpError"))
 
 
@@ -304,7 +304,7 @@ def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 def test_a_second_backward_of_one_call() -> None:
     for message, changed in run_ranks(2, _backward_twice):
-        assert_grammar(message, "one backward for each call", "in backward()", "Call the model again")
+        assert_says(message, "one backward for each call", "in backward()", "Call the model again")
         assert changed == []
 
 
@@ -336,4 +336,4 @@ def _frozen_on_one_rank(rank: int, world_size: int) -> str:
 
 def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
     for message in run_ranks(2, _frozen_on_one_rank):
-        assert_grammar(message, "rank 0", "parameter linear.weight is", "frozen", "from the same code")
+        assert_says(message, "rank 0", "parameter linear.weight is", "frozen", "from the same code")

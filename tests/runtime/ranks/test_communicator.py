@@ -65,12 +65,12 @@ def tells(rank: int, world_size: int, value: object, kind: object, most_bytes: i
         (
             "y" * 200,
             100,
-            "expected at most 100 bytes from each rank, in what ranks tell each other, found 202 from rank 1",
+            "Rank 1 sends 202 bytes to the other ranks, and at most 100",
         ),
         (
             5,
             100,
-            "expected plain data of type str from rank 1, in what ranks tell each other, found something else: it is",
+            "Rank 1 sent something other than a str: it is",
         ),
     ],
     ids=["too much", "of another type"],

@@ -95,12 +95,12 @@ def _differs(rank: int, world_size: int) -> None:
 
 def test_models_compiled_before_the_group_are_compared_at_the_first_call() -> None:
     for error in run_ranks_expecting_errors(2, _differs):
-        assert "found on rank 1: parameter out.weight is (4, 8)" in str(error)
+        assert "parameter out.weight is (4, 8)" in str(error)
 
 
 def _gone(rank: int, world_size: int) -> None:
     compiled = embrace_fx.compile(Tagger())
-    with _before_init_process_group(), pytest.raises(RuntimeError, match="has been destroyed or replaced since"):
+    with _before_init_process_group(), pytest.raises(RuntimeError, match="has been destroyed or replaced"):
         compiled(torch.tensor([[1]]))
 
 
@@ -112,7 +112,7 @@ def test_a_launcher_without_a_group_is_refused_at_the_first_call(monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "2")
     compiled = embrace_fx.compile(Tagger())
 
-    with pytest.raises(RuntimeError, match="WORLD_SIZE tells of 2 ranks: each would train alone") as raised:
+    with pytest.raises(RuntimeError, match="2 ranks: each would train alone") as raised:
         compiled(torch.tensor([[1]]))
     assert "\n" not in str(raised.value)
 
@@ -131,4 +131,4 @@ def _initialised_late(rank: int, world_size: int) -> None:
 
 def test_a_group_that_comes_after_the_first_call_is_refused() -> None:
     for error in run_ranks_expecting_errors(2, _initialised_late):
-        assert "found that it was initialised later" in str(error)
+        assert "initialized after the model's first call" in str(error)

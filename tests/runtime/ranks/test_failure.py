@@ -121,8 +121,7 @@ def test_the_living_name_the_dead(
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
         assert isinstance(outcome.exception, DeadRank), outcome
         message = str(outcome.exception)
-        assert f"found that rank(s) {victim} no longer answer" in message
-        assert "expected every rank to take part in a collective" in message
+        assert f"Rank(s) {victim} no longer answer" in message
         assert "restart the job from a checkpoint" in message
         assert outcome.elapsed_s - death.elapsed_s < GROUP_TIMEOUT_S / 2
 
@@ -237,5 +236,5 @@ def test_a_rank_that_dies_while_tables_move_is_named(where: str) -> None:
 
     assert isinstance(dead.exception, RankDied)
     assert isinstance(living.exception, DeadRank), living
-    assert "found that rank(s) 1 no longer answer" in str(living.exception)
+    assert "Rank(s) 1 no longer answer" in str(living.exception)
     assert living.elapsed_s - dead.elapsed_s < GROUP_TIMEOUT_S / 2

@@ -346,7 +346,7 @@ def test_a_meta_model_is_trained_before_it_is_evaluated() -> None:
     with torch.device("meta"):
         model = embrace_fx.compile(Words())
 
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected a training call.*meta.*Call it once"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"meta.*Call it once"):
         model(*_batch(0, 0))
 
 

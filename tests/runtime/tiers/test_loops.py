@@ -44,7 +44,7 @@ def test_stack_trains_as_in_memory(memory: Any) -> None:
 
 
 def test_table_named_where_none_is_is_an_error() -> None:
-    with pytest.raises(Exception, match=r"found 'nothing\*', which no parameter matches"):
+    with pytest.raises(Exception, match=r"'nothing\*' matches no parameter"):
         run_ranks(1, run_loop, Loop({"nothing*": 0.4}, ("update",)))
 
 
@@ -52,7 +52,7 @@ def joins(rank: int, world_size: int) -> str:
     model = TwoTables(ROWS)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = embrace_fx.compile(model, optimizer=optimizer, table_memory=0.5, spill_to=tempfile.gettempdir())
-    with pytest.raises(ValueError, match="model without table_memory, in join") as refused, compiled.join():
+    with pytest.raises(ValueError, match=r"join\(\) does not work with table_memory") as refused, compiled.join():
         raise AssertionError("a rank has come in")
     return str(refused.value)
 

@@ -113,7 +113,7 @@ def ids_outside_of_a_table(training: Training) -> None:
         if step not in {3, 4, 8}:
             training.update(batch)
         elif training.is_compiled:
-            with pytest.raises(PeerFailure, match=f"rank {step % 2}: expected ids from 0 to 29"):
+            with pytest.raises(PeerFailure, match=f"rank {step % 2}: a lookup of "):
                 training.model(*batch)
 
 
