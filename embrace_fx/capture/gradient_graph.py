@@ -90,7 +90,8 @@ def captured_of(graph: TrainingGraph) -> Captured:
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
     """Finds the parameters that are weights of lookup layers; `only_sparse`: of layers with `sparse=True`."""
     layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    weights = {id(layer.weight) for layer in layers if layer.sparse or not only_sparse}
+    # As they are held: to ask a parametrized layer for its weight may change buffers.
+    weights = {id(layer._parameters.get("weight")) for layer in layers if layer.sparse or not only_sparse}
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
 
 

@@ -255,7 +255,7 @@ def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag
     if parameter.device.type != "meta":
         return None
     for module in context.model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight is parameter:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module._parameters.get("weight") is parameter:
             stock = type(module).reset_parameters in (nn.Embedding.reset_parameters, nn.EmbeddingBag.reset_parameters)
             return module if stock else None
     return None

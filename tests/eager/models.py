@@ -272,6 +272,13 @@ def scripted() -> nn.Module:
     return model
 
 
+def spectral() -> nn.Module:
+    """To ask for the weight of its table takes a step of a power iteration, whose vectors are buffers."""
+    model = Classifier()
+    nn.utils.parametrizations.spectral_norm(model.rows)
+    return model
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and its batch by step and rank."""
@@ -298,4 +305,5 @@ CASES = {
     "forces": Case(Forces, placed),
     "sparse": Case(lambda: Asserting(sparse=True)),
     "scripted": Case(scripted),
+    "spectral": Case(spectral),
 }

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 STEPS = 8
-QUICK = ("experts", "packing", "recommender")
+QUICK = ("experts", "packing", "recommender", "spectral")
 
 
 def _train(model: nn.Module, case: Case, rank: int, *, sparse: bool) -> tuple[list[float], list[Tensor | None]]:
