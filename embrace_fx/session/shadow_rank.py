@@ -36,6 +36,12 @@ _NO_BATCH = (
     "one, or leave these ranks out of the process group."
 )
 
+_ADDS_UP = (
+    "expected gradients that were added up under no_sync() to be reduced before a rank leaves join(), found some that "
+    "wait on rank(s) {} of the sharded {}: DDP leaves out what such a rank has added, and here it has been sent. End "
+    "each epoch with a backward outside of no_sync(), or keep the tables whole: strategy='allreduce'."
+)
+
 
 class ShadowRank(JoinHook):
     """Joins the calls of other ranks, after this one has run out of batches: the hook that torch's `Join` calls.
@@ -54,6 +60,7 @@ class ShadowRank(JoinHook):
         self._sharded: Plan | None = None  # the plan in use before tables became whole
         self._entries: dict[bool, Entry] = {}
         self._of_plan: Plan | None = None  # the plan that `_entries` are for
+        self._left: set[str] = set()  # parameters of which this rank has left a sum
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
@@ -63,7 +70,7 @@ class ShadowRank(JoinHook):
             activity: this rank's activity; `JOINED` if it has no batch left.
 
         Raises:
-            RuntimeError: a rank has joined before the first batch; on every rank.
+            RuntimeError: a rank has joined before the first batch, or amid an accumulation; on every rank.
         """
         programs, counters = self._programs, self._programs.counters
         everyone = self._context.announcements.meet(activity)
@@ -75,17 +82,24 @@ class ShadowRank(JoinHook):
         if joined and plan is None:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
         if joined and plan is not None and plan.sharded:
-            self._sharded = plan
             self._agree_on_gradients(active)
+            self._sharded = plan
             programs.change(fitted(plan, [PlanViolation((), plan.sharded)], _WHOLE), _WHOLE)
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
+        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones.
+
+        Raises:
+            RuntimeError: one that has left still adds one up; on every rank.
+        """
         tables = self._context.state.tables
-        own = tuple(name for name, table in tables.items() if table.held is not None)
-        everyone = self._context.communicator.gather(own, tuple[str, ...])
-        kept = {name for rank in active for name in everyone[rank]}
+        own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
+        adds_up = any(held.unreduced for held in self._context.state.gradients())
+        everyone = self._context.communicator.gather((own, adds_up), tuple[tuple[str, ...], bool])
+        if left := [rank for rank, (_, adds_up) in enumerate(everyone) if adds_up and rank not in active]:
+            raise RuntimeError(_ADDS_UP.format(", ".join(map(str, left)), ", ".join(tables)))
+        kept = {name for rank in active for name in everyone[rank][0]}
         for name, table in tables.items():
             if name not in kept:
                 table.parameter.grad = None
@@ -96,6 +110,9 @@ class ShadowRank(JoinHook):
     def main_hook(self) -> None:
         """Runs the collectives of one call of the others, without a batch, which torch calls shadowing. Collective."""
         activity = self.meet(JOINED)
+        unreduced = self._context.state.unreduced
+        self._left |= unreduced  # as under DDP, these wait until the rank has a batch again
+        unreduced.clear()
         while True:
             try:
                 return self._run(activity)
@@ -108,6 +125,8 @@ class ShadowRank(JoinHook):
         with torch.no_grad(), autocast_is_in_the_graph(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
+            # As under DDP, what was reached since its last own step gets a gradient, of zeros from this rank alone.
+            step.unreduced = program.used.named(self._context.state.reached)
             if program.has_backward:
                 step.backward([None], for_parameters=False)
             elif activity != EVALUATING:
@@ -118,6 +137,8 @@ class ShadowRank(JoinHook):
         context = self._context
         self._programs.counters.authority, self._programs.counters.uneven = 0, False
         context.state.gradient_scale = 1.0
+        context.state.unreduced |= self._left
+        self._left.clear()
         ranks = [rank for rank, each in enumerate(context.communicator.gather(is_last_joiner, bool)) if each]
         if self._programs.plan is None:
             return

@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class Step:
         self._following = following
         self.anchor: Any = None  # a node of the backward that comes to this call
         self._announced = 0  # announcements up to this call's own
+        self.unreduced: Collection[str] = program.state.unreduced  # parameters whose gradient goes along in any case
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
         self._read_again = AsSeen()
@@ -196,7 +197,7 @@ class Step:
         assert program.has_backward
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
         state = program.state
-        used = program.used.words(given, state.unreduced)
+        used = program.used.words(given, self.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
         outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
@@ -292,7 +293,7 @@ class Step:
         try:
             finish = finish or self._launch_flags(used, written)
             with self._meeting():
-                return outputs, backward.run.roles, finish(names, None)
+                reached = finish(names, None)
         except PeerFailure:
             if flow is not None:
                 flow.give_up_backward()
@@ -301,6 +302,9 @@ class Step:
             if flow is not None:
                 flow.discard()
             raise
+        if self.program.deliver.synchronised:
+            self.program.state.reached = reached
+        return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         program = self.program

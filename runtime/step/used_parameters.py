@@ -78,6 +78,16 @@ class UsedParameters:
         found = self._absent.get(counts)
         return _remember(self._absent, counts, self._without(counts)) if found is None else found
 
+    def named(self, counts: tuple[int, ...]) -> list[str]:
+        """Lists the parameters that any rank's backward reaches.
+
+        Args:
+            counts: the sums over ranks of their words, of whatever program.
+        """
+        mask = (1 << self._field) - 1
+        places = self._place.items() if counts else ()
+        return [name for name, (word, field) in places if counts[word] >> field * self._field & mask]
+
     def _reached(self, given: tuple[int, ...]) -> set[str]:
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}

@@ -69,6 +69,8 @@ class ModelState:
         """What is still to come of the parameters."""
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
+        self.reached: tuple[int, ...] = ()
+        """How many ranks' backwards reach each parameter, of the last one that reduced, as `UsedParameters` counts."""
         self.hooked: frozenset[str] = frozenset()
         """Parameters with gradient hooks."""
         self.unreached: frozenset[str] = frozenset()

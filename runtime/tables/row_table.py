@@ -218,9 +218,9 @@ class RowTable:
 
     def whole_gradient(self) -> Tensor | None:
         """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
-        held = self.held
-        if held is None:
+        if self.parameter.grad is None:
             return None
+        held = self.open_gradient()
         whole = self.layout.whole(held.dense())
         if not self.has_sparse_gradient:
             return whole

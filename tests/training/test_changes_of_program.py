@@ -257,6 +257,14 @@ def _another_route_on_one_rank_as_a_plan_begins(side: Side) -> Any:
     return [first, side.train(_by_rank(UNCAPTURED, "a")), side.train("b")]
 
 
+def _gradients_of_zeros_over_plans(side: Side) -> Any:
+    """Of a table that is not read again, and decays."""
+    first = side.train("a")
+    side.zero("in place")
+    side.change("whole", "a")
+    return [first, side.train("b", zeroed="never"), side.kept]
+
+
 def _no_graph_with_a_table_unread_so_far(side: Side) -> Any:
     return [side.train("a"), side.train(UNCAPTURED), side.train("a")]
 
@@ -287,6 +295,7 @@ LOOPS: dict[Callable[[Side], Any], str] = {
     _no_graph_with_a_table_unread_so_far: "auto",
     _no_graph_with_a_table_frozen_so_far: "auto",
     _gradients_kept_over_plans: "alltoall",
+    _gradients_of_zeros_over_plans: "alltoall",
 }
 """Loops, and how tables are placed in each."""
 

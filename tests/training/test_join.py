@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,17 @@ def _accumulating(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
             _step(model, optimizer, _ids(rank, k))
 
 
+def _leaving_a_sum(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
+    """The last backward before a rank leaves is under `no_sync`."""
+    with model.join():
+        for k in range(4 + 2 * rank):
+            with model.no_sync() if k % 3 < 2 else contextlib.nullcontext():
+                model(_ids(rank, 10 * epoch + k)).backward()
+            if k % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def _zeroed_first(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
     """A rank that has left still holds the gradients of its last step."""
     with model.join():
@@ -116,6 +128,19 @@ def _compared(rank: int, world_size: int, epoch: Callable[..., None], options: d
 def test_ranks_that_have_run_out_of_batches(epoch: Callable[..., None]) -> None:
     for options in ({"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}):
         run_ranks(2, _compared, epoch, options)
+
+
+def test_a_rank_leaves_out_what_it_has_summed_up() -> None:
+    run_ranks(2, _compared, _leaving_a_sum, {"strategy": "allreduce"})
+
+
+def _leaves_rows(rank: int, world_size: int) -> None:
+    _trained(rank, lambda model: embrace_fx.compile(model, strategy={"ids.weight": "alltoall"}), _leaving_a_sum)
+
+
+def test_rows_that_a_rank_has_summed_up_are_refused_on_all() -> None:
+    for error in run_ranks_expecting_errors(2, _leaves_rows):
+        assert "to be reduced before a rank leaves join(), found some that wait on rank(s) 0" in str(error)
 
 
 def _compared_in_a_sequence(rank: int, world_size: int) -> None:
