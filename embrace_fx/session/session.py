@@ -22,7 +22,7 @@ from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.planning.fitting import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
 from embrace_fx.runtime.flow.lookahead import Lookahead
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
@@ -72,6 +72,7 @@ class Session:
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
             agree_on_set_up(self.communicator, model, optimizers, options, self.device_mesh)
+        self.announcements.watch()
         take_over(model)
         self._send_first_state()
         self.state = ModelState(model)
@@ -174,6 +175,8 @@ class Session:
         # Each stage of a first step may be short, and all together long.
         with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
+            if is_first:
+                self.announcements.announce(Announcement())  # a rank that comes here alone is refused
             if not self._begun:
                 self._begin()
             leaves, spec = flatten_arguments(args, kwargs)

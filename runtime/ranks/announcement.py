@@ -235,11 +235,15 @@ class Announcements:
             return [own.sizes]
         return self._end(own, self._begin(own))
 
+    def watch(self) -> None:
+        """Begins to look for ranks that call alone; later calls do nothing. Called on all ranks in one order."""
+        self._lone_calls.watch(self.communicator, self._look)
+
     def _begin(self, own: Announcement) -> Exchange:
         communicator = self.communicator
         communicator.check_open()
         self._lone_calls.met += 1
-        self._lone_calls.watch(communicator, self._look)
+        self.watch()
         communicator.progress.begin_step()
         return self.launch(own)
 

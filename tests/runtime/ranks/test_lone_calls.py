@@ -125,6 +125,13 @@ def test_what_one_rank_is_refused_and_catches_holds_nobody_up(deed: str) -> None
     torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_first_call_of_one_rank_is_refused_on_all(ranks: int) -> None:
+    one, *others = run_ranks(ranks, partial(_alone, catches=True), "call", 0)
+    for other in others:
+        torch.testing.assert_close(one, other)
+
+
 def test_many_announcements_are_watched_by_one_look() -> None:
     looks: list[object] = []
     ranks: Any = SimpleNamespace(rank=0, group=object(), let_ask=lambda ask: None)
