@@ -1,10 +1,10 @@
 """Watches autograd accumulate gradients: a backward's begin, its gradients, its end or failure.
 
 Contract
-    A backward begins where autograd reaches a result of the model or accumulates a parameter's gradient. It ends with
-    the engine's last callback, once for all calls of the model that it goes through. Its gradients are taken out of
-    `.grad`, which is restored: the step delivers gradients for all parameters together, or for none. A callback that
-    the engine drops without calling it belongs to a backward that has raised.
+    A backward begins where autograd reaches a result of the model, or a parameter that the loss reads by itself, before
+    it accumulates anything. It ends with the engine's last callback, once for all calls of the model that it goes
+    through. Its gradients are taken out of `.grad`, which is restored: the step delivers gradients for all parameters
+    together, or for none. A callback that the engine drops without calling it belongs to a backward that has raised.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Accumulation:
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._handles.append(node.register_prehook(NodeHook(_reached, itself, None)))
             self._handles.append(node.register_hook(NodeHook(_accumulated, itself, name)))
             self._nodes[name] = (parameter, node)  # keeps the node alive: autograd does not
 
@@ -118,7 +119,7 @@ class Accumulation:
 
     def begin(self, step: GradientStep | None) -> None:
         """Begins a backward of a call; `step` None: the call is unknown, and the last one is taken."""
-        if self._backward is not None or not self._is_of_parameters():
+        if not self._is_of_parameters():
             return
         if step is None:
             step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
@@ -141,21 +142,6 @@ class Accumulation:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
         except RuntimeError:  # `torch.autograd.grad` is asked for the gradient of a parameter
             return False
-
-    def accumulated(self, name: str) -> None:
-        """Records a gradient in `.grad`, and sends it if an earlier backward has shown that no second one follows."""
-        if self._backward is None:
-            self.begin(None)
-        backward = self._backward
-        if backward is None:
-            return
-        backward.reached[name] = None
-        if torch._C._current_graph_task_id() != backward.task:
-            self._nests = True
-        gradient = self.parameters[name].grad
-        if self._nests is False and gradient is not None:
-            is_own = name not in backward.kept and not gradient.requires_grad
-            backward.step.add(name, gradient if is_own else self._own(backward, name))
 
     def end(self) -> None:
         """Ends the backward, and exchanges its gradients. Collective."""
@@ -195,12 +181,22 @@ class Accumulation:
 
 
 def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    if (accumulation := itself()) is not None:
-        accumulation.accumulated(name)
+    """Records a gradient in `.grad`, and sends it if an earlier backward has shown that no second one follows."""
+    accumulation = itself()
+    if accumulation is None or (backward := accumulation._backward) is None:
+        return
+    backward.reached[name] = None
+    if torch._C._current_graph_task_id() != backward.task:
+        accumulation._nests = True
+    gradient = accumulation.parameters[name].grad
+    if accumulation._nests is False and gradient is not None:
+        is_own = name not in backward.kept and not gradient.requires_grad
+        backward.step.add(name, gradient if is_own else accumulation._own(backward, name))
 
 
-def _reached(itself: weakref.ref[Accumulation], step: GradientStep, *_: Any) -> None:
-    if (accumulation := itself()) is not None:
+def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
+    accumulation = itself()
+    if accumulation is not None and accumulation._backward is None:
         accumulation.begin(step)
 
 

@@ -26,6 +26,7 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "auto": (2, {"strategy": "auto"}),
     "a grid": (2, {"strategy": Grid(2, 1)}),
     "none": (2, {"strategy": "alltoall", "schedule": "none"}),
+    "eager": (2, {"route": "eager"}),
 }
 QUICK: Mapping[str, tuple[str, ...]] = {
     "batches": (
@@ -67,9 +68,17 @@ QUICK: Mapping[str, tuple[str, ...]] = {
 """One of each mechanism, of those that share one model: a capture for all of them."""
 OF_THEIR_OWN = (
     *("pseudo labels", "losses of some results, momentum, at once", "synced by attribute"),
-    *("buffers shared by attribute", "attributes that trainers ask for"),
+    *("buffers shared by attribute", "attributes that trainers ask for", "a backward that reaches nothing"),
+    *("branches one by one", "unequal loaders under hooks", "an optimizer made before the model is wrapped"),
 )
 """Scenarios of models of their own."""
+AS_WRITTEN = (
+    *("a scale that the loop applies", "a weight of each rank", "other branches on each rank", "unequal loaders"),
+    *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
+)
+"""Scenarios of the eager route."""
+OF_SHARDS = ("parameters", "rare_optimizers", "states")
+"""Rooms of scenarios that ask for this rank's part of a table."""
 
 
 def _check(names: list[str], ranks: int, options: Mapping[str, Any]) -> None:
@@ -86,8 +95,13 @@ def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:
     _check(list(OF_THEIR_OWN), *WAYS["2 ranks"])
 
 
+def test_scenarios_of_models_that_run_as_written_end_where_ddp_does() -> None:
+    _check(list(AS_WRITTEN), *WAYS["eager"])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(
+    ("room", "way"), [(room, way) for room in ROOMS for way in WAYS if way != "eager" or room not in OF_SHARDS]
+)
 def test_scenarios_end_where_ddp_does_in_every_way(room: str, way: str) -> None:
     _check(ROOMS[room], *WAYS[way])

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from tests.support.scenario import OPTIMIZERS, Training, scenario
+from tests.support.sides import Matching
 
 ADAMW = OPTIMIZERS["adamw"]
 
@@ -206,3 +207,70 @@ def parameters_without_an_optimizer(training: Training) -> None:
         optimizer.step()
         optimizer.zero_grad()
     training.note([parameter.grad for parameter in training.dense[1:]])
+
+
+# -- changes on the way ------------------------------------------------------------------------------------------------
+
+
+@scenario(optimizer=None, fresh=True)
+def an_optimizer_made_before_the_model_is_wrapped(training: Training) -> None:
+    module = Matching()
+    optimizer = training.optimize(AdamW, module.parameters(), lr=0.02, eps=1e-3)
+    model = training.wrap(module)
+    for step in range(4):
+        model(*training.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(optimizer=None)
+def a_step_written_by_hand(training: Training) -> None:
+    for batch in training.batches(4):
+        training.model(*batch).backward()
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+
+@scenario(optimizer=ADAMW)
+def other_betas(training: Training) -> None:
+    """Under the later ones a momentum does not die away: no step can be skipped."""
+    for step, batch in enumerate(training.batches(8)):
+        training.update(batch)
+        for group in training.optimizer.param_groups:
+            group["betas"] = (0.9, 0.999) if step < 3 else (0.7, 0.9) if step < 5 else (0.9, 0.5)
+
+
+@scenario(optimizer=ADAMW)
+def another_kind_of_optimizer(training: Training) -> None:
+    for step, batch in enumerate(training.batches(8)):
+        if step == 4:
+            training.optimizers.clear()
+            training.optimizer = training.optimize(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+        training.update(batch)
+
+
+@scenario(optimizer=ADAMW)
+def an_optimizer_that_takes_up_more_state(training: Training) -> None:
+    for step, batch in enumerate(training.batches(8)):
+        training.update(batch)
+        if step == 4:
+            if training.is_compiled:
+                training.model.synchronize()  # state that is read without a state dict
+            for group in training.optimizer.param_groups:
+                group["amsgrad"] = True
+            for state in training.optimizer.state.values():
+                state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+
+
+@scenario(optimizer=ADAMW)
+def state_loaded_between_backward_and_step(training: Training) -> None:
+    saved: Any = None
+    for step, batch in enumerate(training.batches(8)):
+        training.model(*batch).backward()
+        if step == 3:
+            saved = copy.deepcopy(training.optimizer.state_dict())
+        if step == 5:
+            training.optimizer.load_state_dict(saved)
+        training.step()
