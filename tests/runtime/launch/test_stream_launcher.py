@@ -79,7 +79,7 @@ def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_before_on_ano
 
     device.submit("bucket 0", "early rows", "prior")
 
-    events = {step.event.partition(" #")[0] for step in device.program().records() if isinstance(step, WaitEvent)}
+    events = {step.event.partition(" #")[0] for step in device.program().steps if isinstance(step, WaitEvent)}
     assert IN_FLIGHT == 1
     assert events == {"bucket 0 ready", "early rows ready", "prior ready", "prior done"}
     assert hazards(device.program()) == []
@@ -110,7 +110,7 @@ def test_a_ticket_lets_the_current_stream_wait() -> None:
     before = ticket.done
     assert int(ticket.wait()) == len("early rows")
     assert (before, ticket.done) == (False, True)
-    last = [step for step in device.program().records() if isinstance(step, WaitEvent)][-1]
+    last = [step for step in device.program().steps if isinstance(step, WaitEvent)][-1]
     assert last.event.startswith("early rows done")
     assert last.stream == "compute"
 
@@ -146,7 +146,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
     assert device.launched[0] == "delayed"
     place = {name: k for k, name in enumerate(NAMES)}
     waits: list[str] = []
-    for step in device.program().records():
+    for step in device.program().steps:
         if isinstance(step, WaitEvent) and " done #" in step.event:
             waits.append(step.event.partition(" done")[0])
         elif isinstance(step, Launch):
@@ -287,9 +287,7 @@ def test_what_nobody_waits_for_lives_until_it_is_waited_for_in_passing() -> None
     for _ in range(3):
         device.launcher.open_window()
 
-    waits = [
-        step.event for step in device.program().records() if isinstance(step, WaitEvent) and step.stream == "compute"
-    ]
+    waits = [step.event for step in device.program().steps if isinstance(step, WaitEvent) and step.stream == "compute"]
     assert [event.partition(" #")[0] for event in waits] == ["early rows done"]
 
 

@@ -18,7 +18,7 @@ class NotedStreams(Streams):
     """Streams of which `program` tells in which order they were given what; a launch is noted by whoever makes it."""
 
     def __init__(self) -> None:
-        self.steps: list[Step | str] = []
+        self.steps: list[Step] = []
         self.last: tuple[int, str] | None = None
         self._stream: Lane = "compute"
         self._events = 0

@@ -80,7 +80,7 @@ class _Run:
         self._clocks: dict[str, Clock] = defaultdict(dict)
         self._events: dict[str, Clock] = {}
         self._memory: dict[str, _Memory] = defaultdict(_Memory)
-        for step in program.records():
+        for step in program.steps:
             self._step(step)
 
     def _step(self, step: Step) -> None:
