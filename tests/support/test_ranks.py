@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -66,11 +63,6 @@ def test_processes_outlive_a_call_and_groups_do_not() -> None:
     assert [groups for _, groups in second] == [1, 1]
 
 
-def test_a_world_size_beyond_the_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="from 1 to 4, found 5"):
-        run_ranks(5, _sum_of_ranks, 1.0)
-
-
 def _raise_on(rank: int, world_size: int, failing: int) -> int:
     if rank == failing:
         raise KeyError(f"rank {rank} of {world_size} fails")
@@ -116,29 +108,6 @@ def test_errors_are_returned_by_rank() -> None:
     assert run_ranks_expecting_errors(2, _sum_of_ranks, 1.0) == [None, None]
 
 
-class _Peculiar(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-def _raise_peculiar(rank: int, world_size: int) -> None:
-    raise _Peculiar(1, 2)
-
-
-def _return_unpicklable(rank: int, world_size: int) -> object:
-    return lambda: rank
-
-
-def test_what_cannot_be_pickled_is_reported_as_such() -> None:
-    (error,) = run_ranks_expecting_errors(1, _raise_peculiar)
-    assert isinstance(error, RuntimeError)
-    assert "_Peculiar (which cannot be pickled): 1 and 2" in str(error)
-
-    (error,) = run_ranks_expecting_errors(1, _return_unpicklable)
-    assert isinstance(error, TypeError)
-    assert "expected a result that can be pickled" in str(error)
-
-
 def _warn(rank: int, world_size: int) -> None:
     warnings.warn("mind the rank", UserWarning, stacklevel=1)
 
@@ -167,11 +136,6 @@ def test_a_hanging_rank_is_named_and_its_stack_shown() -> None:
 
     assert [type(error) for error in caught.value.by_rank] == [type(None), RankTimeout, type(None)]
     assert run_ranks(3, _hang_on, -1) == [0, 1, 2]
-
-
-def test_a_hang_is_never_an_expected_error() -> None:
-    with pytest.raises(RankError, match="still busy"):
-        run_ranks_expecting_errors(1, _hang_on, 0, timeout_s=2)
 
 
 def _die(rank: int, world_size: int, dying: int, how: str) -> str:
@@ -208,23 +172,6 @@ def test_a_death_in_the_shared_pool_is_reported_and_the_next_call_works() -> Non
     assert run_ranks(2, _raise_on, -1) == [0, 1]
 
 
-def test_ranks_that_died_between_calls_are_replaced() -> None:
-    first = run_ranks(2, _own_pid)
-    os.kill(first[1], signal.SIGKILL)
-    while Path(f"/proc/{first[1]}").exists():
-        time.sleep(0.01)
-
-    assert set(run_ranks(2, _own_pid)).isdisjoint(first)
-
-
-def test_fresh_ranks_report_results_exceptions_and_exit_statuses() -> None:
-    good, bad = fresh_ranks(2, _raise_on, 1)
-
-    assert (good.result, good.exception, good.exitcode) == (0, None, 0)
-    assert (type(bad.exception), bad.exitcode) == (KeyError, 1)
-    assert "_raise_on" in bad.traceback
-
-
 def test_a_closed_pool_leaves_no_process_behind() -> None:
     pool = Pool(3)
     pids = [outcome.result for outcome in pool.call(3, _own_pid, (), 60)]
@@ -235,31 +182,3 @@ def test_a_closed_pool_leaves_no_process_behind() -> None:
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-@pytest.mark.long
-def test_a_session_that_used_the_pool_leaves_no_process_behind(tmp_path: Path) -> None:
-    mark = f"RANKS_OF={tmp_path}"
-    own_test = f"{__file__}::{test_processes_outlive_a_call_and_groups_do_not.__name__}"
-
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", own_test]
-    done = subprocess.run(
-        command, env={**os.environ, "RANKS_OF": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    deadline_s = time.monotonic() + 20  # the fork server ends by itself once the session's process has gone
-    while left := [pid for pid in _pids() if mark in _environment(pid)]:
-        assert time.monotonic() < deadline_s, f"processes {left} are left of the session"
-        time.sleep(0.1)
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _environment(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except (PermissionError, ProcessLookupError, FileNotFoundError):
-        return ""  # another user's, or gone

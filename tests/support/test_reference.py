@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import StepLR
 
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
@@ -174,24 +173,6 @@ def test_lazy_momentum_follows_torch_s_formula_on_the_steps_that_touch_a_row() -
     assert_same({"w": found}, {"w": expected}, torch.float64)
 
 
-def test_schedulers_step_after_each_step() -> None:
-    workload = WORKLOADS["tied_lm"]
-
-    def schedule(optimizers: Sequence[Optimizer]) -> list[StepLR]:
-        return [StepLR(optimizer, 2, 0.1) for optimizer in optimizers]
-
-    found = train_reference(partial(_make, workload), _adam, _batches(workload, 1), STEPS, make_schedulers=schedule)
-
-    model = _make(workload)
-    optimizer = Adam(model.parameters(), 0.01, eps=1e-3)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = 0.01 * 0.1 ** (step // 2)
-        model.zero_grad()
-        model(*workload.batches(step, 0, 0)).backward()
-        optimizer.step()
-    assert_same(dict(model.named_parameters()), found, torch.float64)
-
-
 def _rows(touched: TouchedRows, table: Tensor) -> list[int]:
     return touched.rows[table].nonzero().flatten().tolist()
 
@@ -211,17 +192,6 @@ def test_touched_rows_are_those_of_every_lookup_but_the_padding() -> None:
         F.embedding(torch.tensor([], dtype=torch.int64), bag.weight)
     assert _rows(touched, table.weight) == [1, 5]
     assert _rows(touched, bag.weight) == [2, 4]
-
-
-def test_a_table_that_enters_a_matmul_is_touched_in_all_rows() -> None:
-    table = nn.Embedding(4, 2, max_norm=1.0)
-    with TouchedRows() as touched:
-        hidden = table(torch.tensor([1]))
-    assert _rows(touched, table.weight) == [1]
-
-    with touched:
-        F.linear(hidden, table.weight)
-    assert _rows(touched, table.weight) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
