@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -16,17 +14,11 @@ from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_pass
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import Cuts, ScheduleName
+from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
-from tests.support.models import Batch, TwoTableLMWorkload
-from tests.support.ranks import reset_torch_state, run_ranks
-from tests.support.reference import assert_same
-from tests.support.training import Trained, Way, expected_parameters, train_compiled
 
 WORDS, DIM, BATCH, LENGTH, LAYERS = 50, 8, 4, 6, 5
 TABLES = ("words.weight", "output.weight")
-SCHEDULES: tuple[ScheduleName, ...] = ("horizontal", "vertical", "2d")
-STEPS = 5
 
 
 class LooksUpFirst(nn.Module):
@@ -110,37 +102,3 @@ def test_rows_that_are_read_at_once_stay() -> None:
 
 
 # ---- values ----
-
-
-@dataclass(frozen=True)
-class LooksUpFirstWorkload:
-    vary: bool = True
-
-    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return LooksUpFirst().to(dtype)
-
-    def batches(self, step: int, rank: int, seed: int) -> Batch:
-        ids, targets, _ = TwoTableLMWorkload(num_words=WORDS, vary=self.vary).batches(step, rank, seed)
-        return ids, targets
-
-
-def _train_under_all(rank: int, world_size: int) -> dict[str, Trained]:
-    found: dict[str, Trained] = {}
-    for schedule in SCHEDULES:
-        reset_torch_state()
-        way = Way(schedule=schedule, steps=STEPS)
-        found[schedule] = train_compiled(
-            rank, world_size, LooksUpFirstWorkload(), torch.float64, "adagrad", "exact", way
-        )
-    return found
-
-
-@pytest.mark.long
-def test_models_that_look_up_first_train_to_the_parameters_of_the_reference() -> None:
-    expected = expected_parameters(2, LooksUpFirstWorkload(), torch.float64, "adagrad", "exact", STEPS)
-
-    for results in run_ranks(2, _train_under_all):
-        for result in results.values():
-            assert_same(result.parameters, expected, torch.float64)
-            assert set(result.strategies.values()) == {"alltoall"}

@@ -7,12 +7,11 @@ comparison with column shards.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 import embrace_fx
@@ -23,25 +22,18 @@ from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
-from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, text
-from tests.support.lookups import Lookups, LookupsWorkload, ManyUsesWorkload
-from tests.support.models import MODELS, Batch, Workload
+from tests.support.lookups import Lookups, LookupsWorkload
 from tests.support.ranks import run_ranks
-from tests.support.reference import assert_same
 from tests.support.training import (
-    Way,
-    expected_parameters,
-    train_compiled,
     whole_parameters,
 )
 
 DTYPE = torch.float64
-STEPS = 6
 
 # ---- the kernels ----
 
@@ -98,123 +90,6 @@ def test_ranks_of_a_grid_launch_the_same() -> None:
 
 
 # ---- training ----
-
-
-class Small(Lookups):
-    """`Lookups` of a table of few rows."""
-
-    def __init__(self, rows: int, dim: int, **options: Any) -> None:
-        super().__init__(dim, **options)
-        self.table.weight = nn.Parameter(self.table.weight[:rows].detach().clone())
-        self.table.num_embeddings = rows
-
-
-@dataclass(frozen=True)
-class SmallWorkload:
-    """Fewer rows than a grid has, or columns than there are ranks."""
-
-    rows: int
-    dim: int
-    padding_idx: int | None = None
-
-    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return Small(self.rows, self.dim, padding_idx=self.padding_idx).to(dtype)
-
-    def batches(self, step: int, rank: int, seed: int) -> Batch:
-        generator = torch.Generator().manual_seed((seed * 100 + step) * 10 + rank)
-        return (torch.randint(self.rows, (step % 3, 4), generator=generator),)
-
-
-WORKLOADS: dict[str, Any] = {
-    "two tables": replace(dict(MODELS)["two_table_lm"], vary=True),  # type: ignore[type-var]
-    "bags": replace(dict(MODELS)["bag_recommender"], vary=True),  # type: ignore[type-var]
-    "padded": dict(MODELS)["transformer_encoder"],
-    "many uses": ManyUsesWorkload(),
-    "some empty": LookupsWorkload(some_empty=True, padding_idx=3),
-    "nothing but padding": LookupsWorkload(padding_idx=7, only_id=7),
-    "one id": LookupsWorkload(only_id=7, id_dtype=torch.int32),
-    "one column": LookupsWorkload(dim=1),
-    "three columns": LookupsWorkload(dim=3),
-    "two rows": SmallWorkload(2, 3, padding_idx=1),
-    "one row": SmallWorkload(1, 2),
-}
-OPTIMIZERS: dict[str, RowUpdates] = {"sgd": "exact", "adagrad": "exact", "sparse_adam": "exact", "adam": "lazy"}
-
-
-def _check(workload: Workload, grid: Grid, optimizer: str, row_updates: RowUpdates, schedule: Any = "2d") -> None:
-    __tracebackhide__ = True
-    ranks = grid.rows * grid.columns
-    expected = expected_parameters(ranks, workload, DTYPE, optimizer, row_updates, STEPS)
-    way = Way(grid, schedule, lookahead=schedule != "none", steps=STEPS)
-    for result in run_ranks(ranks, train_compiled, workload, DTYPE, optimizer, row_updates, way):
-        assert_same(result.parameters, expected, DTYPE)
-        if (optimizer, row_updates) != ("adam", "exact"):
-            assert {result.plan[name].grid for name in result.strategies} == {grid}
-
-
-TRAINED = {
-    f"{optimizer}, {grid}, {schedule}": (grid, optimizer, row_updates, schedule)
-    for optimizer, row_updates in (*OPTIMIZERS.items(), ("adam", "exact"))
-    for grid in (Grid(2, 1), Grid(3, 1), Grid(2, 2), Grid(4, 1))
-    for schedule in ("none", "2d")
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("grid", "optimizer", "row_updates", "schedule"),
-    TRAINED.values(),
-    ids=TRAINED,
-)
-def test_training_equals_the_reference(grid: Grid, optimizer: str, row_updates: RowUpdates, schedule: str) -> None:
-    _check(WORKLOADS["two tables"], grid, optimizer, row_updates, schedule)
-
-
-ODD = {
-    f"{name}, {grid}, {schedule}": (WORKLOADS[name], grid, schedule)
-    for name, grids in {
-        "bags": [Grid(2, 2), Grid(3, 1)],
-        "padded": [Grid(2, 1), Grid(2, 2)],
-        "many uses": [Grid(3, 1), Grid(2, 2)],
-        "some empty": [Grid(2, 1), Grid(2, 2)],
-        "nothing but padding": [Grid(2, 2), Grid(4, 1)],
-        "one id": [Grid(2, 2), Grid(4, 1)],
-        "one column": [Grid(4, 1), Grid(2, 1)],
-        "three columns": [Grid(2, 2), Grid(4, 1)],
-        "two rows": [Grid(4, 1), Grid(2, 2)],
-        "one row": [Grid(4, 1), Grid(2, 2)],
-    }.items()
-    for grid in grids
-    for schedule in ("none", "2d")
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("workload", "grid", "schedule"),
-    ODD.values(),
-    ids=ODD,
-)
-def test_odd_batches_and_odd_tables(workload: Workload, grid: Grid, schedule: str) -> None:
-    _check(workload, grid, "adagrad", "exact", schedule)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
-def test_other_schedules(schedule: str) -> None:
-    _check(WORKLOADS["padded"], Grid(2, 2), "sparse_adam", "exact", schedule)
-
-
-@pytest.mark.long
-def test_one_table_on_a_grid_beside_one_by_columns() -> None:
-    workload = WORKLOADS["two tables"]
-    strategy: dict[str, str | Grid] = {"embedding.*": Grid(2, 2), "output.*": "alltoall"}
-    expected = expected_parameters(4, workload, DTYPE, "adagrad", "exact", STEPS)
-
-    for result in run_ranks(4, train_compiled, workload, DTYPE, "adagrad", "exact", Way(strategy, steps=STEPS)):
-        assert_same(result.parameters, expected, DTYPE)
-        assert [result.plan[name].grid for name in result.strategies] == [Grid(2, 2), None]
 
 
 def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, narrow: bool) -> dict[str, Tensor]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,94 +10,12 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.in_place import Exchange, ExchangeKind, ExchangeThread, exchange_gradient_
-from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import EXCHANGES
-from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.cases import long_but
 from tests.support.lookups import LookupsWorkload
-from tests.support.models import MODELS, Workload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
-from tests.support.training import OPTIMIZERS, Trained, Way, expected_parameters, train_compiled
-
-WORKLOADS = dict(MODELS)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training through every strategy.
-
-    Attributes:
-        vary: batches of other sizes and lengths on every rank and in every step.
-    """
-
-    model: str
-    world_size: int
-    optimizer: str
-    schedule: ScheduleName = "2d"
-    dtype: torch.dtype = torch.float64
-    row_updates: RowUpdates = "exact"
-    vary: bool = False
-
-
-CASES = (
-    {
-        f"{model}-{n}-{optimizer}": Case(model, n, optimizer)
-        for model, n, optimizer in product(WORKLOADS, (1, 2, 3, 4), ("sgd", "adagrad", "adam"))
-    }
-    | {f"schedule {name}": Case("two_table_lm", 2, "adam", name) for name in SCHEDULES}
-    | {f"float32-{model}": Case(model, 2, "adagrad", dtype=torch.float32) for model in WORKLOADS}
-    | {f"varying-{model}-{n}": Case(model, n, "adagrad", vary=True) for model, n in product(WORKLOADS, (2, 3))}
-    | {f"two_table_lm-3-{optimizer}": Case("two_table_lm", 3, optimizer) for optimizer in OPTIMIZERS}
-    | {"lazy": Case("two_table_lm", 3, "adam", row_updates="lazy")}
-)
-
-
-def _check(workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trained]:
-    """Trains on ranks in each way, strategy -> way, and compares with the reference; what rank 0 has of each."""
-    __tracebackhide__ = True
-    expected = expected_parameters(
-        case.world_size, workload, case.dtype, case.optimizer, case.row_updates, next(iter(ways.values())).steps
-    )
-    of_rank_0 = []
-    for strategy, way in ways.items():
-        by_rank = run_ranks(
-            case.world_size, train_compiled, workload, case.dtype, case.optimizer, case.row_updates, way
-        )
-        for found in by_rank:
-            assert set(found.strategies.values()) == {strategy}
-            assert_same(found.parameters, expected, case.dtype)
-        of_rank_0.append(by_rank[0])
-    return of_rank_0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_training_equals_the_reference(case: Case) -> None:
-    workload: Any = WORKLOADS[case.model]
-    if case.vary:
-        workload = replace(workload, vary=True)
-
-    _check(workload, case, {strategy: Way(strategy, case.schedule) for strategy in EXCHANGES})
-
-
-ODD = {
-    "empty on one rank or on all": LookupsWorkload(some_empty=True),
-    "one id, many times": LookupsWorkload(only_id=7),
-    "nothing but padding": LookupsWorkload(padding_idx=7, only_id=7),
-    "all of it": LookupsWorkload(padding_idx=7, only_id=7, some_empty=True),
-    "a single id": LookupsWorkload(shape=(), id_dtype=torch.int32),
-    "a column": LookupsWorkload(dim=1),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("workload", ODD.values(), ids=ODD)
-def test_odd_batches(workload: Workload) -> None:
-    case = Case("", 3, "adagrad")
-
-    _check(workload, case, {strategy: Way(strategy, steps=8) for strategy in EXCHANGES})
-
+from tests.support.training import Way, expected_parameters, train_compiled
 
 NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
 """Links on which bytes alone count."""
@@ -119,12 +32,12 @@ NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
     ],
 )
 def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | None) -> None:
-    workload = LookupsWorkload(some_empty=True)
-    case = Case("", world_size, "adagrad")
+    workload, way = LookupsWorkload(some_empty=True), Way("zen", steps=8, cluster=cluster)
+    expected = expected_parameters(world_size, workload, torch.float64, "adagrad", steps=way.steps)
 
-    (found,) = _check(workload, case, {"zen": Way("zen", steps=8, cluster=cluster)})
-
-    assert found.plan["table.weight"].scheme == scheme
+    for found in run_ranks(world_size, train_compiled, workload, torch.float64, "adagrad", "exact", way):
+        assert found.plan["table.weight"].scheme == scheme
+        assert_same(found.parameters, expected, torch.float64)
 
 
 class Pruned(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.vocabulary.exactness import RowUpdates
-from embrace_fx.vocabulary.ops import own_columns
-from tests.support.lookups import LookupsWorkload, ManyUsesWorkload
-from tests.support.models import MODELS, TwoTableLMWorkload, Workload
+from tests.support.lookups import LookupsWorkload
+from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import (
@@ -32,10 +30,6 @@ from tests.support.training import (
 
 STEPS = 8
 DTYPE = torch.float64
-WORKLOADS = dict(MODELS)
-
-SHARDED_BY: tuple[tuple[str, RowUpdates], ...] = (("adagrad", "exact"), ("adam", "lazy"), ("sparse_adam", "exact"))
-"""Optimizers that shard a table, with the row updates under which they do."""
 
 
 def _check(
@@ -58,70 +52,7 @@ def _check(
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-VARYING: tuple[tuple[str, int, str, RowUpdates, dict[str, str]], ...] = (
-    ("two_table_lm", 2, "adagrad", "exact", {"embedding.weight": "alltoall", "output.weight": "alltoall"}),
-    ("transformer_encoder", 2, "adam", "lazy", {"tokens.weight": "alltoall", "positions.weight": "alltoall"}),
-    ("tied_lm", 3, "adamw", "exact", {"embedding.weight": "allreduce"}),
-    (
-        "bag_recommender",
-        2,
-        "sparse_adam",
-        "exact",
-        {"history.weight": "alltoall", "tags.weight": "alltoall", "genres.weight": "alltoall"},
-    ),
-)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "world_size", "optimizer", "row_updates", "strategies"),
-    VARYING,
-)
-def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
-    name: str, world_size: int, optimizer: str, row_updates: RowUpdates, strategies: dict[str, str]
-) -> None:
-    workload: Any = WORKLOADS[name]
-
-    _check(world_size, replace(workload, vary=True), optimizer, row_updates, strategies)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
-def test_a_batch_is_empty_on_one_rank_or_on_all(optimizer: str, row_updates: RowUpdates) -> None:
-    workload = LookupsWorkload(some_empty=True)
-
-    _check(2, workload, optimizer, row_updates, {"table.weight": "alltoall"})
-
-
-@pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(LookupsWorkload(only_id=7), id="one id, many times"),
-        pytest.param(LookupsWorkload(padding_idx=7, only_id=7), id="nothing but padding"),
-        pytest.param(LookupsWorkload(id_dtype=torch.int32, shape=(2, 3, 4), padding_idx=0), id="int32, 3-D, padded"),
-        pytest.param(LookupsWorkload(shape=()), id="a single id"),
-    ],
-)
-def test_ids_of_any_kind(workload: Workload) -> None:
-    _check(2, workload, "adamw", "lazy", {"table.weight": "alltoall"})
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("dim", "widths"), [(1, [1, 0, 0, 0]), (3, [1, 1, 1, 0]), (7, [2, 2, 2, 1])], ids=str)
-def test_columns_that_do_not_divide_evenly_among_the_ranks(dim: int, widths: list[int]) -> None:
-    owned = [own_columns(dim, 4, rank) for rank in range(4)]
-    assert [last - first for first, last in owned] == widths
-
-    _check(4, LookupsWorkload(dim=dim), "adam", "lazy", {"table.weight": "alltoall"})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
-def test_one_table_with_several_uses(optimizer: str, row_updates: RowUpdates) -> None:
-    _check(3, ManyUsesWorkload(), optimizer, row_updates, {"table.weight": "alltoall"})
 
 
 def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
@@ -240,14 +171,6 @@ def test_clipping_in_half_precision(world_size: int) -> None:
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_strategies_by_name() -> None:
-    asked = {"*": "allreduce", "output.*": "alltoall"}
-    strategies = {"embedding.weight": "allreduce", "output.weight": "alltoall"}
-
-    _check(2, WORKLOADS["two_table_lm"], "adagrad", "exact", strategies, asked)
-
-
 @pytest.mark.parametrize(
     ("num_words", "chosen"), [(60, "allreduce"), pytest.param(300_000, "alltoall", marks=pytest.mark.long)]
 )
@@ -256,10 +179,3 @@ def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int
     strategies = {"embedding.weight": chosen, "output.weight": chosen}
 
     _check(2, workload, "adagrad", "exact", strategies, "auto")
-
-
-@pytest.mark.long
-def test_auto_shards_whatever_sparse_adam_updates() -> None:
-    strategies = {"embedding.weight": "alltoall", "output.weight": "alltoall"}
-
-    _check(2, WORKLOADS["two_table_lm"], "sparse_adam", "exact", strategies, "auto")
