@@ -32,11 +32,6 @@ ENCODER: dict[str, Any] = {
 }
 
 
-def make_electra() -> nn.Module:
-    config = transformers.ElectraConfig(embedding_size=16, summary_last_dropout=0.0, **ENCODER)
-    return transformers.ElectraForQuestionAnswering(config)
-
-
 def make_deberta() -> nn.Module:
     config = transformers.DebertaV2Config(relative_attention=True, pos_att_type=["p2c", "c2p"], **ENCODER)
     return transformers.DebertaV2ForQuestionAnswering(config)
@@ -61,26 +56,6 @@ def make_mamba() -> nn.Module:
         vocab_size=NUM_WORDS, hidden_size=16, state_size=4, num_hidden_layers=1, tie_word_embeddings=False
     )
     return transformers.MambaForCausalLM(config)
-
-
-def make_mbart() -> nn.Module:
-    config = transformers.MBartConfig(
-        vocab_size=NUM_WORDS,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=64,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        pad_token_id=PAD,
-        tie_word_embeddings=False,
-    )
-    return transformers.MBartForConditionalGeneration(config)
 
 
 class ClipText(nn.Module):
@@ -131,7 +106,6 @@ def make_longt5(attention: str) -> nn.Module:
 
 
 ZOO: dict[str, Training] = {
-    "electra": Training(make_electra, "question", ADAGRAD, THREE),
     "deberta-v2": Training(make_deberta, "question", ADAGRAD, THREE),
     "llama": Training(make_llama, "language", ADAGRAD, THREE, {"use_cache": False}),
     "mamba": Training(make_mamba, "language", SGD_01, ((5, 5), (5, 5)), {"use_cache": False}),
@@ -140,7 +114,6 @@ ZOO: dict[str, Training] = {
     "longt5 global": Training(
         partial(make_longt5, "transient-global"), "translation", SGD_01, THREE, {"use_cache": False}
     ),
-    "mbart": Training(make_mbart, "translation", SGD_01, THREE, {"use_cache": False}),
 }
 
 

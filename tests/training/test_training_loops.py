@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,12 +13,11 @@ from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.cases import long_but
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, expected_parameters, make_optimizers, trained, whole_parameters
+from tests.support.training import SEED
 
 STEPS = 8
 DTYPE = torch.float64
@@ -65,81 +63,7 @@ def test_without_an_optimizer_gradients_are_left_in_grad_as_ddp_leaves_them(name
             assert_same(of_step, expected_of_step, DTYPE)
 
 
-def _train_by_hand(rank: int, world_size: int, workload: Workload) -> dict[str, Tensor]:
-    model = workload.make(DTYPE, SEED)
-    compiled = embrace_fx.compile(model)
-    for step in range(STEPS):
-        compiled(*workload.batches(step, rank, SEED)).backward()
-        with torch.no_grad():
-            for parameter in compiled.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.1)
-        compiled.zero_grad()
-    return whole_parameters(compiled)
-
-
-@pytest.mark.long
-def test_without_an_optimizer_a_hand_written_step_equals_sgd() -> None:
-    workload = WORKLOADS["transformer_encoder"]
-    expected = expected_parameters(2, workload, DTYPE, "sgd", steps=STEPS)
-
-    for parameters in run_ranks(2, _train_by_hand, workload):
-        assert_same(parameters, expected, DTYPE)
-
-
 # -- who steps, and who zeroes ---------------------------------------------------------------
-
-
-class Zeroing(NamedTuple):
-    """Who steps and zeroes, and when within a step."""
-
-    own: bool = False  # the optimizer that compile was given
-    by_hand: bool = False
-    before_forward: bool = True
-
-
-def _train_apart(rank: int, world_size: int, schedule: ScheduleName, zeroing: Zeroing) -> dict[str, Tensor]:
-    workload = WORKLOADS["two_table_lm"]
-    model = workload.make(DTYPE, SEED)
-    given = make_optimizers("adamw", model)[0]
-    compiled = embrace_fx.compile(model, optimizer=given, strategy="alltoall", schedule=schedule)
-    stepping = given if zeroing.own else make_optimizers("adamw", model)[0]
-
-    def zero() -> None:
-        if zeroing.by_hand:
-            for parameter in model.parameters():
-                parameter.grad = None
-        else:
-            stepping.zero_grad()
-
-    for step in range(STEPS):
-        if zeroing.before_forward:
-            zero()
-        loss = compiled(*workload.batches(step, rank, SEED))
-        if not zeroing.before_forward:
-            zero()
-        loss.backward()
-        stepping.step()
-    return trained(compiled).parameters
-
-
-ZEROINGS: dict[str, tuple[ScheduleName, Zeroing]] = {
-    f"{schedule}, {'given' if own else 'another'}, {'by hand' if by_hand else 'zero_grad'}, "
-    f"{'before' if before else 'after'} the forward": (schedule, Zeroing(own, by_hand, before))
-    for schedule in ("2d", "none")
-    for own in (False, True)
-    for by_hand in (False, True)
-    for before in (False, True)
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("schedule", "zeroing"), ZEROINGS.values(), ids=ZEROINGS)
-def test_whoever_steps_and_zeroes_trains_tables_too(schedule: ScheduleName, zeroing: Zeroing) -> None:
-    expected = expected_parameters(2, WORKLOADS["two_table_lm"], DTYPE, "adamw", steps=STEPS)
-
-    for parameters in run_ranks(2, _train_apart, schedule, zeroing):
-        assert_same(parameters, expected, DTYPE)
 
 
 def _train_at_two_paces(rank: int, world_size: int, workload: Workload) -> int:

@@ -7,14 +7,12 @@ accumulated under `no_sync`, and in evaluations.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,43 +240,3 @@ def _check(window: Window, order: Sequence[OperationId]) -> None:
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
-
-ROOT = Path(embrace_fx.__file__).parents[1]
-COMPOSED = re.compile(
-    r"""f["'][^"']*\{[^}]*\}[^"']*(\[\{|\bprior\b|\bdelayed\b|early\ rows|\ rows["'])   # a launch's name, put together
-      | f["'](bucket|backward|forward|update|rows)\ \{                                # likewise
-      | \.(startswith|endswith|removeprefix|removesuffix|partition|split)
-        \(\s*[("'][^)]*(bucket|delayed|prior|early|rows|forward|backward)            # one taken apart
-    """,
-    re.VERBOSE,
-)
-
-
-def composed_names(text: str) -> list[str]:
-    """Lines of a source that put a launch's name together, or take one apart."""
-    return [line.strip() for line in text.splitlines() if COMPOSED.search(line)]
-
-
-def test_no_name_of_a_launch_is_put_together_or_taken_apart_in_the_runtime() -> None:
-    found = {
-        path.name: lines
-        for folder in ("runtime", "passes/scheduler", "embrace_fx/planning")
-        for path in (ROOT / folder).rglob("*.py")
-        if (lines := composed_names(path.read_text(encoding="utf-8")))
-    }
-    assert found == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'name = f"bucket {k} [{i}]"',
-        'launcher.submit(f"{table} delayed [{k}]", launch)',
-        'what = f"{self.table.name} early rows"',
-        'if what.startswith("delayed"):',
-        'bucket = int(what.removeprefix("bucket "))',
-        'recorder.mark(f"backward {table}")',
-    ],
-)
-def test_what_counts_as_a_composed_name(line: str) -> None:
-    assert composed_names(line) == [line]

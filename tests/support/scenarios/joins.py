@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -132,3 +133,21 @@ def unequal_loaders_under_hooks(training: Training) -> None:
         joining = Joining(training, strategy="allreduce")
         joining.model.register_comm_hook(None, hook)
         _unequal(joining)
+
+
+def leave_a_sum(rank: int, model: Any, optimizer: Any, epoch: int) -> None:
+    """The last backward before a rank leaves is under `no_sync`."""
+    with model.join():
+        for k in range(4 + 2 * rank):
+            with model.no_sync() if k % 3 < 2 else contextlib.nullcontext():
+                model(ids_of(rank, 10 * epoch + k)).backward()
+            if k % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@join
+def unequal_loaders_left_with_a_sum(training: Training) -> None:
+    joining = Joining(training, strategy="allreduce")
+    for epoch in range(2):
+        leave_a_sum(training.rank, joining.model, joining.optimizer, epoch)
