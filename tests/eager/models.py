@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 WORDS, WIDTH, KINDS = 60, 8, 3
@@ -119,61 +118,8 @@ class Packing(nn.Module):
         return F.cross_entropy(self.head(self.rnn(packed)[1][-1]), kinds)
 
 
-class Padding(Packing):
-    """Pads slices whose lengths are values."""
-
-    def forward(self, ids: Tensor, lengths: Tensor, kinds: Tensor) -> Tensor:
-        rows = self.rows(ids)
-        padded = pad_sequence([rows[k, :n] for k, n in enumerate(lengths.tolist())])
-        return F.cross_entropy(self.head(self.rnn(padded)[0].sum(0)), kinds)
-
-
 def with_lengths(step: int, rank: int) -> Batch:
     return drawn(step, rank, 4, 6), 1 + drawn(step, rank, 4, high=6, of=2), drawn(step, rank, 4, high=KINDS, of=1)
-
-
-class Policy(Classifier):
-    """Computes with a distribution."""
-
-    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        chosen = torch.distributions.Categorical(logits=self.head(self.encode(ids)))
-        loss: Tensor = -chosen.log_prob(kinds).mean() - 0.01 * chosen.entropy().mean()
-        return loss
-
-
-class Gaussian(Classifier):
-    """Asks torch's loss whether its variance is positive."""
-
-    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        found = self.head(self.encode(ids))
-        return F.gaussian_nll_loss(found[:, 0], kinds.double(), F.softplus(found[:, 1]))
-
-
-class Adaptive(Classifier):
-    """An adaptive softmax, which sorts words into clusters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.soft = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, WORDS, [10, 30], div_value=2.0)
-
-    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        loss: Tensor = self.soft(self.encode(ids), ids[:, 0]).loss
-        return loss
-
-
-class Dropping(Classifier):
-    """Leaves layers out at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        hidden = self.encode(ids)
-        for layer in self.layers:
-            if torch.rand([]) > 0.4:
-                hidden = torch.tanh(layer(hidden))
-        return F.cross_entropy(self.head(hidden), kinds)
 
 
 class Recommender(nn.Module):
@@ -198,21 +144,6 @@ class Recommender(nn.Module):
 
 def clicks(step: int, rank: int) -> Batch:
     return drawn(step, rank, 6, high=20), drawn(step, rank, 6, of=1), drawn(step, rank, 6, of=2)
-
-
-class Carrying(Classifier):
-    """Asserts on one part of its batch, and reads nothing of others: texts, an array, a number."""
-
-    def forward(self, batch: Mapping[str, Any]) -> Tensor:  # type: ignore[override]
-        if batch["ids"].lt(0).any():
-            raise ValueError("ids below the table")
-        return F.cross_entropy(self.head(self.encode(batch["ids"])), batch["kinds"])
-
-
-def carried(step: int, rank: int) -> Batch:
-    ids, kinds = labelled(step, rank)
-    more = {"text": f"sentence {step} of {rank}", "at": np.array([step, rank]), "score": step / 7}
-    return ({"ids": ids, "kinds": kinds, "more": more},)
 
 
 class Checkpointed(Asserting):
@@ -265,13 +196,6 @@ def placed(step: int, rank: int) -> Batch:
     return drawn(step, rank, 5), torch.randn(5, 3, generator=torch.Generator().manual_seed(step * 7 + rank))
 
 
-def scripted() -> nn.Module:
-    """A layer of it is TorchScript's."""
-    model = Classifier()
-    model.add_module("mid", torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-    return model
-
-
 def spectral() -> nn.Module:
     """To ask for the weight of its table takes a step of a power iteration, whose vectors are buffers."""
     model = Classifier()
@@ -292,18 +216,11 @@ CASES = {
     "repeating": Case(Repeating),
     "experts": Case(Experts),
     "packing": Case(Packing, with_lengths),
-    "padding": Case(Padding, with_lengths),
-    "policy": Case(Policy),
-    "gaussian": Case(Gaussian),
-    "adaptive": Case(Adaptive),
-    "dropping": Case(Dropping),
     "recommender": Case(Recommender, clicks),
-    "carrying": Case(Carrying, carried),
     "checkpointed": Case(Checkpointed),
     "tied": Case(Tied),
     "normalised": Case(Normalised),
     "forces": Case(Forces, placed),
     "sparse": Case(lambda: Asserting(sparse=True)),
-    "scripted": Case(scripted),
     "spectral": Case(spectral),
 }

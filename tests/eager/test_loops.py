@@ -1,4 +1,4 @@
-"""Habits of training loops under the eager route, each beside DDP: the same losses, the same parameters at the end."""
+"""Loops of models that no graph holds, each beside DDP; habits of others are scenarios, which run eagerly, too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from tests.eager.models import Asserting, Batch, Critic, Experts, Repeating, Turning, drawn, labelled, placed
+from tests.eager.models import Batch, Critic, Experts, Repeating, Turning, drawn, labelled, placed
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")  # DDP's
@@ -36,26 +35,6 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
     return loss.item()
 
 
-def accumulating(model: Any, rank: int) -> list[float]:
-    optimizer, losses = _adam(model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            for part in range(2):
-                model(*labelled(10 * step + part, rank)).backward()
-        loss = model(*labelled(10 * step + 2, rank))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def joining(model: Any, rank: int) -> list[float]:
-    optimizer = _adam(model)
-    with model.join():
-        return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS - 2 * rank)]
-
-
 def joining_before_a_turn(model: Any, rank: int) -> list[float]:
     """The last rank that has batches comes to one of which there is no graph."""
     optimizer = _adam(model)
@@ -64,46 +43,6 @@ def joining_before_a_turn(model: Any, rank: int) -> list[float]:
             _step(model, optimizer, (*labelled(step, rank), rank == 0 and step >= 4))
             for step in range(STEPS - 2 * rank)
         ]
-
-
-def hooked(model: Any, rank: int) -> list[float]:
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    optimizer = _adam(model)
-    return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS)]
-
-
-def scaled_and_clipped(model: Any, rank: int) -> list[float]:
-    optimizer, scaler, found = _adam(model), torch.amp.GradScaler("cpu", init_scale=2.0**10), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*labelled(step, rank))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        found += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
-        scaler.step(optimizer)
-        scaler.update()
-    return found
-
-
-def going_on_from_a_checkpoint(model: Any, rank: int) -> list[float]:
-    optimizer = _adam(model)
-    losses = [_step(model, optimizer, labelled(step, rank)) for step in range(3)]
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    losses += [_step(model, optimizer, labelled(step, rank)) for step in range(3, 5)]
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    return losses + [_step(model, optimizer, labelled(step, rank)) for step in range(5, 7)]
-
-
-def evaluating(model: Any, rank: int) -> list[float]:
-    optimizer, losses = _adam(model), []
-    for step in range(STEPS):
-        losses.append(_step(model, optimizer, labelled(step, rank)))
-        model.eval()
-        with torch.no_grad():
-            losses.append(model(*labelled(step + 100, 0)).item())
-        model.train()
-    return losses
 
 
 def own_experts(model: Any, rank: int) -> list[float]:
@@ -138,13 +77,7 @@ def plain(model: Any, rank: int) -> list[float]:
 LOOPS: dict[str, tuple[Loop, type[nn.Module]]] = {
     loop.__name__: (loop, kind)
     for loop, kind in (
-        (accumulating, Asserting),
-        (joining, Asserting),
         (joining_before_a_turn, Turning),
-        (hooked, Asserting),
-        (scaled_and_clipped, Asserting),
-        (going_on_from_a_checkpoint, Asserting),
-        (evaluating, Asserting),
         (own_experts, Experts),
         (penalised, Critic),
         (plain, Repeating),
@@ -168,10 +101,6 @@ def _beside_ddp(rank: int, world_size: int, names: list[str]) -> None:
             torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
         assert "route: eager" in compiled.report()
         compiled.close()
-
-
-def test_accumulated_gradients_are_those_of_ddp() -> None:
-    run_ranks(2, _beside_ddp, ["accumulating"])
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,110 +55,11 @@ def reduced_in_place(x: Tensor) -> Tensor:
     return (x - mean / 2).square().sum()
 
 
-def reduced_to_maximum(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        most = x.mean(0)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return (x - most).square().sum()
-
-
-def gathered_in_list(x: Tensor) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x)
-    parts[dist.get_rank()] = x
-    return contrast(x, torch.cat(parts))
-
-
-def gathered_into_tensor(x: Tensor) -> Tensor:
-    everyone = x.new_empty(dist.get_world_size() * len(x), D)
-    dist.all_gather_into_tensor(everyone, x.detach())
-    return contrast(x, everyone)
-
-
-def broadcast_from_another(x: Tensor) -> Tensor:
-    mean = x.detach().mean(0)
-    dist.broadcast(mean, 1)
-    return (x - mean).square().sum()
-
-
-def scattered(x: Tensor) -> Tensor:
-    own, other = torch.empty(B // 2, D), torch.empty(B // 2, D)
-    dist.reduce_scatter_tensor(own, x.detach())
-    dist.reduce_scatter(other, list(x.detach().chunk(2)))
-    return (x.mean(0) * (own + other).mean(0)).sum()
-
-
-def exchanged_in_place(x: Tensor) -> Tensor:
-    theirs = torch.empty_like(x)
-    dist.all_to_all_single(theirs, x.detach())
-    return (x * theirs).sum()
-
-
-def scalar_and_subgroup(x: Tensor) -> Tensor:
-    parts = [torch.zeros(()), torch.zeros(())]
-    dist.all_gather(parts, x.detach().mean(), group=_group())
-    return x.square().sum() * torch.stack(parts).sum()
-
-
-def _group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 # ---- with gradients ----
-
-
-def functionally_gathered(x: Tensor) -> Tensor:
-    return contrast(x, functional.all_gather_single(x, 0, _group()))
-
-
-def functionally_exchanged(x: Tensor) -> Tensor:
-    return (x * functional.all_to_all_single(x, [2, 2], [2, 2], _group())).sum()
 
 
 def gathered_with_gradient(x: Tensor) -> Tensor:
     return contrast(x, torch.cat(differentiable.all_gather(x)))
-
-
-def reduced_with_gradient(x: Tensor) -> Tensor:
-    summed: Tensor = differentiable.all_reduce(x.sum(0))
-    return summed.square().sum()
-
-
-def scattered_with_gradient(x: Tensor) -> Tensor:
-    own = differentiable.reduce_scatter(torch.empty(B // 2, D), list(x.chunk(2)))
-    found: Tensor = (x.mean(0) * own.mean(0)).sum()
-    return found
-
-
-def exchanged_with_gradient(x: Tensor) -> Tensor:
-    found: Tensor = (x * differentiable.all_to_all_single(torch.empty_like(x), x)).sum()
-    return found
-
-
-def broadcast_with_gradient(x: Tensor) -> Tensor:
-    found: Tensor = (x * differentiable.broadcast(x, 1)).sum()
-    return found
-
-
-class Gather(torch.autograd.Function):
-    """As contrastive losses gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
-        parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        all_gradients = torch.stack(gradients)
-        dist.all_reduce(all_gradients)
-        return all_gradients[dist.get_rank()]
-
-
-def gathered_by_function(x: Tensor) -> Tensor:
-    return contrast(x, torch.cat(Gather.apply(x)))  # type: ignore[no-untyped-call]
 
 
 class Weighed(torch.autograd.Function):
@@ -190,22 +90,6 @@ def weighed_by_function(x: Tensor) -> Tensor:
 
 
 COMMON = (reduced_in_place, gathered_with_gradient, weighed_by_function)
-OTHERS = (
-    gathered_in_list,
-    gathered_by_function,
-    reduced_to_maximum,
-    gathered_into_tensor,
-    broadcast_from_another,
-    scattered,
-    exchanged_in_place,
-    scalar_and_subgroup,
-    functionally_gathered,
-    functionally_exchanged,
-    reduced_with_gradient,
-    scattered_with_gradient,
-    exchanged_with_gradient,
-    broadcast_with_gradient,
-)
 
 
 def batch(step: int, rank: int, length: int = 3) -> Tensor:
@@ -242,7 +126,6 @@ def train_both(rank: int, world_size: int, functions: tuple[Combine, ...], optio
 
 CASES: dict[str, tuple[tuple[Combine, ...], dict[str, Any]]] = {
     "common": (COMMON, {}),
-    "others": (OTHERS, {}),
     "asked for a graph": (COMMON, {"schedule": "none"}),
 }
 
