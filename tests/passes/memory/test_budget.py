@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,31 +36,7 @@ from tests.support.checkpointed import (
 from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
 from tests.support.inside import memory_limit_of, pipeline_of
-from tests.support.ranks import run_ranks, run_ranks_expecting_errors
-from tests.support.training import whole
-
-BLOCKS: Mapping[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
-    "dropout and views": (Block, (0.7, 0.5)),
-    "batch norm": (Normalised, (0.85,)),
-    "a custom op, no_grad": (Odd, (0.7, 0.5)),
-    "RNNs": (Recurrent, (0.7,)),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_same_bits_within_the_budget(name: str) -> None:
-    blocks, budgets = BLOCKS[name]
-    model = make(blocks)
-    expected = gradients(model, model, IDS)
-    everything = step_memory(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
-
-    for budget in budgets:
-        compiled = embrace_fx.compile(make(blocks), memory_budget=budget)
-
-        assert_equal_gradients(gradients(compiled.module, compiled, IDS), expected)
-        _, peak = measured(compiled.module, compiled)
-        assert peak <= budget * everything.peak_bytes
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -222,33 +198,6 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
 def test_a_budget_that_is_none(budget: Any) -> None:
     with pytest.raises(ValueError, match="memory_budget is"):
         embrace_fx.compile(make(Block), memory_budget=budget)
-
-
-def train(rank: int, world_size: int, budget: float | None) -> dict[str, Tensor]:
-    compiled = embrace_fx.compile(make(Block), strategy={"table.weight": "alltoall"}, memory_budget=budget)
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    for ids in compiled.lookahead([IDS[rank::world_size], IDS[: IDS.shape[0] // 2], IDS[1::2]]):
-        compiled(ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert "run again" in compiled.report() or budget is None
-    return whole(compiled.state_dict().items())
-
-
-@pytest.mark.long
-def test_ranks_train_as_without_a_budget() -> None:
-    expected, found = run_ranks(2, train, None), run_ranks(2, train, 0.6)
-
-    for own, wanted in zip(found, expected, strict=True):
-        assert_equal_gradients(own, wanted)
-
-
-@pytest.mark.long
-def test_every_rank_hears_of_a_budget_that_cannot_be_met() -> None:
-    errors = run_ranks_expecting_errors(2, train, 1000.0)
-
-    assert all("at least" in str(error) for error in errors)
 
 
 def test_the_report_says_what_is_held() -> None:

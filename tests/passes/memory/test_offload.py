@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import fx
 
 import embrace_fx
 import embrace_fx.passes.memory.budget as budget_pass
@@ -31,16 +31,15 @@ from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, COPY_OPS, OFFLOAD, offload_id, reload_id
+from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, OFFLOAD, offload_id, reload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
-from tests.support.budgets import IDS, make, measured
-from tests.support.checkpointed import Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
+from tests.support.budgets import IDS, make
+from tests.support.checkpointed import Block, Recurrent, gradients
 from tests.support.graphs import analysed
 from tests.support.inside import pipeline_of
 from tests.support.ranks import run_ranks
 from tests.support.streams.noted_streams import NotedStreams
-from tests.support.training import whole
 
 FAST = CopyRate(1e9)
 """So fast that offloading is always the better choice."""
@@ -54,32 +53,6 @@ def offloading() -> TrainingGraph:
 
 def names_of(graph: TrainingGraph, op: str) -> list[str]:
     return [node.name for node in graph.graph.nodes if op_name(node) == op]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("blocks", "budgets"),
-    [
-        (Block, (0.7, 0.4)),
-        (Normalised, (0.7,)),
-        (Odd, (0.7, 0.5)),
-        (Recurrent, (0.7,)),
-    ],
-)
-def test_the_same_bits_within_the_budget(
-    blocks: Callable[[], nn.Module], budgets: tuple[float, ...], tmp_path: Path
-) -> None:
-    model = make(blocks)
-    expected = gradients(model, model, IDS)
-    everything = step_memory(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
-
-    for budget in budgets:
-        compiled = embrace_fx.compile(make(blocks), memory_budget=budget, spill_to=tmp_path)
-
-        for _ in range(2):
-            assert_equal_gradients(gradients(compiled.module, compiled, IDS), expected)
-        _, peak = measured(compiled.module, compiled)
-        assert peak <= budget * everything.peak_bytes
 
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
@@ -115,32 +88,6 @@ def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
 
 
 # ---- several ranks ----
-
-
-def train(rank: int, world_size: int, budget: float | None, directory: str | None) -> dict[str, Tensor]:
-    compiled = embrace_fx.compile(
-        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=budget, spill_to=directory
-    )
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    # Nothing runs again, so that what a step holds too much can only be offloaded.
-    with mock.patch.object(budget_pass, "can_run_again", return_value=False):
-        for ids in compiled.lookahead([IDS[rank::world_size], IDS[: IDS.shape[0] // 2], IDS[1::2]]):
-            compiled(ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if directory is not None:
-        backward = compiled.graphs["backward"].graph
-        assert any(op_name(node) in COPY_OPS for node in backward.nodes)
-    return whole(compiled.state_dict().items())
-
-
-@pytest.mark.long
-def test_ranks_train_as_without_a_budget(tmp_path: Path) -> None:
-    expected, found = run_ranks(2, train, None, None), run_ranks(2, train, 0.4, str(tmp_path))
-
-    for own, wanted in zip(found, expected, strict=True):
-        assert_equal_gradients(own, wanted)
 
 
 def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, list[str]]:

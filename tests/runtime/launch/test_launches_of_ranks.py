@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import embrace_fx
 from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import OperationId
-from tests.support.launches import LONG_S, ORDER, make, stand_still
+from tests.support.launches import ORDER, make, stand_still
 from tests.support.ranks import run_ranks
 
 
@@ -56,32 +53,6 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
         assert ticket.wait().item() == expected
     launch_queue.STANDSTILL_S = before
     return by_class
-
-
-def reads_alone(rank: int, world_size: int) -> int:
-    """Rank 0 alone waits, after each step, for what is launched behind that step's last ids on other ranks."""
-    torch.manual_seed(0)
-    launch_queue.STANDSTILL_S, before = LONG_S, launch_queue.STANDSTILL_S
-    plain = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.Linear(16, 1))
-    model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.1))
-    stalls, began_s = 0, time.perf_counter()
-    for ids in model.lookahead([torch.randint(1000, (8,)) for _ in range(30)]):
-        model(ids).square().mean().backward()
-        model.optimizer.step()
-        if rank == 0:
-            assert model.module.get_parameter("2.bias").sum().isfinite()
-        model.optimizer.zero_grad()
-        stalls += time.perf_counter() - began_s > LONG_S / 4
-        began_s = time.perf_counter()
-    model.synchronize()
-    launch_queue.STANDSTILL_S = before
-    return stalls
-
-
-@pytest.mark.long
-def test_a_rank_that_reads_a_parameter_alone_makes_no_rank_stand_still() -> None:
-    """But where it is not known yet how long a launch takes."""
-    assert max(run_ranks(2, reads_alone)) <= 2
 
 
 def term(launch: OperationId, window: int) -> int:

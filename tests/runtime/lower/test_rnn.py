@@ -241,13 +241,6 @@ def test_captured_graph_equals_eager(network: str, dynamic: bool) -> None:
         assert_equal([loss, *(gradients[name] for name in parameters)], [expected, *expected_gradients], 1e-5)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_hundred_steps_are_few_nodes(network: str) -> None:
-    model = LanguageModel(build(network, num_layers=2))
-    graph = capture(model, (torch.randint(20, (100, 4)),), {}, train=True).graph
-    assert len(graph.graph.nodes) < 60
-
-
 def operands(cell: str, gates: int, *, projected: bool = False, packed: bool = False) -> list[Any]:
     """What `rnn_layer` takes before its last three arguments: 7 rows or 4 steps of 3 sequences."""
     state = PROJECTED if projected else HIDDEN
@@ -297,16 +290,6 @@ def test_fused_ops_pass_opcheck_but_for_the_workspace() -> None:
     op = torch.ops.embrace.rnn_layer_backward.default
     torch.library.opcheck(op, backward, test_utils=(*names[1:], "test_aot_dispatch_dynamic"))
     assert all(itertools.starmap(torch.equal, zip(op(*backward), op(*backward), strict=True)))
-
-
-def test_gradient_without_saved_values_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="a gradient is needed, but save is False"):
-        torch.ops.embrace.rnn_layer(*operands("gru", 3), False, "loop", False)
-
-
-def test_saved_values_are_no_differentiable_results() -> None:
-    output, h_n, *saved = torch.ops.embrace.rnn_layer(*operands("gru", 3), False, "loop", True)
-    assert [t.requires_grad for t in (output, h_n, *saved)] == [True, True, False, False]
 
 
 def test_walk_knows_where_sequences_start_end_and_turn() -> None:
