@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.admm import pixels, seconds, spread
+from benchmarks.admm import pixels
 from benchmarks.admm.__main__ import Done, Key, train, tuned_rate, wanted
 from benchmarks.admm.methods import METHODS, OPTIMIZERS
-from benchmarks.admm.parallel import Outcome as ParallelOutcome
-from benchmarks.admm.report import write_parallel, write_stability
+from benchmarks.admm.report import write_stability
 from benchmarks.admm.tasks import sentiment, text
 
 
@@ -63,46 +60,3 @@ def test_rates_are_tuned_at_a_seed_that_is_not_judged(tmp_path: Path) -> None:
     assert len(re.findall(r"\| Adam \| rescaled \| 0.01 \|.*\| 5 of 5 \|", page)) == 3
     assert len(json.loads((tmp_path / "admm-stability.json").read_text(encoding="utf-8"))["trainings"]) == len(judged)
     assert (tmp_path / "admm-stability.svg").read_text(encoding="utf-8").count("<polyline") == 15
-
-
-def test_the_page_of_all_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="digits come with scikit-learn, of the extra `benchmarks`")
-    torch.manual_seed(0)
-    trainings = [asdict(pixels.train(pixels.task_of_pixels(train=20), "ADMM", 1.0, seed, 2)) for seed in (0, 1)]
-    pixels.write(tmp_path, {"ADMM": {"best": 1.0, "tried": {}, "trainings": trainings}}, 2)
-    assert "| ADMM | 1 | " in (tmp_path / "admm-pixels.md").read_text(encoding="utf-8")
-
-
-def test_what_an_epoch_costs_is_measured_in_turns(tmp_path: Path) -> None:
-    found = {"sentiment": seconds.measure(sentiment(train=32, test=32), rounds=2)}
-    assert {len(times) for times in found["sentiment"].values()} == {2}
-    seconds.write(tmp_path, found, 2)
-    assert "| sentiment | " in (tmp_path / "admm-seconds.md").read_text(encoding="utf-8")
-
-
-def test_how_often_a_training_comes_near_the_best(tmp_path: Path) -> None:
-    known: Done = {}
-    for task in ("digits", "text", "sentiment"):
-        for method in METHODS:
-            rate = OPTIMIZERS[method][1][0] if method in OPTIMIZERS else None
-            for seed in range(5):
-                key = Key(task, method, "rescaled", rate, seed, 1.0)
-                known[key] = {"key": key, "accuracy": 0.8 + 0.01 * seed - 0.1 * (seed == 3 and method == "ADMM")}
-    accuracies = {method: [0.78, 0.77, 0.9] for method in METHODS}
-    spread.write(tmp_path, known, dict.fromkeys(("digits", "text", "sentiment"), accuracies), 60)
-    page = (tmp_path / "admm-spread.md").read_text(encoding="utf-8")
-    # The bar is 0.95 x 0.82; the seed that ADMM is worst at is the fourth.
-    assert "| text | 0.779 | ADMM | 0.817 | 0.072 | 0.770 | 2 of 3 | 0.730 |" in page
-    assert "| text | 0.779 | Adam | 0.817 | 0.072 | 0.770 | 2 of 3 | 0.830 |" in page
-
-
-def test_the_page_of_the_parallel_forms(tmp_path: Path) -> None:
-    fast, slow = ParallelOutcome(0.9, 5.0, 60, "accuracy 0.9 was reached"), ParallelOutcome(0.9, 10.0, 20, None)
-    rounds = [{"synchronous": slow, "asynchronous": fast}]
-    write_parallel(tmp_path, {1: [0.9, 0.8], 2: [0.9, 0.9]}, rounds, 0.88, slower=5, iteration_ms=200.0)
-    page = (tmp_path / "admm-parallel.md").read_text(encoding="utf-8")
-    assert "| 1 | 10.0 (20) | 5.0 (60) (not reached) | 0.50 |" in page
-    assert "| 2 | 0.900 | 0.900, 0.900 | +5.0 |" in page
-    assert json.loads((tmp_path / "admm-parallel.json").read_text(encoding="utf-8"))["rounds"][0][
-        "asynchronous"
-    ] == asdict(fast)

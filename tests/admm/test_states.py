@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embrace_fx.admm import states
 from embrace_fx.admm.lagrangian import Penalties, lagrangian
-from embrace_fx.admm.model import Data, PerConstraint, run_forward
+from embrace_fx.admm.model import PerConstraint, run_forward
 from embrace_fx.admm.states import Jacobian, joint_move, solve_by_passes, solve_small
 from tests.admm import reference
 from tests.admm.problems import Problem, random_problem
@@ -63,18 +63,6 @@ def test_a_move_is_the_elimination_by_matrices_of_hidden_units(steps: int, heads
     problem = random_problem(steps, steps, heads, scale=0.7)
     wanted = reference.eliminate(problem.weights, problem.data, -problem.multipliers, problem.penalties)
     assert_close(moved(problem), wanted)
-
-
-def test_the_elimination_has_a_rank_of_less_than_the_classes_where_the_head_reads_the_last_step() -> None:
-    """Softmax's curvature has C - 1 directions, and no step adds one: so a system of C x C is all there is to solve."""
-    ranks = []
-    for heads in (1, 9):
-        problem, costs = random_problem(4, 9, heads, scale=0.7), list[Tensor]()
-        reference.eliminate(problem.weights, problem.data, -problem.multipliers, problem.penalties, costs)
-        ranks.append({int(torch.linalg.matrix_rank(P, atol=1e-12, rtol=0.0)) for P in costs})
-    classes, hidden = len(problem.weights.head_CG), len(problem.weights.cell_HF)
-    assert ranks[0] == {classes - 1}
-    assert max(ranks[1]) == hidden > classes
 
 
 def test_both_solvers_find_the_same_move() -> None:
@@ -131,19 +119,6 @@ def gradient_in_states(problem: Problem, residuals: PerConstraint, shifted: PerC
     return found
 
 
-def test_repeated_moves_end_where_no_gradient_is_left() -> None:
-    problem = random_problem(1, 5, 5, scale=0.5)
-    residuals, norms = zeros_like(problem.multipliers), []
-    for _ in range(6):
-        flat = [each.clone().requires_grad_() for each in residuals.tensors()]
-        value = reference.lagrangian(
-            problem.weights, problem.data, PerConstraint(*flat), problem.multipliers, problem.penalties
-        )
-        norms.append(float(torch.cat([g.flatten() for g in torch.autograd.grad(value, flat)]).norm()))
-        residuals = moved(problem, residuals) + problem.multipliers
-    assert norms[-1] < 1e-3 * norms[0]
-
-
 @pytest.mark.parametrize(("steps", "heads"), [(1, 1), (25, 1), (25, 25)])
 def test_at_rest_where_multipliers_balance_the_loss(steps: int, heads: int) -> None:
     """Multipliers that are the loss's gradient, as it travels back through the model, leave a forward pass as it is."""
@@ -155,19 +130,6 @@ def test_at_rest_where_multipliers_balance_the_loss(steps: int, heads: int) -> N
     slopes = torch.autograd.grad(loss, flat)
     balanced = replace(problem, multipliers=PerConstraint(*(g / p for g, p in zip(slopes, penalties, strict=True))))
     assert_close(moved(balanced), -balanced.multipliers, 1e-7)
-
-
-def test_certain_and_right_answers_move_nothing() -> None:
-    problem = random_problem(0, 4, 1)
-    head_CG = problem.weights.head_CG.clone()
-    head_CG[0, -1] += 200.0
-    fitting = replace(
-        problem,
-        weights=replace(problem.weights, head_CG=head_CG),
-        data=Data(problem.data.x_NBI, torch.zeros_like(problem.data.y_MB)),
-        multipliers=zeros_like(problem.multipliers),
-    )
-    assert_close(moved(fitting), fitting.multipliers, 1e-12)
 
 
 @pytest.mark.parametrize(("steps", "heads"), [(1, 1), (25, 1), (25, 25)])

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from embrace_fx import admm
-from embrace_fx.admm.operations import STATES, TO_MASTER, TO_WORKER
-from embrace_fx.admm.timeline import by_time
-from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from tests.admm.problems import modules, weighed_words
 from tests.support.ranks import run_ranks
 
@@ -36,17 +33,3 @@ def test_a_picture_shows_batches_and_exchanges_of_all_ranks(tmp_path: Path, asyn
     for name in ("forward pass", "states", "weights", exchange):
         assert {rank for rank, what in seen if what == name} == set(workers), name
     assert ((0, "mean of weights") in seen) == asynchronous
-
-
-def test_windows_of_equal_length() -> None:
-    recording = Recording(
-        [(None, 0, 10.0), (STATES, 0, 11.0), (None, 1, 11.5), (STATES, 1, 14.5)],
-        [(TO_WORKER, 0, 11.0, 11.5)],
-        [Transfer(TO_MASTER, 0, 8, 12.5, 13.0)],
-        1,
-    )
-    cut = by_time(recording, 2.0)
-    assert [window for _, window, _ in cut.marks] == [0, 0, 0, 2]
-    assert [wait[1] for wait in cut.waits] == [0]
-    assert [transfer.window for transfer in cut.transfers] == [1]
-    assert cut.window == 2

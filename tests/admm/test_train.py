@@ -50,21 +50,6 @@ def test_language_model_of_25_steps() -> None:
     assert {len(state.history), state.iteration} == {25}
 
 
-def test_time_first_is_the_same_training() -> None:
-    inputs, targets = repeated_word(8, 5, seed=0)
-    rnn, head = modules(4, 6, 4)
-    other = nn.RNN(4, 6)
-    other.load_state_dict(rnn.state_dict())
-    other_head = nn.Linear(6, 4)
-    other_head.load_state_dict(head.state_dict())
-    torch.manual_seed(1)
-    admm.train(rnn, head, (inputs, targets), iterations=5)
-    torch.manual_seed(1)
-    admm.train(other, other_head, (inputs.transpose(0, 1), targets.t()), iterations=5)
-    for found, wanted in zip(other.parameters(), rnn.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-
-
 def flat(state: State) -> dict[str, Tensor]:
     holders = {
         "weights": state.weights,
@@ -128,32 +113,6 @@ def test_it_ends_at_an_accuracy() -> None:
     assert seen == state.history
     assert seen[-1].accuracy >= 0.85 > max([progress.accuracy for progress in seen[:-1]], default=0.0)
     assert state.stopped == "accuracy 0.85 was reached"
-
-
-def test_a_start_that_is_better_than_all_that_follows_is_kept() -> None:
-    inputs, targets = weighed_words(40, 3, seed=0)
-    rnn, head = modules(6, 8, 2)
-    admm.train(rnn, head, (inputs, targets), iterations=5)
-    wanted = [parameter.clone() for parameter in head.parameters()]
-    # Judged on the opposite answers, every iteration that learns is worse than the start.
-    state = admm.train(rnn, head, (inputs, targets), iterations=5, validation=(inputs, 1 - targets), rescale=False)
-    assert state.best.iteration == 0
-    for parameter, value in zip(head.parameters(), wanted, strict=True):
-        assert torch.equal(parameter, value)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_starts_that_differ_by_a_factor_are_one_training(scale: float) -> None:
-    data = weighed_words(40, 4, seed=0)[0].double(), weighed_words(40, 4, seed=0)[1]
-    found = []
-    for factor in (1.0, scale):
-        rnn, head = modules(6, 8, 2, dtype=torch.float64)
-        with torch.no_grad():
-            for parameter in (*rnn.parameters(), *head.parameters()):
-                parameter.mul_(factor)
-        state = admm.train(rnn, head, data, iterations=3)
-        found.append(state.weights.flat())
-    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
 
 
 def test_weights_that_are_all_zero_are_trained_as_they_are() -> None:

@@ -28,13 +28,6 @@ def test_a_device_passes_over_its_own_memory_at_what_is_attained_of_its_rate(dev
     assert compute.flops_per_ms > CORE.flops_per_ms
 
 
-def test_newer_devices_of_a_line_are_faster() -> None:
-    line = [DEVICES[name] for name in ("V100", "A100", "H100", "H200")]
-
-    assert [each.memory_bytes_per_ms for each in line] == sorted(each.memory_bytes_per_ms for each in line)
-    assert [each.flops_per_ms for each in line] == sorted(each.flops_per_ms for each in line)
-
-
 def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> None:
     device = DEVICES["RTX 3090"]
     alone, four = (device.cluster(12.5e6, 0.01, devices_per_machine=k) for k in (1, 4))

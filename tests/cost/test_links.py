@@ -182,16 +182,6 @@ def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, 
     assert machines.among(ranks).link("all_reduce").least_ms == 2.0
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_within_one_machine_only_its_own_link_counts(collective: Collective) -> None:
-    assert launch_ms(MACHINES, collective, 8000, 4) == launch_ms(Cluster(8000.0, 0.125), collective, 8000, 4)
-
-
-def test_a_cluster_of_single_ranks_is_itself() -> None:
-    assert UNEVEN.among(4) == UNEVEN
-    assert MACHINES.among(8).among(8) == MACHINES.among(8)
-
-
 def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
     size = chunk_bytes(MACHINES, 8, "all_to_all")
 
@@ -227,19 +217,6 @@ def test_start_up_takes_a_tenth_of_a_chunk(
     assert start_up_share(size) <= 0.1 * 1.001
     # And it is not larger than it must be: an urgent transfer waits for one of them.
     assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1
-
-
-def test_chunks_on_a_slow_network() -> None:
-    """200 Mb/s, 0.1 ms, 4 ranks: 6 messages take 0.6 ms, the bytes nine times that."""
-    size = chunk_bytes(SLOW, 4)
-
-    assert size == pytest.approx(90_000, rel=1e-3)
-    assert launch_ms(SLOW, "all_reduce", size, 4) == pytest.approx(6.0, rel=1e-3)
-
-
-def test_a_single_rank_cuts_as_two_would() -> None:
-    assert chunk_bytes(SLOW, 1, "all_to_all") == chunk_bytes(SLOW, 2, "all_to_all")
-    assert bucket_bytes(SLOW, 1, 10**8) == bucket_bytes(SLOW, 2, 10**8)
 
 
 def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
