@@ -47,11 +47,6 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(ROWS, (4, 3), generator=draw), torch.randint(3, (4,), generator=draw)
 
 
-def _with(name: str, *args: Any) -> Deed:
-    """A method of the gradient, whose result is logged."""
-    return _grad(lambda gradient: getattr(gradient, name)(*args))
-
-
 def _grad(deed: Callable[[Any], Any]) -> Deed:
     return lambda model, emb: _done(deed(emb.weight.grad))
 
@@ -104,39 +99,6 @@ VIEWS_OF_THE_GRADIENT: Mapping[str, Deed] = {
     "row by row of its own": _grad(lambda g: g[5].copy_(g[6])),
 }
 
-QUESTIONS_TO_THE_GRADIENT: Mapping[str, Deed] = {
-    "norms of rows": _with("norm", 2, 1),
-    "the rows of the largest": _grad(lambda g: g.pow(2).sum(-1).topk(3).values),
-    "the share of zeros": _grad(lambda g: (g == 0).sum().item() / g.numel()),
-    "the mean of zeros": _grad(lambda g: (g == 0).float().mean().item()),
-    "clipping by unit": lambda model, emb: _clipped_by_unit(emb.weight),
-    "the largest of each row": _with("amax", 1),
-    "the spread of all": _with("std"),
-    "the spread of each row": _with("var", 1),
-    "any of each row": _grad(lambda g: (g != 0).any(1)),
-    "the sum of rows that are read": _grad(lambda g: g[_MASK].sum()),
-    "the norm of a row": _grad(lambda g: g[3].norm()),
-    "the norm of a slice": _grad(lambda g: g[:7].norm()),
-    "the mean of a column": _grad(lambda g: g[:, 5].mean()),
-    "an element": _grad(lambda g: g[3, 3].item()),
-    "the median": _with("median"),
-    "the largest place": _with("argmax"),
-    "sorted": _with("sort"),
-    "a product with itself": _grad(lambda g: g @ g.t()),
-    "a dot": _grad(lambda g: torch.dot(g.view(-1), g.view(-1))),
-    "numpy": _grad(lambda g: g.cpu().numpy().sum()),
-    "a list": _with("tolist"),
-    "its size": _grad(lambda g: [*g.shape, g.numel(), len(g)]),
-}
-
-
-def _clipped_by_unit(weight: Tensor) -> None:
-    assert weight.grad is not None
-    most = weight.detach().norm(2.0, dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.01)
-    norm = weight.grad.detach().norm(2.0, dim=1, keepdim=True)
-    clipped = weight.grad.detach() * (most / norm.clamp(min=1e-6))
-    weight.grad.detach().copy_(torch.where(norm < most, weight.grad.detach(), clipped))
-
 
 def _averaged(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
@@ -158,18 +120,7 @@ COLLECTIVES: Mapping[str, Deed] = {
     "the data is": _weight(lambda w: _gathered(w.data)),
     "all parameters are averaged": lambda model, emb: _average_of_models(model),
     # found by nobody before
-    "a slice is broadcast": _weight(lambda w: dist.broadcast(w.data[:3], 0)),
-    "a copy is averaged": _weight(lambda w: _averaged(w.detach().clone())),
-    "it is gathered into one": _weight(
-        lambda w: dist.all_gather_into_tensor(w.new_empty((ROWS * dist.get_world_size(), WIDTH)), w.data)
-    ),
-    "it is reduced to one rank": _weight(lambda w: dist.reduce(w.data, 0)),
-    "objects are gathered": _weight(
-        lambda w: dist.all_gather_object([None] * dist.get_world_size(), {"weight": w.data})
-    ),
     "a functional one": _weight(lambda w: functional.all_reduce(w.data, "sum", [*range(dist.get_world_size())])),
-    "a coalesced one": _weight(lambda w: dist.all_reduce_coalesced([w.data])),
-    "what is left of it": _weight(lambda w: _averaged(w.data.sum(0))),
 }
 
 
@@ -180,40 +131,27 @@ def _average_of_models(model: Any) -> None:
 
 
 TABLES: Mapping[str, Deed] = {
-    "scores of all": _weight(lambda w: (torch.ones(2, WIDTH, dtype=torch.float64) @ w.t()).sum().item()),
     "a lookup": _weight(lambda w: F.embedding(torch.tensor([1, 2]), w)),
     "an array": _weight(lambda w: w.detach().cpu().numpy().sum()),
-    "cosine of rows": _weight(lambda w: F.cosine_similarity(w[1], w[2], dim=0)),
-    "a norm for the log": _weight(lambda w: w.detach().norm().item()),
     "unit rows": _weight(lambda w: w.data.copy_(F.normalize(w.data, p=2.0, dim=1))),
     "renormed rows": _weight(lambda w: w.renorm_(2, 0, 0.5)),
-    "its size": _weight(lambda w: [*w.shape, w.numel(), sum(w.size())]),
     "a copy that is saved": _weight(lambda w: torch.save({"w": w.cpu()}, io.BytesIO())),
     "a pickle": _weight(lambda w: pickle.dumps(w.detach())),
     "rows are put back": lambda model, emb: _put_back(emb.weight),
     # found by nobody before
     "a copy of it trains on": _weight(lambda w: deepcopy(w).mul_(2.0).norm().item()),
-    "columns are read": _weight(lambda w: w[:, :2].sum().item()),
-    "its mean row": _weight(lambda w: w.mean(0).norm()),
     "noise": _weight(lambda w: _seeded(lambda: w.add_(torch.randn_like(w), alpha=0.01))),
     "made anew": _weight(lambda w: _seeded(lambda: nn.init.normal_(w, std=0.3))),
     "made anew between bounds": _weight(lambda w: _seeded(lambda: nn.init.uniform_(w.data, -0.1, 0.1))),
     "made anew as a matrix": _weight(lambda w: _seeded(lambda: nn.init.orthogonal_(w))),
     "spread of Xavier": _weight(lambda w: _seeded(lambda: nn.init.xavier_uniform_(w))),
-    "the sum of squares by row": _weight(lambda w: w.square().sum(1)),
     "a decay by row": _weight(lambda w: w.mul_(torch.linspace(0.9, 1.0, ROWS, dtype=torch.float64)[:, None])),
     "a decay by column": _weight(lambda w: w.mul_(torch.linspace(0.9, 1.0, WIDTH, dtype=torch.float64))),
     "the mean is taken away": _weight(lambda w: w.sub_(w.mean(0, keepdim=True))),
     "it is replaced": _weight(lambda w: w.data.copy_(torch.linspace(0, 1, ROWS * WIDTH).view(ROWS, WIDTH))),
     "its data is": lambda model, emb: setattr(emb.weight, "data", emb.weight.data * 0.5),
     "a row is another": _weight(lambda w: w[3].copy_(w[4])),
-    "is it a number": _weight(lambda w: w.isfinite().all().item()),
     "all of it into a vector": lambda model, emb: nn.utils.parameters_to_vector([emb.weight]),
-    "ranks of a matrix": _weight(torch.linalg.matrix_rank),
-    "singular values": _weight(torch.linalg.svdvals),
-    "a histogram": _weight(lambda w: torch.histc(w, 4)),
-    "equal to itself": _weight(lambda w: torch.equal(w, w.clone())),
-    "printed": _weight(lambda w: len(str(w)) > 0),
     "its gradient is another": lambda model, emb: setattr(emb.weight, "grad", torch.ones(ROWS, WIDTH).double()),
     "its gradient is scaled anew": _weight(lambda w: setattr(w, "grad", w.grad * 0.5)),
     "a penalty of rows": lambda model, emb: _backward(0.1 * emb.weight.norm()),
@@ -233,9 +171,6 @@ def _backward(loss: Any) -> None:
 def _seeded(deed: Callable[[], Any]) -> None:
     torch.manual_seed(5)
     deed()
-
-
-Answers = list[tuple[str, Any]]
 
 
 def train(

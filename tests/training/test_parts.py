@@ -15,7 +15,6 @@ from tests.support.ranks import run_ranks
 
 DEEDS: Mapping[str, Mapping[str, Deed]] = {
     "views of the gradient": part_deeds.VIEWS_OF_THE_GRADIENT,
-    "questions to the gradient": part_deeds.QUESTIONS_TO_THE_GRADIENT,
     "collectives": part_deeds.COLLECTIVES,
     "tables": part_deeds.TABLES,
 }
@@ -58,7 +57,6 @@ def test_loops_do_as_under_ddp_or_are_refused_and_go_on(deeds: str, way: str, ki
 
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "views of the gradient": (),
-    "questions to the gradient": (),
     "collectives": tuple(part_deeds.COLLECTIVES),
     "tables": ("a copy that is saved", "a pickle", "a penalty of rows"),
 }

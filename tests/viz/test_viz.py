@@ -15,10 +15,11 @@ from typing import Any, get_args
 import pytest
 
 from embrace_fx import viz
+from embrace_fx.viz import trace
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
 from embrace_fx.viz.picture import Panel, Picture, labels
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Kind
-from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support import timelines
 from tests.support.pictures import compute, saved
 
@@ -296,6 +297,23 @@ def test_svg_names_the_ranks_it_leaves_out(tmp_path: Path, schedule: Schedule) -
     assert "Measured, first 4 ranks" in text
     assert ">rank 3<" in text
     assert ">rank 4<" not in text
+
+
+@pytest.mark.parametrize("drawn", ["schedule", "timeline"])
+def test_held_memory_is_a_line_above_its_steps(
+    tmp_path: Path, schedule: Schedule, timeline: Timeline, drawn: str
+) -> None:
+    points = tuple(MemoryAt(0, at_ms, held << 20) for at_ms, held in ((0.0, 0), (3.0, 5), (9.0, 2)))
+    if drawn == "schedule":
+        schedule = replace(schedule, predicted=replace(schedule.predicted, memory=points))
+    measured = replace(timeline, memory=points) if drawn == "timeline" else None
+
+    root = ET.fromstring(saved(tmp_path, ".svg", schedule, measured))
+    assert [line.get("class") for line in root.iter(f"{SVG}polyline")] == ["memory"]
+    (tmp_path / "trace.json").write_text(saved(tmp_path, ".json", schedule, measured))
+    found, also = trace.read(tmp_path / "trace.json")
+    assert found is not None
+    assert (also.memory if also is not None else found.predicted.memory) == points
 
 
 # -------------------------------------------------------------------------------------------------------- .dot

@@ -12,8 +12,7 @@ import pytest
 from embrace_fx import viz
 from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
 from embrace_fx.vocabulary.operation_id import CLASS_LANES
-from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline, Wait
-from tests.support import timelines
+from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline
 
 SENT = ("compute", *CLASS_LANES)
 """The lanes of steps that copy nothing."""
@@ -105,41 +104,12 @@ def test_pointing_at_a_communication_tells_bytes_and_times(
     assert f"measured\n{span.end_ms - span.start_ms:.3f} ms on rank 0" in tip
 
 
-def test_an_operation_that_waits_cut_into_pieces_is_told_as_one(tab: Any, tmp_path: Path) -> None:
-    cut = Operation("forward a", "forward", "compute", 4.0)
-    wait = Wait("bucket 0", "dense", 0, 0, 1.0, 3.0)
-    opened(tab, tmp_path, timeline=Timeline((Span(cut, 0, 0, 0.0, 1.0), Span(cut, 0, 0, 3.0, 6.0)), (wait,), 1))
-    assert "measured\n4.000 ms in 2 pieces, starts 0.000 ms into its window" in found_along(
-        tab, "measured", "compute", "forward a"
-    )
-    tab.locator("#list summary").click()
-    assert tab.locator("#operations tbody tr").inner_text().endswith("4.000 ms\t4.000 ms")
-
-
 def test_pointing_at_a_wait_tells_what_is_waited_for(tab: Any, tmp_path: Path, timeline: Timeline) -> None:
     opened(tab, tmp_path, timeline=timeline)
     wait = min((w for w in timeline.waits if w.rank == 0), key=lambda w: w.start_ms)
     tip = found_along(tab, "measured", "compute", "waits for")
     assert wait.launch in tip
     assert f"{wait.end_ms - wait.start_ms:.3f} ms" in tip
-
-
-def test_choosing_predicted_or_measured_changes_what_is_drawn(
-    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline
-) -> None:
-    opened(tab, tmp_path, schedule, timeline)
-    both = drawn_pixels(tab, "predicted")
-    tab.get_by_text("Measured", exact=True).first.click()
-    assert tab.locator("#predicted").is_hidden()
-    assert tab.locator("#measured").is_visible()
-    tab.get_by_text("Predicted", exact=True).first.click()
-    assert tab.locator("#measured").is_hidden()
-    assert tab.locator("#predicted").is_visible()
-    tab.locator("#zoom-fit").click()
-    assert drawn_pixels(tab, "predicted") != both, "it has the width to itself"
-    tab.get_by_text("Both", exact=True).click()
-    tab.locator("#zoom-fit").click()
-    assert drawn_pixels(tab, "predicted") == both
 
 
 def test_the_critical_path_can_be_left_out(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
@@ -194,29 +164,6 @@ def test_zooming_and_coming_back(tab: Any, tmp_path: Path, schedule: Schedule, w
     tab.mouse.move(0, 0)
     tab.locator("#zoom-fit").blur()
     assert drawn_pixels(tab, "predicted") == fitted
-
-
-def test_dragging_moves_the_picture(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
-    opened(tab, tmp_path, schedule)
-    tab.locator("#zoom-in").click()
-    start = tab.evaluate("state.start")
-    box = tab.locator("#predicted").bounding_box()
-    tab.mouse.move(box["x"] + 600, box["y"] + 40)
-    tab.mouse.down()
-    tab.mouse.move(box["x"] + 500, box["y"] + 40, steps=4)
-    tab.mouse.up()
-    assert tab.evaluate("state.start") > start
-    assert tab.locator("#detail").inner_text() == "", "a drag keeps nothing"
-
-
-def test_many_ranks_and_windows(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
-    opened(tab, tmp_path, schedule, timelines.timeline(schedule, world_size=9, windows=6))
-    assert [strip.is_visible() for strip in tab.locator("#measured .strip-of").all()] == [True] + [False] * 8
-    last = drawn_pixels(tab, "measured")
-    tab.select_option("#window", "0")
-    assert drawn_pixels(tab, "measured") != last
-    tab.select_option("#rank", "all")
-    assert all(strip.is_visible() for strip in tab.locator("#measured .strip-of").all())
 
 
 def test_dark_follows_the_system_and_the_button(browser: Any, tmp_path: Path, schedule: Schedule) -> None:
@@ -290,15 +237,3 @@ def test_no_word_in_a_bar_is_cut_in_two(
     assert all(inside or hidden for inside, hidden in words)
     assert any(hidden for _, hidden in words)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_steps_on_other_numbers_of_ranks_have_the_compute_that_is_predicted(
-    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline
-) -> None:
-    opened(tab, tmp_path, schedule, timeline, Background(0.0, (StepOn(2, 1.0, 0.0),), ()))
-
-    compute_ms = schedule.diagnostics().compute_ms
-
-    assert compute_ms != pytest.approx(timeline.diagnostics().compute_ms, rel=0.01)
-    shown = tab.locator("#ranks .total").last.inner_text()
-    assert float(shown.removesuffix(" ms")) == pytest.approx(compute_ms, rel=0.01)
