@@ -128,7 +128,7 @@ def test_four_ranks_on_a_grid() -> None:
 
     assert share(found, exact) < 0.35
     assert off(found, exact) < 0.01
-    assert "alltoall travels as int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
+    assert "travels as int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
 
 
 @pytest.mark.long
@@ -184,7 +184,7 @@ def _planned(rank: int, _: int) -> str:
     model = embrace_fx.compile(Words(), strategy="alltoall", rows="int8", cluster=embrace_fx.Cluster())
     model(*batch).backward()
     again = embrace_fx.compile(Words(), plan=model.plan)
-    with pytest.raises(ValueError, match="alltoall in int8 in the plan, where 'exact' is asked for"):
+    with pytest.raises(ValueError, match="where 'exact' is asked for"):
         again(*batch)
     return "refused"
 

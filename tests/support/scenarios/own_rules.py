@@ -1,23 +1,15 @@
-"""Optimizers that are not torch's: equal to DDP's, in shards where they promise to be element-wise, else whole."""
+"""Optimizers that are not torch's: in shards where they promise to be element-wise, else of whole tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-import embrace_fx
-from tests.support.ranks import run_ranks
-from tests.support.reference import assert_same
-from tests.support.scenario import Training
-from tests.support.sides import DTYPE
-from tests.support.training import SEED, whole_parameters
+from tests.support.scenario import Training, scenario
 
 
 class Ruled(Optimizer):
@@ -129,50 +121,20 @@ class Sharp(Ruled):
         return gradient + 0.05 * gradient / (gradient.norm() + 1e-12)
 
 
-Make = Callable[[Any], Optimizer]
-WHOLE = {kind.__name__: kind for kind in (Lion, Growing, Clipping, Skipping, Layered, Sharp, Wary)}
-PROMISED = {kind.__name__: kind for kind in (PromisedLion, Counting)}
-MAKERS: dict[str, Make] = {
-    **WHOLE,
-    **PROMISED,
-    "Adafactor": torch.optim.Adafactor,
-    "a group of each kind": lambda params: Counting([{"params": params, "lr": 0.02}], lr=0.1),
-}
+def _steps(name: str, make: Callable[..., Optimizer], *, sharded: bool = False) -> None:
+    def run(training: Training) -> None:
+        for step, batch in enumerate(training.batches()):
+            (training.model(*batch) * (20 if step == 3 else 1)).backward()
+            training.step()
+        if training.is_compiled and training.model.plan.sharded:
+            assert sharded, training.model.plan
+
+    run.__name__ = f"own rule {name}"
+    scenario(optimizer=make, fresh=True)(run)
 
 
-def _train(rank: int, training: Training) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    for step, batch in enumerate(training.batches(6)):
-        (training.model(*batch) * (20 if step == 3 else 1)).backward()
-        training.step()
-    groups = [{key: v for key, v in group.items() if key != "params"} for group in training.optimizer.param_groups]
-    return whole_parameters(training.module), groups
-
-
-def _both(rank: int, world_size: int) -> dict[str, Any]:
-    torch.set_default_dtype(DTYPE)
-    found = {}
-    for name, make in MAKERS.items():
-        torch.manual_seed(SEED)
-        compiled = Training(partial(embrace_fx.compile, strategy="alltoall"), make, is_compiled=True)
-        ours = _train(rank, compiled)
-        torch.manual_seed(SEED)
-        theirs = _train(rank, Training(DistributedDataParallel, make, is_compiled=False))
-        found[name] = ours, theirs, compiled.model.plan["words.weight"].strategy
-    return found
-
-
-def _check(ranks: int) -> None:
-    for found in run_ranks(ranks, _both):
-        for name, ((ended, groups), (expected, expected_groups), strategy) in found.items():
-            assert_same(ended, expected, DTYPE)
-            assert [sorted(group) for group in groups] == [sorted(group) for group in expected_groups]
-            for key in ("lr", "d", "count", "norm", "skips"):
-                told, expected_told = ([group.get(key, 0) for group in each] for each in (groups, expected_groups))
-                assert told == pytest.approx(expected_told), name
-            assert (strategy == "alltoall") is (name in PROMISED or name == "a group of each kind"), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rule_of_its_own_steps_as_under_ddp(ranks: int) -> None:
-    _check(ranks)
+for _kind in (Lion, Growing, Clipping, Skipping, Layered, Sharp, Wary, torch.optim.Adafactor):
+    _steps(_kind.__name__, _kind)
+for _promised in (PromisedLion, Counting):
+    _steps(_promised.__name__, _promised, sharded=True)
+_steps("of groups", lambda params: Counting([{"params": params, "lr": 0.02}], lr=0.1), sharded=True)
