@@ -1,8 +1,7 @@
 """A batch written from the formulas, slowly: one sequence at a time, every constraint in one dense system.
 
 Nothing is shared with the package but its data classes. The joint move is the minimum of the Lagrangian's quadratic
-model in all residuals at once, by a dense solve; Jacobian, gradient and curvature are autograd's. `eliminate` is the
-form with a matrix of H x H at every step, from the last step to the first.
+model in all residuals at once, by a dense solve; Jacobian, gradient and curvature are autograd's.
 """
 
 from __future__ import annotations
@@ -82,60 +81,3 @@ def joint_move(
         step = torch.linalg.solve(J.t() @ S @ J + torch.diag(p), -(J.t() @ g + p * old))
         found.append(cut(old + step, shift))
     return PerConstraint(*(torch.stack(each, 1) for each in zip(*(f.tensors() for f in found), strict=True)))
-
-
-def eliminate(
-    weights: Weights, data: Data, shifted: PerConstraint, penalties: Penalties, costs: list[Tensor] | None = None
-) -> PerConstraint:
-    """New shifted residuals from a forward pass, by dynamic programming over states: matrices of H x H at every step.
-
-    P and q of the cost that is still to come, P/2 ds^2 - q ds, made smaller by what each residual can take over. Each P
-    is added to `costs`.
-    """
-    U, W, b, V, c = split(weights, data.x_NBI.shape[2])
-    p1, p2, p3 = penalties.p1, penalties.p2, penalties.p3
-    H, N, M = len(W), len(data.x_NBI), len(data.y_MB)
-    found = []
-    for i in range(data.sequences):
-        ra, rs, ro = (each[:, i] for each in shifted.tensors())
-        states, s = [], torch.zeros(H, dtype=W.dtype)
-        for x in data.x_NBI[:, i]:
-            s = torch.tanh(U @ x + W @ s + b)
-            states.append(s)
-        P, q = torch.zeros(H, H, dtype=W.dtype), torch.zeros(H, dtype=W.dtype)
-        unit, kept = torch.eye(H, dtype=W.dtype), []
-        for n in reversed(range(N)):
-            m = n - (N - M)
-            if m >= 0:
-                softmax = torch.softmax(V @ states[n] + c, 0)
-                g = softmax - torch.nn.functional.one_hot(data.y_MB[m, i], len(c))
-                S = torch.diag(softmax) - torch.outer(softmax, softmax)
-                Ho = torch.linalg.inv(S + p3 * torch.eye(len(c), dtype=W.dtype))
-                A = p3 * S @ Ho
-                P, q = P + V.t() @ A @ V, q + V.t() @ (A @ ro[m] - p3 * Ho @ g)
-                kept_head = Ho, g
-            else:
-                kept_head = None
-            if costs is not None:
-                costs.append(P)
-            D = 1 - states[n].square()
-            # ds = D da + rs: the pull on ds after rs has taken its part, then on da after ra has.
-            K2 = torch.linalg.inv(P + p2 * unit)
-            P2, q2 = p2 * unit - p2 * p2 * K2, p2 * K2 @ q
-            K1 = torch.linalg.inv(D[:, None] * P2 * D + p1 * unit)
-            G = D * (q2 + P2 @ rs[n])
-            kept.append((K1, K2, G, q, D, kept_head))
-            P1 = p1 * unit - p1 * p1 * K1
-            P, q = W.t() @ P1 @ W, W.t() @ (p1 * K1 @ G + P1 @ ra[n])
-        ds, new = torch.zeros(H, dtype=W.dtype), tuple[list[Tensor], list[Tensor], list[Tensor]](([], [], []))
-        for n, (K1, K2, G, q, D, head) in enumerate(reversed(kept)):
-            u = W @ ds
-            da = K1 @ (p1 * (u - ra[n]) + G)
-            ds = K2 @ (p2 * (D * da - rs[n]) + q)
-            new[0].append(ra[n] + da - u)
-            new[1].append(rs[n] + ds - D * da)
-            if head is not None:
-                m = n - (N - M)
-                new[2].append(ro[m] + head[0] @ (p3 * (V @ ds - ro[m]) - head[1]) - V @ ds)
-        found.append([torch.stack(each) for each in new])
-    return PerConstraint(*(torch.stack(each, 1) for each in zip(*found, strict=True)))

@@ -1,4 +1,4 @@
-"""The joint move: equal to a dense solve and to the elimination step by step, downhill, at rest where all fits."""
+"""The joint move: equal to a dense solve, downhill, at rest where all fits."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ def test_a_move_is_the_dense_minimum_of_all_constraints(steps: int, heads: int) 
         shifted = at + -problem.multipliers
         wanted = reference.joint_move(problem.weights, problem.data, at, shifted, problem.penalties)
         assert_close(moved(problem, start), wanted)
-
-
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize(("steps", "heads"), [*SHAPES, (25, 1), (25, 25)])
-def test_a_move_is_the_elimination_by_matrices_of_hidden_units(steps: int, heads: int) -> None:
-    """A system of C x C a sequence, or conjugate gradients, in place of two of H x H at each step."""
-    problem = random_problem(steps, steps, heads, scale=0.7)
-    wanted = reference.eliminate(problem.weights, problem.data, -problem.multipliers, problem.penalties)
-    assert_close(moved(problem), wanted)
 
 
 def test_both_solvers_find_the_same_move() -> None:
