@@ -191,9 +191,9 @@ def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
     rnn, head = modules(6, 8, 2)
     data = weighed_words(12, 3, seed=0)
     state = admm.train(rnn, head, data, iterations=1)
-    with pytest.raises(ValueError, match=r"multipliers of \(\(3, 12, 8\).*\(now \(\(3, 9, 8\)"):
+    with pytest.raises(ValueError, match=r"now \(\(3, 9, 8\)"):
         admm.train(rnn, head, weighed_words(9, 3, seed=0), state=state)
-    with pytest.raises(ValueError, match=r"penalties Penalties\(p1=4.0.*now Penalties\(p1=7.0"):
+    with pytest.raises(ValueError, match=r"now Penalties\(p1=7.0"):
         admm.train(rnn, head, data, state=state, penalties=admm.Penalties(p1=7.0))
     with pytest.raises(ValueError, match=r"found that it has weights torch\.float32"):
         admm.train(*modules(6, 9, 2), data, state=state)

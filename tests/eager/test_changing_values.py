@@ -172,7 +172,7 @@ def test_the_report_names_a_number_of_which_each_value_has_a_graph() -> None:
     for model.count in range(14):
         compiled(torch.arange(4))
     assert captures_of(compiled) < 12
-    assert "the forward reads self.count, which keeps changing" in compiled.report()
+    assert "reads self.count, which keeps changing" in compiled.report()
 
 
 def _ahead(rank: int, world_size: int) -> list[bool]:
@@ -204,7 +204,7 @@ def test_the_report_names_the_attribute_that_keeps_changing() -> None:
     for step in range(6):
         model.scale = 1.0 / (1 + step)
         assert compiled(torch.arange(4)).item() == pytest.approx(model(torch.arange(4)).item())
-    assert "the forward reads self.scale, which keeps changing" in compiled.report()
+    assert "reads self.scale, which keeps changing" in compiled.report()
 
 
 def _scale(compiled: Any) -> None:

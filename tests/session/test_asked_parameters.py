@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,7 +12,6 @@ import embrace_fx
 from embrace_fx.runtime.tables.update_rule import Sweep
 from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
-from tests.support.stacks import ROWS, Many
 
 
 class Lines(logging.Handler):
@@ -78,32 +75,3 @@ def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
 
 def test_clipping_by_the_model_asks_for_none() -> None:
     assert not any(ASKED in line for told, _ in run_ranks(2, train, True) for line in told)
-
-
-def asks_where_tables_are_joined(rank: int, world_size: int) -> int:
-    """How often all that was pending was applied in steps that asked for nothing."""
-    plain = Many(6)
-    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall", schedule="2d")
-    applied = 0
-
-    def counted(apply: Callable[[], None]) -> None:
-        nonlocal applied
-        applied += 1
-        apply()
-
-    for kind in session_of(model).state.pending._kinds:
-        kind._apply_now = partial(counted, kind._apply_now)
-    ids = [torch.stack([torch.randint(rows, (5,)) for rows in (*ROWS, ROWS[0])], 1) for _ in range(4)]
-    for batch in model.lookahead([(each, torch.ones(5)) for each in ids]):
-        model(*batch).backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-    found = applied
-    model.close()
-    return found
-
-
-@pytest.mark.long
-def test_a_row_space_is_not_taken_for_memory_that_others_share() -> None:
-    assert run_ranks(2, asks_where_tables_are_joined) == [0, 0]

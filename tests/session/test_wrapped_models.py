@@ -123,8 +123,8 @@ def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
         assert "model is a OptimizedModule, which wraps a model already" in found["torch.compile"]
         assert "found a Doubled whose inner is compiled" in found["inside"]
         for case in ("copied", "left"):
-            assert "of whose tables words.weight, items.weight an earlier compile()" in found[case]
-        assert "closed, by close() or by another compile() of its model" in found["closed"]
+            assert "words.weight, items.weight an earlier compile" in found[case]
+        assert "by another compile() of its model" in found["closed"]
 
 
 def refused_beside(model: Any, narrow: tuple[nn.Module, ...], rank: int) -> dict[str, list[str]]:
@@ -202,5 +202,5 @@ def copy_before(rank: int, world_size: int) -> list[str]:
 def test_copies_made_before_stay_whole_and_are_told_of() -> None:
     first, second = run_ranks(2, copy_before)
     assert len(first) == 1
-    assert "words.weight, items.weight are sharded from now on" in first[0]
+    assert "are sharded from now on" in first[0]
     assert not second

@@ -290,5 +290,5 @@ def test_an_order_is_of_what_the_graph_submits() -> None:
 def test_the_verifier_names_the_invariant() -> None:
     graph, _ = translator("2d")
 
-    with pytest.raises(VerificationError, match=r"rows_current: expected 'source.weight rows' to be looked up after"):
+    with pytest.raises(VerificationError, match=r"rows_current: expected 'source\.weight rows'"):
         verify(broken(graph, late_rows_without_their_update), after="by hand", captured=graph, previous=graph)

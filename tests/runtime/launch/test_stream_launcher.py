@@ -131,7 +131,7 @@ def test_a_class_keeps_its_order_whoever_waits() -> None:
     device = Device()
     (rows,) = device.submit("rows")
 
-    with pytest.raises(RuntimeError, match=r"'rows' to be launched before .* found that an earlier launch"):
+    with pytest.raises(RuntimeError, match="'rows' to be launched before"):
         rows.wait()
 
 

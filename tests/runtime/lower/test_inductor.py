@@ -158,7 +158,7 @@ def test_what_inductor_refuses_runs_eagerly_and_says_so(monkeypatch: pytest.Monk
     x = torch.randn(2, 3)
     expected = model(x)
 
-    with pytest.warns(UserWarning, match=r"region of \d+ nodes, found RuntimeError: no code for this"):
+    with pytest.warns(UserWarning, match="RuntimeError: no code for this"):
         found = embrace_fx.compile(model, backend="inductor")(x)
 
     assert torch.equal(found, expected)
