@@ -149,11 +149,6 @@ def test_a_number_that_decides_a_shape_is_a_constant() -> None:
     assert _captures(lambda m, x, k: x[:, : k % 3 + 1].square().sum(), steps=3) == 3
 
 
-@pytest.mark.long
-def test_a_number_that_decides_in_turns_has_no_capture_for_each_value() -> None:
-    assert _captures(lambda m, x, k: x.square().sum() if k % 2 else x.sum() * k) == 3
-
-
 class Choosing(Scaled):
     """Looks its number up: a graph holds for one of them."""
 

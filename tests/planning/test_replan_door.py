@@ -59,12 +59,6 @@ def test_a_plan_that_is_asked_for_is_made_once_and_says_what_it_saves() -> None:
     assert of_other == []
 
 
-def test_without_asking_these_few_steps_change_nothing() -> None:
-    for strategies, lines in run_ranks(2, _asks, False):
-        assert set(strategies) == {"alltoall"}
-        assert lines == []
-
-
 def test_before_the_first_call_there_is_nothing_to_plan_again() -> None:
     compiled = embrace_fx.compile(nn.Linear(2, 1))
 

@@ -55,9 +55,9 @@ SLOW = Cluster(1e6, 50.0)
 """So slow to start that one AllReduce of a whole table is sooner over than the three exchanges of a sharded one."""
 
 
-@pytest.mark.parametrize("schedule", ["none", "2d"])
 @pytest.mark.parametrize(
-    ("cluster", "links_are"), [pytest.param(None, "probed", marks=pytest.mark.long), (SLOW, "given")]
+    ("cluster", "links_are", "schedule"),
+    [(SLOW, "given", "2d"), *(pytest.param(None, "probed", name, marks=pytest.mark.long) for name in ("none", "2d"))],
 )
 def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str, schedule: Any) -> None:
     first, second = run_ranks(2, made_by_ranks, cluster, 20_000, schedule)

@@ -167,7 +167,7 @@ def _amid(rank: int, world_size: int) -> dict[str, float]:
     return apart
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_table_pruned_amid_training_is_as_under_ddp(ranks: int) -> None:
     for apart in run_ranks(ranks, _amid):
         assert max(apart.values()) < 1e-5, apart

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from tests.support.cases import long_but
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.schemes import Words, ids_of
 
@@ -106,8 +107,16 @@ DEEDS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize(
+    ("deed", "ranks"),
+    [
+        pytest.param(
+            deed, ranks, marks=() if (deed, ranks) in (("call", 2), ("save", 2), ("norm", 3)) else pytest.mark.long
+        )
+        for deed in DEEDS
+        for ranks in (2, 3)
+    ],
+)
 def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> None:
     """The others' barriers raise the reason, and not that a connection was closed."""
     for rank, error in enumerate(run_ranks_expecting_errors(ranks, partial(_alone, catches=False), deed, 2)):
@@ -119,7 +128,7 @@ def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> N
             assert "join()" in told
 
 
-@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("deed", long_but(("call", "norm"), {deed: (deed,) for deed in DEEDS}))
 def test_what_one_rank_is_refused_and_catches_holds_nobody_up(deed: str) -> None:
     one, other = run_ranks(2, partial(_alone, catches=True), deed, 2)
     torch.testing.assert_close(one, other)
