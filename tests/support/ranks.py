@@ -4,10 +4,11 @@ Importing torch once per rank and test is what makes distributed suites slow. He
 session; a fork of it is a rank in some 50 ms, and the four ranks of the shared pool also keep what they have warmed up.
 
 Protocol
-    The parent sends a pickled call down a rank's pipe, the rank sends back an `Outcome`; end of file is the other
-    side's death. Every `run_ranks` makes a new default group of exactly `world_size` ranks and leaves it at the end,
-    so that no test sees another one's groups. A rank that raises reports, gives its peers a moment to finish by
-    themselves, and exits: its closed connections are what frees peers that wait for it. The next call gets new ranks.
+    The parent sends a pickled call and its test's name down a rank's pipe, the rank sends back an `Outcome`; end of
+    file is the other side's death. Every `run_ranks` makes a new default group of exactly `world_size` ranks and leaves
+    it at the end, so that no test sees another one's groups. A rank that raises reports, gives its peers a moment to
+    finish by themselves, and exits: its closed connections are what frees peers that wait for it. The next call gets
+    new ranks.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Pool:
         with tempfile.TemporaryDirectory(prefix="ranks-") as name:
             directory = Path(name)
             jobs = [
-                pickle.dumps((_run_as_rank, (rank, world_size, directory, fn, args, warnings.filters)))
+                _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters)
                 for rank in range(world_size)
             ]
             if not all(worker.process.is_alive() for worker in self._workers):
@@ -197,7 +198,7 @@ class Pool:
             outcomes = self._exchange(jobs, directory, start_s, timeout_s)
             if _all_returned(outcomes):
                 # Only now: a rank that left at its own end would break the collectives its peers are still in.
-                leave = pickle.dumps((_leave_group, ()))
+                leave = _packed(_leave_group)
                 left = self._exchange([leave] * world_size, directory, start_s, timeout_s)
                 outcomes = [replace(end, result=o.result) for o, end in zip(outcomes, left, strict=True)]
         return outcomes
@@ -238,6 +239,11 @@ class Pool:
         for worker in workers:
             worker.process.close()
         return exitcodes
+
+
+def _packed(call: Callable[..., Any], *args: Any) -> bytes:
+    """A call as it goes down a pipe, with the name of the test that makes it."""
+    return pickle.dumps((call, args, os.environ.get("PYTEST_CURRENT_TEST", "")))
 
 
 _pool = Pool(POOL_SIZE)
@@ -309,7 +315,7 @@ def _serve(connection: Connection) -> None:
 
 def _attempt(job: bytes) -> Outcome[Any]:
     try:
-        call, args = pickle.loads(job)
+        call, args, os.environ["PYTEST_CURRENT_TEST"] = pickle.loads(job)
         return Outcome(result=call(*args))
     except BaseException as error:  # SystemExit too: whatever ends a rank is what its test wants to see
         text = traceback.format_exc()

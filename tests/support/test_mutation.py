@@ -26,6 +26,21 @@ def test_faults_of_a_seed_are_the_same_and_change_a_line_of_python() -> None:
         assert not told or fault.kind == "early return"
 
 
+def test_a_fault_is_tried_with_the_tests_that_call_its_function(tmp_path: Path) -> None:
+    """On ranks too; with those first that call little else."""
+    test = "tests/runtime/ranks/test_gathering.py"
+    reach = mutation.Runner(tmp_path, [], [], {}).trace([test])
+
+    lines = reach["runtime/ranks/communicator.py"]
+    assert test in set().union(*lines.values())
+    fault = mutation.Fault("runtime/ranks/communicator.py", min(lines) + 1, "sign", "", "")
+    reach["passes/shard.py"][1] = {"tests/passes/test_shard.py"}
+    first, *_, last = mutation.callers(fault, reach)
+    assert test in first
+    assert "tests/passes/test_shard.py" not in first
+    assert last == [mutation.AT_LAST]
+
+
 @pytest.mark.long
 def test_a_fault_that_only_ranks_have_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, line = "from __future__ import annotations\n", '    return "backward" if lane == "compute" else lane\n'
