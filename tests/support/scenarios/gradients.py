@@ -6,12 +6,13 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.scenario import OPTIMIZERS, Training, before_each_step, scenario
+from tests.support.scenario import OPTIMIZERS, Mean, Training, before_each_step, scenario
 
 ADAMW = OPTIMIZERS["adamw"]
 
@@ -361,3 +362,46 @@ def a_view_of_a_sum_is_asked_for(training: Training) -> None:
 def a_sum_is_clamped(training: Training) -> None:
     _sum(training)
     nn.utils.clip_grad_value_(training.parameters, 1e-4)
+
+
+# -- hooks, frozen parameters ------------------------------------------------------------------------------------------
+
+
+def _scaled_by(by: float, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(by)
+
+
+@scenario(fresh=True)
+def hooks_of_all_kinds(training: Training) -> None:
+    """Before the first call and later, of a table too; each sees this rank's own gradient."""
+    module, rank, seen = training.module, training.rank, list[float]()
+    module.first.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    module.second.weight.register_post_accumulate_grad_hook(partial(_scaled_by, rank + 1.0))
+    for k in range(5):
+        if k == 2:
+            module.words.weight.register_hook(lambda g: g * (3.0 - rank))
+            handle = module.second.bias.register_hook(lambda g: seen.append(float(g.sum())))
+        if k == 4:
+            handle.remove()
+        if k % 2:
+            with training.model.no_sync():
+                training.model(*training.batch(50 + k)).backward()
+        training.update(training.batch(k))
+    training.note(seen)
+
+
+@scenario(optimizer=OPTIMIZERS["momentum"], reference=Mean, fresh=True)
+def frozen_at_first_and_later(training: Training) -> None:
+    """A layer, a table; DDP knows only what trains when it is made."""
+    module, model = training.module, training.model
+    module.second.bias.requires_grad_(False)
+    for k in range(6):
+        if k == 1:
+            module.first.requires_grad_(False)
+        if k == 2:
+            module.words.requires_grad_(False)
+        if k == 4:
+            module.requires_grad_(True)
+        model(*training.batch(k)).backward()
+        training.step()
