@@ -61,7 +61,8 @@ class Case:
     @property
     def workload(self) -> Workload:
         found: Any = WORKLOADS[self.model]
-        return replace(found, vary=True) if self.vary and self.model in dict(MODELS) else found
+        workload: Workload = replace(found, vary=True) if self.vary and self.model in dict(MODELS) else found
+        return workload
 
     @property
     def asked(self) -> Any:
