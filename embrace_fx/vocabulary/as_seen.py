@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,18 @@ class AsSeen:
     def written(self) -> list[Tensor]:
         """Lists the tensors that have been written since."""
         now = _writes(self.tensors)
+        if now == self.writes:
+            return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
         """Returns whether the values have the same tensors, unwritten since."""
-        now = AsSeen.of(values)
-        return [id(each) for each in now.tensors] == [id(each) for each in self.tensors] and not self.written()
+        now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
+        return [*map(id, now)] == [*map(id, self.tensors)] and _writes(self.tensors) == self.writes
 
     def __add__(self, other: AsSeen) -> AsSeen:
         return AsSeen(self.tensors + other.tensors, self.writes + other.writes)
 
 
 def _writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple([each._version for each in tensors])
+    return tuple(map(_VERSION, tensors))

@@ -243,12 +243,14 @@ class HeldGradient(Held):
 
     def norm(self, order: float) -> Tensor:
         """Computes the norm over the whole table. Collective: one reduction serves all tables, as clipping asks."""
-        if order not in self._known_norms():
+        own = self._known_norms()
+        if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
             asked = known if any(held is self for held in known) else [self]
             for held, norm in zip(asked, whole_norms(asked, order), strict=True):
                 held._known_norms()[order] = norm
-        return self._norms[order]
+            own = self._norms
+        return own[order]
 
     def _known_norms(self) -> dict[float, Tensor]:
         """Norms of the present values, by order; empties the dict after a write."""

@@ -196,7 +196,11 @@ def _truth(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    part, asked = args[0], _Asked.of(func, args, kwargs)
+    part = args[0]
+    if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:  # as clipping asks it
+        of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
+        return of_all
+    asked = _Asked.of(func, args, kwargs)
     looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     order = float(asked.named["ord"])
     if part.held.of_gradient and asked.is_of_all(part):

@@ -37,7 +37,7 @@ from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
 from embrace_fx.runtime.tables.part_sparse import SPARSE
 from embrace_fx.runtime.tables.part_views import VIEWS, view
-from embrace_fx.runtime.tables.part_whole import is_of_a_loss, of_loss, of_whole, to_be_read
+from embrace_fx.runtime.tables.part_whole import is_of_a_loss, leaves_of, of_loss, of_whole, to_be_read
 
 aten = torch.ops.aten
 
@@ -48,14 +48,14 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         RuntimeError: a part does not tell, on every rank.
     """
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
-    if any(isinstance(leaf, DTensor) for leaf in leaves):
+    if len(parts) < len(leaves) and DTensor in set(map(type, leaves)):
         raise parts[0].refused(f"{func._schema.name} with a DTensor")
     written = args[0].held if func._schema.is_mutable and isinstance(args[0], Part) else None
     if written is not None:
         written.check_write()
-    if any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # a copy that is read besides
+    if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # a copy besides
         args, kwargs = pytree.tree_map_only(Part, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs))
         parts = [part for part in parts if not part.spread.is_alone]
     found = _answer(func, args, dict(kwargs), parts)
@@ -68,11 +68,12 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
     first = parts[0]
-    summed = not first.spread.is_alone and any(part.held.unreduced for part in parts)
+    is_alone = first.spread.is_alone
+    summed = not is_alone and True in [part.held.unreduced for part in parts]
     # A `_foreach_` op goes by its single ones.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
-    if not first.spread.is_alone and is_of_a_loss(func, args, kwargs):
+    if not is_alone and is_of_a_loss(func, args, kwargs):
         return of_loss(_RULES.get(func), func, args, kwargs)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
@@ -88,7 +89,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
         found = _element_wise(func, args, kwargs)
         if found is not NotImplemented:
             return found
-    if first.spread.is_alone:
+    if is_alone:
         return _alone(func, args, kwargs)
     if isinstance(kwargs.get("out"), Part) and torch.Tag.pointwise in func.tags:
         found = _into_part(func, args, kwargs)
@@ -123,7 +124,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns an op whose result at an element depends on its operands there alone."""
-    given = pytree.tree_leaves((args, kwargs))
+    given = leaves_of(args, kwargs)
     leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
     writes = func._schema.is_mutable

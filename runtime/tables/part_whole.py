@@ -17,7 +17,7 @@ from traceback import walk_stack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import HeldCopy
@@ -34,7 +34,7 @@ def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         RuntimeError: it writes into a part, or is a collective; on every rank.
     """
-    parts = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Part)}
+    parts = {id(leaf): leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Part)}
     first, arguments = next(iter(parts.values())), func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
@@ -62,12 +62,21 @@ def to_be_read(part: Part, result: Any, func: Any) -> Any:
     return pytree.tree_map_only(Tensor, read, result)
 
 
+def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Flattens the arguments of an op; without pytree's calls where none is a container, as of most."""
+    given = [*args, *kwargs.values()]
+    return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
+
+
+_LEAVES = frozenset({Part, Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
+
+
 def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether autograd records an op, or runs it in a backward, on operands that may differ between ranks."""
     in_backward = torch._C._current_graph_task_id() != -1
     if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
         return False
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
     return any(not isinstance(each, Part) if in_backward else each.requires_grad for each in tensors)
 
 
