@@ -25,12 +25,12 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
     again = sum("again" in node.meta for node in held.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
-        "memory of this rank (predicted of a step, measured of the rest)",
+        "memory of this rank (steps predicted, the rest measured)",
         f"  parameters and buffers  {_mib(_nbytes([*model.parameters(), *model.buffers()]))}",
         f"  optimizer state         {_mib(_nbytes(state))}",
         f"  saved for the backward  {_mib(held.saved_bytes)} in {len(held.saved)} storages"
         + (f"; {again} nodes run again" if again else ""),
-        f"  most at a time          {_mib(held.peak_bytes)} of what forward and backward make",
+        f"  most at a time          {_mib(held.peak_bytes)} in forward and backward",
         f"  |{line(held)}|  forward to backward",
     ]
     return "\n".join(lines)
@@ -50,7 +50,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[st
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for name, table in tables.items():
         aligned += [line for line in (table.remark, beyond.get(name) and f"  {beyond[name]}") if line]
-    return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
+    return "\n".join(["tables of this rank: predicted, then measured", *(f"  {each}" for each in aligned)])
 
 
 def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
@@ -68,7 +68,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
     told = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
         return told
-    return f"{told}, at speed, behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
+    return f"{told}; to hide reads behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
 
 
 def _place(memory: RowMemory, place: StorageTier) -> str:

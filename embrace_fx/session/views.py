@@ -56,7 +56,7 @@ class Views:
         told, context = render(self.plan, folded=True) + told_of(self._context.communicator), self._context
         told = "\n".join(part for part in (told, self._why(), advice(self.plan)) if part)
         if reason := self._runs_eagerly():
-            told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
+            told += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
         pipeline = self._programs.pipeline
         assert pipeline is not None
         held, schedule, tables = pipeline.step_memory(), pipeline.schedule, context.state.tables

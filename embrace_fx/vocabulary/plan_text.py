@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from embrace_fx.vocabulary.plan import Decision, Plan
 
 _ALONE = (
-    "ms alone: a parameter's exchange with nothing beside it, a table's with the update of its rows; "
-    "their sum is no step's time"
+    "ms alone: time to exchange a parameter, and to update a table's rows, if nothing else runs; the sum is not a "
+    "step's time"
 )
 
 
@@ -72,16 +72,16 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Lists the parameters that travel in fewer bits than they have, and those that then do not."""
+    """Lists the parameters that are rounded on the wire, and those that are then still sent exactly."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
-            rounded.setdefault(f"{decision.strategy} travels as {decision.travels_as}", []).append(decision.parameter)
+            rounded.setdefault(f"{decision.strategy} sends {decision.travels_as}", []).append(decision.parameter)
     if not rounded:
         return []
     exact = [d.parameter for d in plan.decisions if d.travels_as == "exact" and d.sent_bytes_per_step]
     lines = [f"{how}, rounded: {len(of)} parameter(s)" for how, of in rounded.items()]
-    return [*lines, *([f"exact all the same: {', '.join(exact[:5])}"] if exact else []), "ids are exact"]
+    return [*lines, *([f"sent exactly: {', '.join(exact[:5])}"] if exact else []), "ids are exact"]
 
 
 def _row(decision: Decision) -> tuple[str, ...]:
@@ -109,13 +109,13 @@ def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Prints each parameter's candidates as a table: the chosen one marked, the others with the reason against them.
+    """Prints each parameter's candidates as a table: the chosen one is marked, the others have the reason against them.
 
     The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) stands below its candidates.
     Parameters that had no choice are left out.
     """
-    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
-    for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "against it"):
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): candidates, per rank and step")
+    for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "reason against it"):
         right = column in ("sent", "ms alone", "memory")
         text.add_column(column, justify="right" if right else "left", overflow="fold")
     for decision in plan.decisions:
@@ -164,7 +164,7 @@ def _handling_text(plan: Plan) -> str:
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
-    return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
+    return f"a rank's processor searches {searched}/s and passes over {passed}/s; {units}, {round_ms}"
 
 
 NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160

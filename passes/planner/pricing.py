@@ -307,7 +307,7 @@ def shard_blocker(table: Table) -> str | None:
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
-        return "the forward runs as it is written"
+        return "the forward runs as written"
     if table.use != "sparse":
         return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"
     if table.max_norm:

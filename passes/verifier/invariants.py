@@ -274,7 +274,7 @@ def _raise_first(violations: Iterator[Violation], invariant: str, where: str) ->
         # Without a source line, `source_of` gives the node's name: once is enough.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
         raise VerificationError(
-            f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To mend it: {v.remedy}."
+            f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To fix it: {v.remedy}."
         )
 
 

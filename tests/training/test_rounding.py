@@ -128,14 +128,14 @@ def test_four_ranks_on_a_grid() -> None:
 
     assert share(found, exact) < 0.35
     assert off(found, exact) < 0.01
-    assert "travels as int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
+    assert "alltoall sends int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
 
 
 @pytest.mark.long
 def test_exchanges_of_replicas_stay_exact_and_say_so() -> None:
     exact, found = trained(2, strategy="zen"), trained(2, strategy="zen", rows="int8")
 
-    assert "exact all the same: words.weight, users.weight" in " ".join(found[0].report.split())
+    assert "sent exactly: words.weight, users.weight" in " ".join(found[0].report.split())
     assert 0.3 < share(found, exact) < 1
 
 

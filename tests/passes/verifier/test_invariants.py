@@ -302,7 +302,7 @@ def test_broken_graph_names_its_invariant(invariant: str, name: str) -> None:
     captured = make()
     broken = captured.edit()
     broken = break_it(broken) or broken
-    told = rf"^{invariant}: expected .*; in pass Breaking.*; found .*\. To mend it: "
+    told = rf"^{invariant}: expected .*; in pass Breaking.*; found .*\. To fix it: "
     with pytest.raises(VerificationError, match=told):
         verify(broken, after="Breaking", captured=captured)
 
@@ -323,6 +323,6 @@ def test_message_says_where() -> None:
         verify(graph, after="Cast")
     assert str(raised.value) == (
         "values_agree: expected float32[6, 8] on cpu; in pass Cast, joint graph, node z, model.py:12 in forward; "
-        "found float64[6, 8] on cpu. To mend it: compute the value by running the op on its inputs' values under the "
+        "found float64[6, 8] on cpu. To fix it: compute the value by running the op on its inputs' values under the "
         "graph's fake mode."
     )

@@ -50,7 +50,7 @@ def recorded(rank: int, world_size: int) -> None:
     assert compiled.metrics()["wait_storage_ms"] >= 0.0
     compiled.timeline.save(path := Path(tempfile.mkdtemp()) / "timeline.json")
     assert '"name": "storage"' in path.read_text()
-    told = r"[1-9][0-9.]+% there, .* from file;\n *least budget .*% of its rows\), at speed, behind a step .*% of its"
+    told = r"[1-9][0-9.]+% in memory; .* from file;\n *least budget .*% of its rows\); to hide reads behind .*% of its"
     assert re.search(told, compiled.report())
 
 
