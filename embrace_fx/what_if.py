@@ -24,7 +24,7 @@ from embrace_fx.cost.wire import Format
 from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.scheduler.background import background_of
+from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.planning.findings import Read, facts_of, findings_of, reads_of, reported, used_parameters
 from embrace_fx.planning.scheduling import cuts, order, rows_beyond_memory
 from embrace_fx.planning.tiering import fit_plan

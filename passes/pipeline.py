@@ -12,7 +12,7 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.join_exchanges import JoinExchanges
 from embrace_fx.passes.join_tables import JoinTables
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.cheap import RecomputeCheap
+from embrace_fx.passes.memory.recompute_cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.overlap.await_late import AwaitRowsLate

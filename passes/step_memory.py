@@ -83,7 +83,7 @@ class StepMemory:
         backward: the position of the first node of the backward.
         storages: all memory that the step allocates.
         memory: node -> the storages that its value lies in.
-        reads: every read of a storage; `backward_peak` and `passes/memory/foresee.py` place them anew.
+        reads: every read of a storage; `backward_peak` and `passes/memory/memory_simulator.py` place them anew.
     """
 
     nodes: Sequence[fx.Node]

@@ -15,7 +15,7 @@ from embrace_fx.capture.meta_models import as_on_cpu
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import analyse, run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule

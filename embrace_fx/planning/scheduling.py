@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.storage import RowMemory, together
-from embrace_fx.passes.memory.line import memory_line
+from embrace_fx.passes.memory.memory_timeline import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.planner.step_cost import ids_exchange, rows_bytes
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone
-from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
+from embrace_fx.passes.scheduler.storage_lane import at_pace, read_ahead, with_storage
 from embrace_fx.passes.step_memory import step_memory
-from embrace_fx.passes.verifier.storage import check_storage
+from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.launch.recorder import Recording, compute_spans
 from embrace_fx.setup.context import Context

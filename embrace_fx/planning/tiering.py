@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.planning.fitting import space_of
+from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes

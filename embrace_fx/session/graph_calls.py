@@ -11,11 +11,11 @@ from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
-from embrace_fx.capture.garbage import not_collecting
+from embrace_fx.capture.gc_pause import not_collecting
 from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.capture.read_values import Changed
 from embrace_fx.passes.pipeline import analyse
-from embrace_fx.planning.fitting import PlanViolation
+from embrace_fx.planning.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph

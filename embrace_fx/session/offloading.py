@@ -8,7 +8,7 @@ import socket
 import torch
 
 from embrace_fx.cost.links import Compute
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
 from embrace_fx.runtime.probe.pace import pace

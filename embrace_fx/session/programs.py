@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.capture.garbage import not_collecting
+from embrace_fx.capture.gc_pause import not_collecting
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import WHOLE, find, plan_on_links
-from embrace_fx.planning.fitting import (
+from embrace_fx.planning.placing import gather_tables, place, place_anew
+from embrace_fx.planning.plan_fit import (
     NO_MOMENT,
     RENAMED,
     PlanViolation,
@@ -30,7 +31,6 @@ from embrace_fx.planning.fitting import (
     repeated,
     violation,
 )
-from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, changes, describe_replan
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow

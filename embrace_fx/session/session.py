@@ -19,15 +19,15 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.bypasses import close_bypasses
 from embrace_fx.capture.model_watch import ModelWatch
-from embrace_fx.planning.fitting import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
+from embrace_fx.planning.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
 from embrace_fx.runtime.ranks.forks import watch_forks
-from embrace_fx.runtime.ranks.rounding import Rounding
+from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.stepping import Stepping

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.passes.join_exchanges import idle_graph
-from embrace_fx.planning.fitting import PlanViolation, fitted
+from embrace_fx.planning.plan_fit import PlanViolation, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph

@@ -35,7 +35,7 @@ from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.flows import start_flow
+from embrace_fx.session.flow_setup import start_flow
 from embrace_fx.session.offloading import offloading
 from embrace_fx.session.program_cache import Entry, StepCounters
 from embrace_fx.setup.agreement import give_up

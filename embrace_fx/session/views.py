@@ -6,7 +6,7 @@ import contextlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 
-from embrace_fx.passes.scheduler.background import background_of
+from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import told_of
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
@@ -14,13 +14,13 @@ from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.why import unlike_predicted, why
-from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_summary import advice
 from embrace_fx.vocabulary.plan_text import preformatted, render, terminal_width
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
-from embrace_fx.vocabulary.shares import SHARES, Share
+from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
@@ -110,7 +110,7 @@ class Views:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
 
-    def background(self) -> Background:
+    def background(self) -> PictureFacts:
         """Computes the facts that a picture shows beside its schedule."""
         return background_of(self.plan, self.schedule)
 

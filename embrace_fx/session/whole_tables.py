@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from embrace_fx.planning.fitting import PlanViolation, fitted
+from embrace_fx.planning.plan_fit import PlanViolation, fitted
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context

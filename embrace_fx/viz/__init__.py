@@ -19,7 +19,7 @@ from rich.table import Table
 
 from embrace_fx.viz import dot, page, svg, trace
 from embrace_fx.viz.picture import Picture
-from embrace_fx.vocabulary.background import Background
+from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.plan_text import printed
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
@@ -34,7 +34,7 @@ def save(
     *,
     schedule: Schedule | None = None,
     timeline: Timeline | None = None,
-    background: Background | None = None,
+    background: PictureFacts | None = None,
 ) -> None:
     """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
 
@@ -73,10 +73,10 @@ class DrawnSchedule(Schedule):
         background: computes the facts beside it; None: they are not known.
     """
 
-    background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
+    background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, schedule: Schedule, background: Callable[[], Background] | None = None) -> DrawnSchedule:
+    def of(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
@@ -100,11 +100,11 @@ class DrawnTimeline(Timeline):
     """
 
     schedule: Schedule | None = None
-    background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
+    background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
-        cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], Background] | None = None
+        cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
         return cls(**vars(timeline), schedule=schedule, background=background)
 

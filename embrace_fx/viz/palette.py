@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import Operation
-from embrace_fx.vocabulary.shares import Share
+from embrace_fx.vocabulary.step_parts import Share
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Literal
 
 from embrace_fx.viz.palette import OF_SHARE, PAINTS, paint
 from embrace_fx.viz.why import Why, why
-from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
+from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
 
 MIB = 2**20
@@ -229,7 +229,7 @@ class Picture:
 
     schedule: Schedule | None
     timeline: Timeline | None
-    background: Background | None = None
+    background: PictureFacts | None = None
 
     def __post_init__(self) -> None:
         if self.schedule is None and self.timeline is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from embrace_fx.viz.facts import Facts, name
+from embrace_fx.viz.descriptions import Facts, name
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, lane_paint, paint
 from embrace_fx.viz.picture import MIB, Gap, Panel, Phase, Picture, labels
 from embrace_fx.vocabulary.operation_id import Lane

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embrace_fx.vocabulary.schedule import Schedule
-from embrace_fx.vocabulary.shares import Share
+from embrace_fx.vocabulary.step_parts import Share
 
 NAMES: Mapping[Share, str] = {
     "loader": "the data loader",

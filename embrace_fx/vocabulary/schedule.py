@@ -22,7 +22,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
-from embrace_fx.vocabulary.shares import SHARES, Share, share_of
+from embrace_fx.vocabulary.step_parts import SHARES, Share, share_of
 
 IN_FLIGHT = 1
 """Launches in flight at once. Two would share the link, so that the one needed first would arrive later; hiding the
@@ -179,7 +179,7 @@ class Diagnostics:
         exposed_ms: the step's time waiting, by lane; every lane but compute has an entry.
         communication_ms: busy time of each lane but compute.
         overlap_ratio: share of communication's and copies' time that compute hides, from 0 to 1; 1 if there is none.
-        shares_ms: the step's time by part (`embrace_fx.vocabulary.shares`); the parts add up to a step.
+        shares_ms: the step's time by part (`embrace_fx.vocabulary.step_parts`); the parts add up to a step.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
     """
 

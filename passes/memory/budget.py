@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, choices
-from embrace_fx.passes.memory.foresee import Foreseen, Foresight
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate, place
+from embrace_fx.passes.memory.memory_simulator import MemorySimulator, SimulatedMemory
 from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
+from embrace_fx.passes.memory.recompute_cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import can_run_again, run_again
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, written_by
 
 AIMS = 3
-"""Number of limits tried, each lower, where a graph holds more than foreseen (saved random states, say)."""
+"""Number of limits tried, each lower, where a graph holds more than simulated (saved random states, say)."""
 
 BETTERED = 3
 """Number of best choices that the search tries to improve by giving up fewer storages."""
@@ -78,10 +78,10 @@ class Memory:
 def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
     """Searches for a graph within a limit; where there is none, returns the graph that holds the least, or `free`."""
     written = written_by(graph.module)
-    foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
+    simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_run_again(node, written)))
     aim = limit
     for _ in range(AIMS):
-        best = _Search(foresight, aim).best(sequences)
+        best = _Search(simulator, aim).best(sequences)
         if best is None:
             break
         result = apply(graph, step, best.choice, aim)
@@ -90,9 +90,9 @@ def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: i
             return result
         aim -= over
     leanest, least = free, step_memory(free).peak_bytes
-    for foreseen in _leanest(foresight, sequences, limit):
-        if foreseen.peak_bytes < least:
-            result = apply(graph, step, foreseen.choice, limit)
+    for simulated in _leanest(simulator, sequences, limit):
+        if simulated.peak_bytes < least:
+            result = apply(graph, step, simulated.choice, limit)
             if (held := step_memory(result).peak_bytes) < least:
                 leanest, least = result, held
             if least <= limit:
@@ -105,32 +105,32 @@ def _counts(growing: Growing) -> list[int]:
     return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
 
 
-def _leanest(foresight: Foresight, sequences: Sequence[Growing], limit: int) -> list[Foreseen]:
+def _leanest(simulator: MemorySimulator, sequences: Sequence[Growing], limit: int) -> list[SimulatedMemory]:
     """Finds each sequence's choice with the lowest predicted peak; sorts them by that peak."""
-    foreseen = ([foresight.foresee(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
-    return sorted((min(each, key=lambda f: f.peak_bytes) for each in foreseen), key=lambda f: f.peak_bytes)
+    simulated = ([simulator.simulate(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
+    return sorted((min(each, key=lambda f: f.peak_bytes) for each in simulated), key=lambda f: f.peak_bytes)
 
 
 class _Search:
     """Searches for the fastest choice within a limit, and simulates only choices that can be it."""
 
-    def __init__(self, foresight: Foresight, limit: int) -> None:
-        self._foresight = foresight
+    def __init__(self, simulator: MemorySimulator, limit: int) -> None:
+        self._foresight = simulator
         self._limit = limit
         self._best_ms = inf
 
-    def best(self, sequences: Sequence[Growing]) -> Foreseen | None:
+    def best(self, sequences: Sequence[Growing]) -> SimulatedMemory | None:
         """Finds the choice within the limit that adds the least time; None: there is none."""
         found = [each for growing in sequences for each in self._first_of(growing)]
         better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
-        return min(better, key=lambda foreseen: foreseen.added_ms, default=None)
+        return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
-    def _first_of(self, growing: Growing) -> Iterator[tuple[Foreseen, Growing, int]]:
+    def _first_of(self, growing: Growing) -> Iterator[tuple[SimulatedMemory, Growing, int]]:
         """Yields the choice of a sequence that fits by giving up the fewest storages, and their count."""
-        tried: dict[int, Foreseen] = {}
+        tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
-            tried[count] = tried.get(count) or self._foresight.foresee(growing.first(count), self._limit)
+            tried[count] = tried.get(count) or self._foresight.simulate(growing.first(count), self._limit)
             return tried[count].peak_bytes <= self._limit
 
         low, high, before = 1, 0, 0
@@ -152,15 +152,15 @@ class _Search:
         self._best_ms = min(self._best_ms, tried[high].added_ms)
         yield tried[high], growing, high
 
-    def _taken_back(self, foreseen: Foreseen, growing: Growing, count: int) -> Foreseen:
+    def _taken_back(self, simulated: SimulatedMemory, growing: Growing, count: int) -> SimulatedMemory:
         """Keeps each storage without which the choice still fits and is faster, from the last one given up backward."""
         given_up = list(growing.given_up[:count])
         for each in given_up[-MOST_TAKEN_BACK:][::-1]:
             fewer = [other for other in given_up if other is not each]
-            kept = self._foresight.foresee(growing.choice(fewer), self._limit)
-            if kept.peak_bytes <= self._limit and kept.added_ms < foreseen.added_ms:
-                foreseen, given_up = kept, fewer
-        return foreseen
+            kept = self._foresight.simulate(growing.choice(fewer), self._limit)
+            if kept.peak_bytes <= self._limit and kept.added_ms < simulated.added_ms:
+                simulated, given_up = kept, fewer
+        return simulated
 
 
 def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit: int) -> TrainingGraph:

@@ -18,8 +18,8 @@ from math import inf
 import numpy as np
 from torch import fx
 
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.memory.offload import values_that_leave
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory, Storage
 
@@ -81,7 +81,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class Evicted:
     """A storage that is offloaded or recomputed.
 
     Attributes:
@@ -102,7 +102,7 @@ class Growing:
 
     segment: Sequence[int]
     kept: frozenset[int]
-    given_up: Sequence[GivenUp]
+    given_up: Sequence[Evicted]
 
     def __len__(self) -> int:
         return len(self.given_up)
@@ -111,7 +111,7 @@ class Growing:
         """Makes the choice that gives up the first `count` storages."""
         return self.choice(self.given_up[:count])
 
-    def choice(self, given_up: Sequence[GivenUp]) -> Choice:
+    def choice(self, given_up: Sequence[Evicted]) -> Choice:
         """Makes the choice that gives up these storages."""
         again = frozenset[int]().union(*(each.names for each in given_up if each.names is not None))
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
@@ -255,11 +255,11 @@ def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage]
             copied_ms = _copied_ms(step, storage, step.unread_ms(storage) - busy_ms)
             if not runs_again or copied_ms < _again_ms(step, storage, saved, segment, copied_ms):
                 busy_ms += 2 * step.copies.ms(storage.nbytes)
-                given_up.append(GivenUp(storage, None))
+                given_up.append(Evicted(storage, None))
                 continue
         names = step.names(storage)
         saved.difference_update(names)
-        given_up.append(GivenUp(storage, frozenset(names) - across))
+        given_up.append(Evicted(storage, frozenset(names) - across))
     return Growing(segment, kept, given_up)
 
 

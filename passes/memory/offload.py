@@ -18,7 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from embrace_fx.passes.collectives import aliased_inputs
-from embrace_fx.passes.memory.place import CopyRate, PlacedCopy
+from embrace_fx.passes.memory.copy_placement import CopyRate, PlacedCopy
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.step_memory import StepMemory, Storage
 from embrace_fx.vocabulary import copy_ops

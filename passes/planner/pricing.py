@@ -41,7 +41,7 @@ INDEX_BYTES = 8
 
 
 RESIDUAL_BYTES = 4
-"""Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.rounding`)."""
+"""Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.wire_rounding`)."""
 
 
 @dataclass(frozen=True)

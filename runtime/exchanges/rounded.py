@@ -16,7 +16,7 @@ from torch import Tensor
 from embrace_fx.cost.wire import BLOCK
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.kernels.rounding import decode_into, in_blocks
-from embrace_fx.runtime.ranks.rounding import Rounding
+from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
 def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) -> Steps[Tensor]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.shares import SHARES, Share, share_of
+from embrace_fx.vocabulary.step_parts import SHARES, Share, share_of
 
 REMEMBERED = 32
 """Number of steps that a report covers."""

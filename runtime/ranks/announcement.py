@@ -23,7 +23,7 @@ from embrace_fx.runtime.ranks.bad_batches import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DeadRank, PeerFailure, PlanDoesNotFit, StuckRank
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.lone_calls import LoneCalls
+from embrace_fx.runtime.ranks.mismatch_watchdog import MismatchWatchdog
 from embrace_fx.runtime.ranks.questions import Question
 from embrace_fx.runtime.ranks.step_checks import check_activities, check_programs, check_steps
 from embrace_fx.vocabulary.row_space import RowSpace
@@ -179,7 +179,7 @@ class Announcements:
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
-        self._lone_calls = LoneCalls()
+        self._watchdog = MismatchWatchdog()
         self._ahead: _Ahead | None = None
         self._given_up: str | None = None  # why this rank could not finish the last call, as the others know
         communicator.let_ask(self.ask)
@@ -237,12 +237,12 @@ class Announcements:
 
     def watch(self) -> None:
         """Begins to look for ranks that call alone; later calls do nothing. Called on all ranks in one order."""
-        self._lone_calls.watch(self.communicator, self._look)
+        self._watchdog.watch(self.communicator, self._look)
 
     def _begin(self, own: Announcement) -> Exchange:
         communicator = self.communicator
         communicator.check_open()
-        self._lone_calls.met += 1
+        self._watchdog.met += 1
         self.watch()
         communicator.progress.begin_step()
         return self.launch(own)
@@ -297,11 +297,11 @@ class Announcements:
         return everyone
 
     def _look(self, store: Any, name: str) -> None:
-        self._lone_calls.look(store, name, self._answer)
+        self._watchdog.look(store, name, self._answer)
 
     def _answer(self, failure: str) -> PeerFailure:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
-        self._lone_calls.met += 1
+        self._watchdog.met += 1
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
         try:
@@ -318,7 +318,7 @@ class Announcements:
         """Waits for an exchange that `launch` has started; returns the numbers of each rank."""
         _, everyone, work = launched
         try:
-            self._lone_calls.waiting_since_s = time.monotonic()
+            self._watchdog.waiting_since_s = time.monotonic()
             with self.communicator.watching(ANNOUNCEMENT):
                 work.wait()
         except DeadRank as error:
@@ -328,7 +328,7 @@ class Announcements:
                 {self.communicator.rank: _CAUGHT_ALONE.format(self._given_up.removesuffix("."))}
             ) from error
         finally:
-            self._lone_calls.waiting_since_s = None
+            self._watchdog.waiting_since_s = None
         found: list[list[int]] = everyone.tolist()
         return found
 
@@ -362,7 +362,7 @@ class Announcements:
         own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
         self.settle()
         self.communicator.check_open()
-        self._lone_calls.met += 1
+        self._watchdog.met += 1
         try:
             everyone = self._decoded(own, self._read(self.launch(own)))
         except (DeadRank, StuckRank) as error:

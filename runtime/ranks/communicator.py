@@ -23,7 +23,7 @@ from embrace_fx.runtime.ranks.backends import alone_on
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
-from embrace_fx.runtime.ranks.rounding import Rounding
+from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import Ending
 
 

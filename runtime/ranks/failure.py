@@ -138,7 +138,7 @@ class LaunchLog:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """The signature of a living rank: its progress, and the line that its main thread executes."""
 
     launched: dict[str, int]
@@ -163,15 +163,15 @@ def place_of_main_thread() -> str:
     return f"{Path(found.f_code.co_filename).name}:{line}"
 
 
-class RollCall:
+class LivenessCheck:
     """Finds the dead ranks after a collective broke.
 
-    The first rank to meet the error calls the roll in the store; a thread on every rank hears it and signs, even while
-    the rank's main thread is still blocked in a collective. Who does not sign in a few seconds is dead. The verdict is
-    written down, and its writer waits until the living have read it: the store may live in the writer's own process.
+    The first rank to meet the error starts the check in the store. A thread on every rank sees it and signs, even while
+    the rank's main thread is blocked in a collective. A rank that does not sign within a few seconds is dead. The rank
+    that writes the verdict waits until the others have read it: the store may live in its own process.
 
     Args:
-        store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
+        store: the process group's store. The check talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
         progress: what this rank signs with.
     """
@@ -179,7 +179,7 @@ class RollCall:
     def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog) -> None:
         self.name, self.rank, self.world_size = name, rank, world_size
         self._progress = progress
-        self._standings: dict[int, Standing] = {}
+        self._statuses: dict[int, RankStatus] = {}
         self._store: Any = store.clone()
         self._called = f"embrace_fx/{name}/called"
         self._verdict = f"embrace_fx/{name}/verdict"
@@ -189,7 +189,7 @@ class RollCall:
         self.looks: list[Callable[[Any], None]] = []  # what the thread does besides, at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
-        self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="embrace_fx liveness check", daemon=True)
         self._listener.start()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class RollCall:
             self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
-        """Calls the roll and returns the ranks that do not answer."""
+        """Returns the ranks that do not answer."""
         if threading.current_thread() is self._listener:  # nobody else would call it
             return []
         self._wake.set()
@@ -221,7 +221,7 @@ class RollCall:
     def _call(self) -> list[int]:
         self._store.set(self._called, "1")
         progress = self._progress
-        own = Standing(progress.launched, progress.launches, place_of_main_thread())
+        own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -230,7 +230,7 @@ class RollCall:
         missing = [int(r) for r in self._store.get(self._verdict).decode().split(",") if r]
         with contextlib.suppress(RuntimeError, ValueError):
             signed = {r: self._store.get(self._signatures[r]) for r in range(self.world_size) if r not in missing}
-            self._standings = {r: from_plain(Standing, json.loads(text)) for r, text in signed.items()}
+            self._statuses = {r: from_plain(RankStatus, json.loads(text)) for r, text in signed.items()}
         with contextlib.suppress(RuntimeError):  # from here on the store may go: this rank knows enough
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
@@ -257,7 +257,7 @@ class RollCall:
     def _who_is_stuck(self, what: str) -> str:
         """Names the ranks behind this one, each by the first launch that it has not reached; if none is, all places."""
         own, found = self._progress.launched, []
-        for r, each in self._standings.items():
+        for r, each in self._statuses.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
             if absent:
                 name = what if what in absent else absent[0]
@@ -267,7 +267,7 @@ class RollCall:
                 )
         if found:
             return "; ".join(found)
-        places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._standings.items() if r != self.rank)
+        places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._statuses.items() if r != self.rank)
         return f"every rank lives: {places}" if places else "a rank stopped taking part"
 
 
@@ -278,12 +278,12 @@ class Watching(contextlib.AbstractContextManager[None]):
         what: the launch that is waited for inside, by its name in `LaunchLog`.
     """
 
-    def __init__(self, roll_call: RollCall, what: object = "") -> None:
-        self._roll_call, self._what = roll_call, what
+    def __init__(self, liveness: LivenessCheck, what: object = "") -> None:
+        self._liveness, self._what = liveness, what
 
     def __enter__(self) -> None:
         """There is nothing to prepare."""
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerFailure | DeadRank | StuckRank):
-            self._roll_call.raise_named(error, str(self._what))
+            self._liveness.raise_named(error, str(self._what))

@@ -24,9 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
-from embrace_fx.runtime.ranks.failure import CLOSED, FORKED, LaunchLog, PeerFailure, RollCall, Watching, failure_text
+from embrace_fx.runtime.ranks.failure import (
+    CLOSED,
+    FORKED,
+    LaunchLog,
+    LivenessCheck,
+    PeerFailure,
+    Watching,
+    failure_text,
+)
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
-from embrace_fx.runtime.ranks.meeting import met
+from embrace_fx.runtime.ranks.group_deadlock import check_group_deadlock
 from embrace_fx.runtime.ranks.worker import Worker
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, URGENT, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
@@ -76,7 +84,7 @@ class Groups:
         self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # for what ranks exchange about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
-        self._roll_call: RollCall | None = None
+        self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
         self._closed = ""  # why it is
@@ -92,15 +100,15 @@ class Groups:
             store = dist.distributed_c10d._get_default_store()
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
-            joining = RollCall(store, name, self.rank, self.world_size, self.progress)
+            joining = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
             try:
-                with met(store, group), Watching(joining):
+                with check_group_deadlock(store, group), Watching(joining):
                     attempt = self._meet(group)
             finally:
                 joining.close()
             name = f"{self._groups['ids'].group_name}/{attempt}"
-            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
-        self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
+            self._liveness = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
+        self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _meet(self, group: dist.ProcessGroup) -> str:
         """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
@@ -127,7 +135,7 @@ class Groups:
 
     def leave_fork(self) -> None:
         """Closes this for a forked child, whose copies of the connections are its parent's."""
-        self._closed, self._roll_call, self.refuse = FORKED, None, lambda reason: None
+        self._closed, self._liveness, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
             self._end.detach()
 
@@ -311,10 +319,10 @@ class Groups:
 
     def missing_ranks(self) -> list[int]:
         """Returns the ranks that no longer answer, asked for once a message has failed."""
-        return self._roll_call.missing() if self._roll_call is not None else []
+        return self._liveness.missing() if self._liveness is not None else []
 
     def look_each_time(self, look: Callable[[Any, str], None]) -> str:
-        """Has the roll call's thread also call `look`, a few times a second. Called on all ranks in one order.
+        """Has the liveness check's thread also call `look`, a few times a second. Called on all ranks in one order.
 
         Args:
             look: a method, whose object may go; takes the thread's own store, and a name that nothing else has there.
@@ -322,10 +330,10 @@ class Groups:
         Returns:
             That name.
         """
-        if (roll_call := self._roll_call) is None:
+        if (liveness := self._liveness) is None:
             return ""
-        name, found = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}", weakref.WeakMethod(look)
-        roll_call.looks.append(lambda store: None if (method := found()) is None else method(store, name))
+        name, found = f"embrace_fx/{liveness.name}/{len(liveness.looks)}", weakref.WeakMethod(look)
+        liveness.looks.append(lambda store: None if (method := found()) is None else method(store, name))
         return name
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -374,7 +382,7 @@ class Groups:
         Args:
             what: what is waited for inside, by its name in `progress`.
         """
-        return contextlib.nullcontext() if self._roll_call is None else Watching(self._roll_call, what)
+        return contextlib.nullcontext() if self._liveness is None else Watching(self._liveness, what)
 
 
 def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
@@ -387,14 +395,14 @@ def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
         ) from error
 
 
-def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
-    """Ends a roll call, and process groups of all ranks of the job, for this rank.
+def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) -> None:
+    """Ends a liveness check, and process groups of all ranks of the job, for this rank.
 
     Groups of fewer ranks stay: torch names the next one by the number of groups, and would give it the addresses of one
     that has ended. The end waits `_FAREWELL_S` at most, because something may still be under way on a group.
     """
-    if roll_call is not None:
-        roll_call.close()
+    if liveness is not None:
+        liveness.close()
 
     def end() -> None:
         registered = dist.distributed_c10d._world.pg_map

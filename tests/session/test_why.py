@@ -18,7 +18,7 @@ import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.viz.picture import Picture
 from embrace_fx.viz.why import NAMES, why
-from embrace_fx.vocabulary.shares import SHARES
+from embrace_fx.vocabulary.step_parts import SHARES
 from tests.support.ranks import run_ranks
 
 SLOW_S = 0.3

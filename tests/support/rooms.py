@@ -37,7 +37,7 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str, *, opened: bool) -> str:
-    """`embrace_fx.passes.memory.line` is in `passes`, or, opened, in `passes/memory`."""
+    """`embrace_fx.passes.memory.memory_timeline` is in `passes`, or, opened, in `passes/memory`."""
     parts = module.split(".")[1:]
     return "/".join(parts[: 2 if opened and parts[0] in OPENED else 1])
 

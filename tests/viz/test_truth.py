@@ -19,7 +19,7 @@ from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.palette import DARK, LIGHT, OF_SHARE, Theme
 from embrace_fx.viz.picture import Picture
-from embrace_fx.vocabulary.background import Background, StepOn
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support.pictures import compute, saved
 from tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_links_that_are_slower_than_predicted_slow_ddp_too() -> None:
     operations = tuple(span.operation for span in predicted.spans)
     steps = StepGraph(operations, (), tuple(o.name for o in operations))
     picture = Picture(
-        Schedule("2d", (), steps, predicted), with_bucket(100), Background(0.25, (StepOn(2, 10.0, 0.25),), ())
+        Schedule("2d", (), steps, predicted), with_bucket(100), PictureFacts(0.25, (StepOn(2, 10.0, 0.25),), ())
     )
     exposed = {part.label: part.value for part in picture.bars()[-1].parts}["exposed AllReduce"]
 

@@ -7,7 +7,7 @@ import pytest
 from embrace_fx.viz.why import LEFT, unlike_predicted
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.schedule import Operation, Schedule, ScheduleName, Span, StepGraph, Timeline
-from embrace_fx.vocabulary.shares import SHARES, Share
+from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 STEP_MS = 100.0
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from embrace_fx import viz
-from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
 from embrace_fx.vocabulary.operation_id import CLASS_LANES
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline
 
@@ -54,7 +53,7 @@ def opened(
     folder: Path,
     schedule: Schedule | None = None,
     timeline: Timeline | None = None,
-    background: Background | None = None,
+    background: PictureFacts | None = None,
 ) -> Any:
     path = folder / "picture.html"
     viz.save(path, schedule=schedule, timeline=timeline, background=background)
@@ -182,7 +181,7 @@ def test_dark_follows_the_system_and_the_button(browser: Any, tmp_path: Path, sc
     assert grounds["light"][0] != grounds["light"][1]
 
 
-AROUND = Background(
+AROUND = PictureFacts(
     150.0,
     (StepOn(2, 40.0, 100.0), StepOn(8, 60.0, 200.0)),
     (TablePlace("users.weight", (90, 8), "alltoall", ("columns 0 to 3", "columns 4 to 7"), 2880, 0.8, 0.25),),
@@ -224,7 +223,7 @@ def test_no_word_in_a_bar_is_cut_in_two(
     tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline, width: int
 ) -> None:
     tab.set_viewport_size({"width": width, "height": 900})
-    opened(tab, tmp_path, schedule, timeline, Background(500.0, (StepOn(2, 1.0, 500.0),), ()))
+    opened(tab, tmp_path, schedule, timeline, PictureFacts(500.0, (StepOn(2, 1.0, 500.0),), ()))
 
     words = tab.locator("#bars .part span").evaluate_all(
         """all => all.map(word => {

@@ -16,7 +16,7 @@ from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply
 from embrace_fx.passes.memory.choose import TimedStep, choices
-from embrace_fx.passes.memory.foresee import Foresight
+from embrace_fx.passes.memory.memory_simulator import MemorySimulator
 from embrace_fx.passes.memory.regions import can_run_again
 from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.passes.pipeline import run_passes
@@ -56,17 +56,17 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 
 
 @pytest.mark.parametrize("blocks", [Normalised, *(pytest.param(each, marks=pytest.mark.long) for each in (Block, Odd))])
-def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
+def test_what_is_simulated_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
     before, written = step_memory(graph), written_by(graph.module)
     step = TimedStep(before, estimate(CORE))
-    foresight = Foresight(step)
+    simulator = MemorySimulator(step)
 
     for growing in choices(step, lambda node: can_run_again(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
-            foreseen, found = foresight.foresee(choice, 0), step_memory(apply(graph, step, choice, 0))
-            assert foreseen.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
+            simulated, found = simulator.simulate(choice, 0), step_memory(apply(graph, step, choice, 0))
+            assert simulated.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 
 class Scored(nn.Module):

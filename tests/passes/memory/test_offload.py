@@ -22,7 +22,7 @@ import embrace_fx.passes.memory.budget as budget_pass
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.place import CopyRate, place
+from embrace_fx.passes.memory.copy_placement import CopyRate, place
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule

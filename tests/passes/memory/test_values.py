@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.ranks.failure import DeadRank, LaunchLog, PeerFailure, RollCall, StuckRank
+from embrace_fx.runtime.ranks.failure import DeadRank, LaunchLog, LivenessCheck, PeerFailure, StuckRank
 from embrace_fx.runtime.tables import placement
 from tests.support.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
 
@@ -131,13 +131,13 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
     ports = [store.port if store is not None else 0]
     dist.broadcast_object_list(ports)
     store = store or _store(ports[0], host=False)
-    roll_call = RollCall(store, "test", rank, world_size + 1, LaunchLog())  # of one more rank, which never answers
+    liveness = LivenessCheck(store, "test", rank, world_size + 1, LaunchLog())  # of one more rank, which never answers
     dist.barrier()
     if rank == 0:
-        roll_call.missing()
+        liveness.missing()
         os._exit(0)
     time.sleep(SECONDS)
-    return roll_call.missing()
+    return liveness.missing()
 
 
 @pytest.mark.long

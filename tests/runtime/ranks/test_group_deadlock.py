@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import embrace_fx
-from embrace_fx.runtime.ranks.meeting import OtherGroup, met
+from embrace_fx.runtime.ranks.group_deadlock import OtherGroup, check_group_deadlock
 from tests.support.inside import session_of
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 
@@ -82,7 +82,7 @@ def _waits_elsewhere_first(rank: int, world_size: int) -> tuple[int, ...]:
     met_in = []
     for pair in reversed(pairs):
         if rank in dist.get_process_group_ranks(pair):
-            with met(store, pair):
+            with check_group_deadlock(store, pair):
                 dist.barrier(pair)
             met_in.append(dist.get_world_size(pair))
     return tuple(met_in)

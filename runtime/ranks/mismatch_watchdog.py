@@ -68,7 +68,7 @@ class _Stopped:
     begun: dict[str, int]
 
 
-class LoneCalls:
+class MismatchWatchdog:
     """Finds ranks that wait for each other, from a thread behind this one.
 
     Attributes:

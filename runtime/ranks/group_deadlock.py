@@ -54,7 +54,7 @@ class _Waiting:
 
 
 @contextlib.contextmanager
-def met(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
+def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
     """Opens a context for the first collective in a group, entered once its ranks are there, or have been waited for.
 
     Args:

@@ -12,12 +12,12 @@ from itertools import accumulate
 import numpy as np
 
 from embrace_fx.passes.memory.choose import Choice, TimedStep
-from embrace_fx.passes.memory.place import place
+from embrace_fx.passes.memory.copy_placement import place
 from embrace_fx.passes.step_memory import NEVER_READ, Numbers, first_reads, held, last_reads
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class SimulatedMemory:
     """A choice, the peak of the step under it, and the time that it adds."""
 
     choice: Choice
@@ -40,7 +40,7 @@ class _Places:
     copies: Numbers
 
 
-class Foresight:
+class MemorySimulator:
     """Simulates choices for one step, but for saved random states: `step_memory` may find a bit more."""
 
     def __init__(self, step: TimedStep) -> None:
@@ -52,7 +52,7 @@ class Foresight:
         self._first_read = first_reads(value, reader, self._count)
         self._read_late = np.flatnonzero(self._first_read != NEVER_READ).tolist()
 
-    def foresee(self, choice: Choice, limit: int) -> Foreseen:
+    def simulate(self, choice: Choice, limit: int) -> SimulatedMemory:
         """Simulates a choice.
 
         Args:
@@ -70,7 +70,7 @@ class Foresight:
         nbytes = np.concatenate([self._memory.nbytes, self._memory.nbytes[copied]])
         by_time = held(born, np.concatenate([dies[:count], dies[count + copied]]), nbytes, end)
         if not choice.offloaded:
-            return Foreseen(choice, int(by_time.max(initial=0)), added_ms)
+            return SimulatedMemory(choice, int(by_time.max(initial=0)), added_ms)
         late = position >= self._memory.backward
         first = first_reads(storage[late], position[late], 2 * count)
         leaving = [
@@ -80,7 +80,7 @@ class Foresight:
         ]
         starts_ms = self._starts_ms(places)
         placed = place(leaving, by_time.tolist(), starts_ms, self._memory.backward, limit, self._step.copies)
-        return Foreseen(choice, placed.peak_bytes, added_ms + placed.added_ms)
+        return SimulatedMemory(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
         """Returns the time of a choice's recomputing, without a simulation."""

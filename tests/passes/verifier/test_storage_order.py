@@ -8,8 +8,8 @@ import pytest
 
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
-from embrace_fx.passes.verifier.storage import check_storage
+from embrace_fx.passes.scheduler.storage_lane import at_pace, read_ahead, with_storage
+from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import embrace_fx
 from embrace_fx.cost.links import CORE, Compute
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.memory import cheap
-from embrace_fx.passes.memory.cheap import AT_MOST, RecomputeCheap
+from embrace_fx.passes.memory import recompute_cheap
+from embrace_fx.passes.memory.recompute_cheap import AT_MOST, RecomputeCheap
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
@@ -141,7 +141,7 @@ def test_no_other_choice_saves_fewer_bytes(made: list[tuple[int, bool, list[int]
     sources = {k: sorted({s % k for s in of}) for k, (_, is_cheap, of) in enumerate(made) if is_cheap and k and of}
     needed = [k for k in range(len(made)) if read[k]]
 
-    saved = cheap.least_saved(sizes, sources, needed)
+    saved = recompute_cheap.least_saved(sizes, sources, needed)
 
     assert _can_be_had(needed, saved, sources)
     choices = (set(c) for n in range(len(made) + 1) for c in itertools.combinations(range(len(made)), n))

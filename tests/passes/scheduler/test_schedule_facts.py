@@ -10,7 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.cost.links import all_reduce
-from embrace_fx.passes.scheduler.background import ddp_exposed_ms, on_ranks, places_of
+from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, on_ranks, places_of
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
 from embrace_fx.what_if import Forecast

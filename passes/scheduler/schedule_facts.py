@@ -7,8 +7,8 @@ from math import prod
 
 from embrace_fx.cost.links import Collective, all_reduce, exchange
 from embrace_fx.passes.scheduler.launch_order import quick_ms
-from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
 from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn, TablePlace
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
@@ -25,16 +25,16 @@ _COLLECTIVE: dict[str, Collective] = {
 }
 
 
-def background_of(plan: Plan, schedule: Schedule) -> Background:
+def background_of(plan: Plan, schedule: Schedule) -> PictureFacts:
     """Computes the facts that a picture shows beside a plan's schedule."""
     if plan.world_size == 1:
-        return Background(0.0, (), places_of(plan))
+        return PictureFacts(0.0, (), places_of(plan))
     steps = []
     for ranks in sorted({*RANKS, plan.world_size}):
         is_own = ranks == plan.world_size
         step_ms = schedule.diagnostics().step_ms if is_own else quick_ms(on_ranks(schedule.steps, plan, ranks))
         steps.append(StepOn(ranks, step_ms, ddp_exposed_ms(plan, schedule.steps, ranks)))
-    return Background(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), places_of(plan))
+    return PictureFacts(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), places_of(plan))
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:

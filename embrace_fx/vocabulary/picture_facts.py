@@ -35,7 +35,7 @@ class StepOn:
 
 
 @dataclass(frozen=True)
-class Background:
+class PictureFacts:
     """Facts beside one schedule.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, in_blocks
-from embrace_fx.runtime.ranks.rounding import Rounding
+from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
 def test_a_row_that_comes_again_makes_good_what_was_left_out() -> None:

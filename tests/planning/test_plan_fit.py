@@ -7,7 +7,7 @@ from dataclasses import replace
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import WHOLE
-from embrace_fx.planning.fitting import LATE, PlanViolation, fitted, violation
+from embrace_fx.planning.plan_fit import LATE, PlanViolation, fitted, violation
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned

@@ -66,7 +66,7 @@ def test_what_all_ranks_must_ask_for_is_refused_where_one_asks_alone(asked: str,
 
     assert told == also_told
     assert told.startswith("rank 0: only this rank reads a sharded table")
-    assert f"{what} of the sharded 0.weight, at test_lone_calls.py" in told
+    assert f"{what} of the sharded 0.weight, at test_mismatch_watchdog.py" in told
     assert first == second
 
 
@@ -153,7 +153,7 @@ def test_many_announcements_are_watched_by_one_look() -> None:
     announcements = Announcements(ranks)
 
     for _ in range(3):  # of fast steps, before the thread has looked once
-        announcements._lone_calls.watch(ranks, announcements._look)
+        announcements._watchdog.watch(ranks, announcements._look)
 
     assert len(looks) == 1
 
