@@ -11,6 +11,7 @@ import pytest
 
 from embrace_fx import viz
 from embrace_fx.vocabulary.operation_id import CLASS_LANES
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn, TablePlace
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline
 
 SENT = ("compute", *CLASS_LANES)
