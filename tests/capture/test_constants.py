@@ -13,6 +13,7 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.capture import capture
+from embrace_fx.capture.arguments import agree
 from tests.support.captures import Model, model_of, plain
 from tests.support.graphs import IDS
 from tests.support.inside import captures_of
@@ -64,3 +65,12 @@ def test_texts_and_arrays_that_change_at_each_step_need_one_capture() -> None:
     for step in range(6):
         compiled(IDS, {"text": f"{step}", "at": np.arange(step), "step": step}).backward()
     assert captures_of(compiled) == 1
+
+
+def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
+    array = np.ones(2)
+
+    assert agree(array, array)
+    assert agree("a text", "a text"[:])
+    assert not agree(1, 1.0)
+    assert not agree(array, np.ones(2))  # whose comparison gives no single answer
