@@ -94,6 +94,7 @@ def test_systems_in_processes_of_their_own_train_as_one_process(environment: str
                 assert started.ask(Close(name), timeout_s=20) == (Closed(),) * RANKS
 
 
+@pytest.mark.long
 def test_systems_take_turns_and_one_that_fails_or_dies_ends_for_all_ranks(tmp_path: Path) -> None:
     with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", tmp_path) as ranks:
         for port, system in enumerate(("ddp_sparse", "alone_sparse"), start=20_104):

@@ -192,6 +192,7 @@ def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]
     return exporting.grown_bytes, importing.grown_bytes
 
 
+@pytest.mark.long
 def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_whole(tmp_path: Path) -> None:
     torch.save(Large(seed=9).state_dict(), tmp_path / "plain.pt")
 

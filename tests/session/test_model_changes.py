@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from tests.support.cases import long_but
 from tests.support.inside import captures_of, session_of
 from tests.support.ranks import run_ranks
 
@@ -76,6 +77,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+QUICK = (
+    "a function",
+    "a list that grows",
+    "an activation of the user's",
+    "a hook",
+    "a patched forward",
+    "the environment",
+)
+
+
 def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
     compiled = embrace_fx.compile(model)
     ids_BT = torch.randint(50, (2, 4))
@@ -94,7 +105,7 @@ def _not_squared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUARED", "0")
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", long_but(QUICK, {name: (name,) for name in CHANGES}))
 def test_what_changes_is_computed_with(name: str) -> None:
     _check(Tagger(), CHANGES[name])
 

@@ -101,7 +101,7 @@ def test_a_step_returns_what_the_closure_returned_on_this_rank() -> None:
         torch.testing.assert_close(ours[STEPS:], everyone[1][each][0][STEPS:], msg=f"{each}: ranks differ")
 
 
-@pytest.mark.parametrize("optimizer", ["LBFGS", "Deciding"])
+@pytest.mark.parametrize("optimizer", [pytest.param("LBFGS", marks=pytest.mark.long), "Deciding"])
 def test_what_decides_by_the_loss_decides_alike_on_all_ranks(optimizer: str) -> None:
     """Ranks whose own losses decide differently would not meet in the calls that follow."""
     assert len(run_ranks(2, _uneven, optimizer)) == 2
