@@ -119,7 +119,7 @@ class Groups:
         # One for all classes: a group of gloo has a thread that wakes a hundred times a second, on cores that compute,
         # and a group of NCCL a communicator that takes the device's memory.
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-        # Not the user's group: while a user's collective blocks this thread, another one answers here (`mismatch_watchdog`).
+        # Not the user's group: while a collective of the user's blocks this thread, `mismatch_watchdog` answers here.
         self._hosts = self._new_group("hosts", backend="gloo")
         self._carriers.clear()
         # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
