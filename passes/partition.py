@@ -28,6 +28,7 @@ from embrace_fx.vocabulary.graph import (
     PHASES,
     Gradient,
     GradientOfRows,
+    GradientOfShard,
     LateModule,
     Mutation,
     OutputRole,
@@ -83,7 +84,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
-        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows | GradientOfShard)],
     }
     for position, (name, own) in enumerate(members.items()):
         behind = list(members)[position + 1 :]

@@ -87,7 +87,8 @@ class ShardTables:
         if not self.tables and not self.renormed:
             return graph
         result = graph.edit()
-        return replace(result, expected=shard_tables(result, self))
+        expected = shard_tables(result, self)
+        return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
     def expects(self, table: Table) -> RowCounts:
         """Returns how many rows of a table a step is expected to read."""
@@ -183,7 +184,10 @@ def _shard(
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
         shape, like = (num_rows, last - first), weight.meta["val"]
-        shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device)
+        shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)  # of a head
+        shard = shard or rewriter.placeholder(
+            f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device
+        )
     with rewriter.before(ids.counts.next):
         route = _route(rewriter, short, ids, grid, options.rank)
         columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")

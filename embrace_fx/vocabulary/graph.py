@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from embrace_fx.vocabulary.head import PromisedLogits
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
@@ -122,6 +123,14 @@ class GradientOfRows:
 
 
 @dataclass(frozen=True)
+class GradientOfShard:
+    """The part (V', D) of a table's dense gradient that an output layer gives the rows that this rank owns; the mean
+    over ranks. Rows of lookups come beside it, as `GradientOfRows`."""
+
+    table: str
+
+
+@dataclass(frozen=True)
 class PendingGradients:
     """The gradients of a bucket's parameters, which the launcher is still reducing."""
 
@@ -142,7 +151,7 @@ class PendingRows:
         return self.members or (self.table,)
 
 
-OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
+OutputRole = Result | Mutation | Gradient | GradientOfRows | GradientOfShard | PendingGradients | PendingRows | Saved
 
 
 FROM_GRADIENT = "gradient"
@@ -224,7 +233,8 @@ class TrainingGraph:
     comes from. `varied`: the phase that is of another variant than the steady one; None: no phase is.
     `memory_limit`: bytes that a step may hold; None: no limit.
     `expected`: numbers in place of data-dependent sizes; equal on all ranks. `spaces`: name of a parameter -> the
-    row space that it is, where tables have become one.
+    row space that it is, where tables have become one. `promised`: index of a result that is hidden states -> the
+    logits that are made of them when they are read.
     """
 
     module: fx.GraphModule
@@ -235,6 +245,7 @@ class TrainingGraph:
     memory_limit: int | None = None
     expected: ExpectedSizes = NOTHING_EXPECTED
     spaces: Mapping[str, RowSpace] = field(default_factory=dict)
+    promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:
         """Returns the tables of a row space; of anything else, ()."""

@@ -29,6 +29,7 @@ from torch._ops import OpOverload
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
+from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
@@ -39,6 +40,7 @@ LAUNCHES: frozenset[str] = frozenset(
         "_c10d_functional::all_reduce",
         "_c10d_functional::all_reduce_",
         "embrace::exchange_gradient_",
+        *HEAD_LAUNCHES,
     }
 )
 """Ops whose result is in flight: only `wait_tensor` returns the value."""

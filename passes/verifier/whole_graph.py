@@ -21,6 +21,7 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,
+    GradientOfShard,
     Mutation,
     OutputRole,
     Parameter,
@@ -35,16 +36,27 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice.
+    """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice. A table
+    that an output layer reads has one of its shard, with or without such a pair.
 
     A parameter trains that has a gradient in the captured graph, or from a pass (only other ranks' batches use it).
     """
     found = _gradients(graph)
     for name in _gradients(captured) | found:
         parts = found.get(name, Counter())
-        if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
+        legal = (
+            {"dense": 1},
+            {"ids": 1, "rows": 1},
+            {"pending rows": 1},
+            {"shard": 1},
+            {"shard": 1, "ids": 1, "rows": 1},
+        )
+        lookups_to_shard = not graph.phases and parts == {"dense": 1, "shard": 1}  # a head has been sharded
+        if not parts and any(name == promise.table for promise in graph.promised.values()):
+            continue  # its gradient comes from losses outside of the model
+        if parts not in legal and not lookups_to_shard:
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
-            remedy = "keep one Gradient or pending output, or the two GradientOfRows outputs"
+            remedy = "keep one Gradient or pending output, or the outputs of rows and of the shard"
             yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
 
 
@@ -88,7 +100,8 @@ def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """Counts, for each parameter, the outputs of its gradient by part: "dense", "ids", "rows", "pending rows"."""
+    """Counts, for each parameter, the outputs of its gradient by part: "dense", "ids", "rows", "pending rows" or
+    "shard"."""
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:
@@ -98,6 +111,8 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
             case GradientOfRows():
                 for name in role.tables:
                     found.setdefault(name, Counter())[role.part] += 1
+            case GradientOfShard(table):
+                found.setdefault(table, Counter())["shard"] += 1
             case PendingGradients(parameters=names):
                 for name in names:
                     found.setdefault(name, Counter())["dense"] += 1

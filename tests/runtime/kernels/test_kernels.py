@@ -6,6 +6,7 @@ Shape legend
 
 from __future__ import annotations
 
+from math import exp, log
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.runtime import kernels
+from embrace_fx.runtime.kernels import vocabulary
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -235,6 +237,12 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::begin_replay": (torch.get_rng_state(), torch.device("cpu")),
         "embrace::end_replay": (torch.get_rng_state(), torch.device("cpu")),
         "embrace::copy_unwritten": (rows,),
+        "embrace::scored_positions": (torch.tensor([-100, 2, 3]), -100, 4),
+        "embrace::head_statistics": (rows, torch.tensor([0, 9, 3, 4]), "div 2.0, tanh, to float64", 1, 2),
+        "embrace::head_loss": (numbered(4, 3), torch.tensor([0, 2]), torch.tensor([1, -100, 3]), 1, 2),
+        "embrace::head_coefficients": (torch.tensor(0.5), numbered(2), torch.tensor([0, 2]), 1),
+        "embrace::head_gradient": (rows, torch.tensor([0, 9, 3, 4]), numbered(4, 2), "div 2.0, tanh", 1, 2),
+        "embrace::spread_positions": (rows, torch.tensor([2, 0]), numbered(3, 5), 2),
     }
 
 
@@ -264,6 +272,13 @@ def test_the_worked_examples_of_the_vocabulary() -> None:
     assert (unique.tolist(), inverse.tolist()) == ([2, 5], [[1, 0, 1]])
     unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, 5)
     assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
+    assert [each.tolist() for each in vocabulary.scored_positions(torch.tensor([-100, 2]), -100, 4)] == [[1], [2]]
+    parts = [torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])]
+    of_ranks = [vocabulary.head_statistics(part, torch.tensor([2]), "", rank, 2) for rank, part in enumerate(parts)]
+    small = 1 + exp(-2)
+    torch.testing.assert_close(torch.cat(of_ranks), torch.tensor([[3, small, 3], [2, small, 0]]))
+    loss, *_ = vocabulary.head_loss(torch.cat(of_ranks), torch.tensor([0]), torch.tensor([2]), 1, 2)
+    torch.testing.assert_close(loss, torch.tensor(log(exp(1) + exp(2) + exp(3) + 1) - 3))
     ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
     assert (ids.tolist(), counts.tolist()) == ([2, 5, 5], [2, 1])
     routes = [route_grid(torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), rank, 2, 1) for rank in range(2)]

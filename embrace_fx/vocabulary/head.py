@@ -1,0 +1,68 @@
+"""What a graph's output layer over a table does with the product of hidden states and table.
+
+`Step`s are the element-wise ops between the product and the softmax, in order: ("div", 30.0, None), ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+Step = tuple[str, float, torch.dtype | None]
+"""("mul" or "div", a number, None), ("tanh", 0.0, None), or ("to", 0.0, a dtype)."""
+
+
+def written(steps: Sequence[Step]) -> str:
+    """Writes steps as text, for graphs.
+
+    >>> written([("div", 30.0, None), ("tanh", 0.0, None), ("to", 0.0, torch.float32)])
+    'div 30.0, tanh, to float32'
+    """
+    return ", ".join(" ".join((name, *_operand(name, by, dtype))) for name, by, dtype in steps)
+
+
+def _operand(name: str, by: float, dtype: torch.dtype | None) -> tuple[str, ...]:
+    if name == "tanh":
+        return ()
+    return (str(by) if dtype is None else str(dtype).removeprefix("torch."),)
+
+
+@lru_cache(maxsize=64)
+def read(steps: str) -> tuple[Step, ...]:
+    """Reads what `written` writes."""
+    return tuple(_step(*each.split()) for each in steps.split(", ") if each)
+
+
+def _step(name: str, by: str = "") -> Step:
+    return (name, 0.0, getattr(torch, by)) if name == "to" else (name, float(by or 0), None)
+
+
+def last_dtype(steps: str) -> torch.dtype | None:
+    """Returns the dtype of the last cast; None: there is none."""
+    return next((dtype for _, _, dtype in reversed(read(steps)) if dtype is not None), None)
+
+
+def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a softmax behind `steps` adds up, where the product is of `dtype`: no half type."""
+    last = last_dtype(steps) or dtype
+    return last if last.itemsize >= 4 else torch.float32
+
+
+@dataclass(frozen=True)
+class PromisedLogits:
+    """A result of the model that is made of hidden states (.., D) when it is read: logits (.., V) of a sharded head.
+
+    Attributes:
+        table: the parameter whose rows the logits are products with.
+        bias: the parameter that is added, "" for none.
+        steps: the ops behind the product, as `written`.
+        narrow: the dtype of the product; None: that of the table.
+    """
+
+    table: str
+    bias: str
+    steps: str
+    narrow: torch.dtype | None

@@ -1,0 +1,104 @@
+"""The `embrace::` ops of a vocabulary head: an output layer and its loss over a table whose rows are spread over ranks.
+
+Shape legend, beside that of `embrace_fx/vocabulary/ops.py`
+    M positions of this rank, of which S are scored: their label is not `ignore_index`; L labels; P = sum of S over
+    ranks; V' rows of the table that this rank owns: row r, r + N, r + 2 N, .. on rank r.
+
+`steps` are the element-wise ops between the product with the table and the softmax, in order, as text that
+`embrace_fx.vocabulary.head` writes and reads: "div 30.0, tanh, mul 30.0, to float32".
+
+Example, two ranks, V = 4: rank 0 scores one position with label 2 and has logits [1, 2, 3, 0] for it; rank 1 scores
+none. Rank 0 computes columns 0 and 2, [1, 3], and rank 1 columns 1 and 3, [2, 0].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
+from embrace_fx.vocabulary.head import softmax_dtype
+
+
+@op("scored_positions", "(Tensor labels, int ignore_index, int num_rows) -> Tensor[]")
+def _(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
+    """Finds the labels (L,) that are scored: [their positions (S,), the labels (S,)]. Refuses labels outside the table.
+
+    Example: labels [-100, 2], ignore_index -100 -> [1], [2].
+    """
+    scored = empty_as(labels, (unknown_size(),), dtype=torch.int64)
+    return [scored, torch.empty_like(scored)]
+
+
+@op("gather_counts", "(Tensor labels, str table, str group, int group_size) -> Tensor")
+def _(labels: Tensor, table: str, group: str, group_size: int) -> Tensor:
+    """Launch: how many labels (S,) each rank scores: (N,) on the host. In the example [1, 0]."""
+    return torch.empty((group_size,), dtype=torch.int64, device="cpu")
+
+
+@op("gather_positions", "(Tensor rows, Tensor counts, str table, str group, int group_size) -> Tensor")
+def _(rows: Tensor, counts: Tensor, table: str, group: str, group_size: int) -> Tensor:
+    """Launch: the rows (S, ..) of all ranks' scored positions, in rank order: (P, ..)."""
+    return empty_as(rows, (unknown_size(), *rows.shape[1:]))
+
+
+@op("scatter_positions", "(Tensor rows, Tensor counts, str table, str group, int group_size) -> Tensor")
+def _(rows: Tensor, counts: Tensor, table: str, group: str, group_size: int) -> Tensor:
+    """Launch: the mirror of `gather_positions`. Each rank has rows (P, ..) for all positions; a rank gets those of its
+    own from every rank, in rank order: (N * S, ..)."""
+    return empty_as(rows, (unknown_size(), *rows.shape[1:]))
+
+
+@op("head_statistics", "(Tensor logits, Tensor labels, str steps, int rank, int group_size) -> Tensor")
+def _(logits: Tensor, labels: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+    """Computes of this rank's columns of the logits (P, V'), before `steps`: (P, 3), the maximum, the sum of
+    exponentials relative to it, and the label's logit, or 0 where the label is another rank's.
+
+    Example: [[3, 1 + exp(-2), 3]] on rank 0, [[2, 1 + exp(-2), 0]] on rank 1.
+    """
+    return empty_as(logits, (logits.shape[0], 3), dtype=softmax_dtype(steps, logits.dtype))
+
+
+@op("head_loss", "(Tensor statistics, Tensor positions, Tensor labels, int reduction, int group_size) -> Tensor[]")
+def _(statistics: Tensor, positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
+    """Combines the statistics (N * S, 3) of all ranks: [the loss, the number of scored positions, the log of the sum of
+    exponentials (S,)].
+
+    `reduction` is that of `aten.nll_loss_forward`: 0 none, 1 mean, 2 sum; without one, ignored `labels` (L,) have a
+    loss of 0.
+
+    Example: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
+    """
+    loss = (labels.shape[0],) if reduction == 0 else ()
+    return [empty_as(statistics, loss), empty_as(statistics, ()), empty_as(statistics, (positions.shape[0],))]
+
+
+@op("head_coefficients", "(Tensor grad_output, Tensor log_sums, Tensor positions, int reduction) -> Tensor")
+def _(grad_output: Tensor, log_sums: Tensor, positions: Tensor, reduction: int) -> Tensor:
+    """Joins what a rank's positions need on every rank, (S, 2): the log of the sum of exponentials, and the gradient of
+    the position's own loss."""
+    return empty_as(log_sums, (log_sums.shape[0], 2))
+
+
+@op(
+    "head_gradient",
+    "(Tensor logits, Tensor labels, Tensor coefficients, str steps, int rank, int group_size) -> Tensor",
+)
+def _(logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+    """Computes the gradient of this rank's columns of the logits, before `steps`, (P, V'): (softmax - one-hot) times
+    the gradient of the position's loss, back through `steps`."""
+    return torch.empty_like(logits)
+
+
+@op("spread_positions", "(Tensor parts, Tensor rows, Tensor like, int group_size) -> Tensor")
+def _(parts: Tensor, rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+    """Sums the parts (N * S, D) of all ranks by position, and puts them at `rows` (S,) of zeros of the shape of `like`
+    (M, D)."""
+    return empty_as(parts, like.shape)
+
+
+_OPS: Sequence[str] = ("gather_counts", "gather_positions", "scatter_positions")
+HEAD_LAUNCHES = frozenset(f"embrace::{name}" for name in _OPS)
+"""Ops of a head whose result is in flight."""

@@ -1,0 +1,371 @@
+"""Finds the output layer that reads a table densely, from its product with hidden states to the loss.
+
+Contract
+    Analysis only. A head is a product of hidden states with the whole table, transposed: `mm`, or `addmm` with a bias;
+    then element-wise ops (`vocabulary/head.py`) and changes of the leading shape; then results of the model, and a
+    log-softmax with its negative log-likelihood. Its backward is known from its forward: where each of its nodes is one
+    of a head's, the gradients of hidden states, table and bias are those of the loss, and of the results.
+    What does not match is told in a line that names the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.tables import LOOKUPS, gradient_terms
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Mutation,
+    Parameter,
+    Result,
+    Tangent,
+    TrainingGraph,
+    ancestors,
+    gradients_of,
+    parameters_of,
+    reached,
+    source_of,
+)
+from embrace_fx.vocabulary.head import Step
+from embrace_fx.vocabulary.ops import argument, draws
+
+aten = torch.ops.aten
+
+_TRANSPOSE = aten.t.default
+_CAST = aten._to_copy.default
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
+_NUMBERS = {aten.mul.Tensor: "mul", aten.div.Tensor: "div"}
+_BACKWARD = frozenset(
+    {
+        *VIEWS,
+        *_SAME,
+        *_NUMBERS,
+        *(_CAST, _TRANSPOSE, aten.expand.default, aten.slice_backward.default, aten.tanh_backward.default),
+        aten._log_softmax_backward_data.default,
+    }
+)
+"""Ops of a backward between the loss and the products."""
+
+
+class Unmatched(Exception):
+    """What is in the way of sharding a head, in a line."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A negative log-likelihood of a head's logits.
+
+    Attributes:
+        node: the `nll_loss_forward`.
+        steps: the element-wise ops in front of its log-softmax.
+        shapes: changes of the leading shape in front of it.
+        backward: its `nll_loss_backward`; None: no gradient is taken.
+    """
+
+    node: fx.Node
+    steps: tuple[Step, ...]
+    shapes: tuple[fx.Node, ...]
+    backward: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result of the model that is logits, as `Loss`.
+
+    Attributes:
+        is_cut: whether some positions have been left out.
+    """
+
+    index: int
+    node: fx.Node
+    steps: tuple[Step, ...]
+    is_cut: bool
+
+
+@dataclass
+class Head:
+    """An output layer over a table.
+
+    Attributes:
+        weight: the table.
+        as_read: the node of (V, D) that the product reads, transposed: the table, or a cast of it.
+        product: the `mm` or `addmm`.
+        hidden: (M, D), its other factor.
+        bias: (V,), what is added; None: nothing.
+        sizes: the nodes that read a leading size of logits.
+        results: those of the model that are logits.
+        loss: None: the graph has none.
+        of_hidden, of_weight, of_bias: the nodes of the backward that make these gradients.
+        of_table: the term of the table's gradient.
+    """
+
+    weight: fx.Node
+    as_read: fx.Node
+    product: fx.Node
+    hidden: fx.Node
+    bias: fx.Node | None
+    sizes: list[fx.Node] = field(default_factory=list)
+    results: list[Made] = field(default_factory=list)
+    loss: Loss | None = None
+    of_hidden: fx.Node | None = None
+    of_weight: fx.Node | None = None
+    of_table: fx.Node | None = None
+    of_bias: fx.Node | None = None
+
+
+def forward_of(graph: TrainingGraph) -> set[fx.Node]:
+    """Returns the nodes that results and mutations depend on."""
+    return ancestors(v for v, role in graph.outputs() if v is not None and isinstance(role, Result | Mutation))
+
+
+def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> str | None:
+    """Names what is in the way of sharding the head over a table; None: nothing is.
+
+    Args:
+        forward: what `forward_of` returns, where it is known.
+    """
+    try:
+        find_head(graph, parameter, forward)
+    except Unmatched as found:
+        return str(found)
+    return None
+
+
+def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
+    """Finds the head over a table.
+
+    Raises:
+        Unmatched: it has none, or one of another form.
+    """
+    weight = parameters_of(graph.module)[parameter]
+    forward = forward_of(graph) if forward is None else forward
+    product, as_read = _product(weight, forward)
+    hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
+    assert isinstance(hidden, fx.Node)
+    assert isinstance(added, fx.Node | None)
+    if product.kwargs:
+        raise Unmatched(f"its output layer scales what it adds ({_line(product)})")
+    head = Head(weight, as_read, product, hidden, added)
+    if added is not None and tuple(added.meta["val"].shape) != tuple(weight.meta["val"].shape[:1]):
+        raise Unmatched(f"its output layer adds more than a bias ({_line(product)})")
+    if any("region" in node.meta for node in (product, *product.users)):
+        raise Unmatched(f"its output layer is checkpointed ({_line(product)})")
+    _follow(graph, head, forward)
+    _find_gradients(graph, head, forward)
+    return head
+
+
+def _last(node: fx.Node) -> list[Any]:
+    return [node.meta["val"].shape[-1]]
+
+
+def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Returns the product that reads a table, and the node of the table that it reads, transposed."""
+    found: list[tuple[fx.Node, fx.Node]] = []
+    for reader in _dense_readers(weight, forward):
+        as_read = weight
+        if reader.target is _CAST:
+            as_read, (reader, *others) = reader, _early(reader, forward) or [reader]
+            if others:
+                raise Unmatched(f"a copy of it is read several times ({_line(as_read)})")
+        if reader.target is not _TRANSPOSE:
+            raise Unmatched(f"read densely by {_line(reader)}")
+        for product in _early(reader, forward):
+            if product.target not in (aten.mm.default, aten.addmm.default) or product.args[-1] is not reader:
+                raise Unmatched(f"read densely by {_line(product)}")
+            found.append((product, as_read))
+    if len(found) != 1:
+        raise Unmatched(f"read by {len(found)} output layers" if found else "no output layer reads it")
+    return found[0]
+
+
+def _dense_readers(weight: fx.Node, forward: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yields the nodes of the forward that read more of a table than rows of lookups, or its sizes."""
+    for user in _early(weight, forward):
+        if user.target in LOOKUPS and argument(user, "weight") is weight:
+            continue
+        if user.target not in (aten.sym_size.int, aten.sym_numel.default):
+            yield user
+
+
+def _early(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """Lists the users of a node in the forward."""
+    return [user for user in node.users if user in forward]
+
+
+def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
+    """Follows the logits to results and to the loss."""
+    results: dict[fx.Node, list[int]] = {}
+    for value, role in graph.outputs():
+        if value is not None and isinstance(role, Result):
+            results.setdefault(value, []).append(role.index)
+    waiting: list[tuple[fx.Node, tuple[Step, ...], tuple[fx.Node, ...]]] = [(head.product, (), ())]
+    while waiting:
+        node, steps, shapes = waiting.pop()
+        is_cut = any(shape.target is aten.slice.Tensor for shape in shapes)
+        head.results += [Made(index, node, steps, is_cut) for index in results.get(node, ())]
+        head.sizes += [user for user in node.users if user.target is aten.sym_size.int]
+        for user in _early(node, forward):
+            if user in head.sizes:
+                continue
+            if user.target is aten._log_softmax.default:
+                _end(head, user, steps, shapes, forward)
+            else:
+                step, reshapes = _step(user, node)
+                waiting.append((user, (*steps, *step), (*shapes, user) if reshapes else shapes))
+    if not head.results and head.loss is None:
+        raise Unmatched(f"its logits are no result and have no loss ({_line(head.product)})")
+    if len({made.node for made in head.results}) < len(head.results):
+        raise Unmatched("two results are the same logits")
+    if any(made.is_cut for made in head.results):
+        raise Unmatched("a result is a part of its logits")
+
+
+def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
+    """Returns the step that a node takes with logits, if it takes one, and whether it changes their leading shape."""
+    target = node.target
+    keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last(node) == _last(logits)
+    if target in _SAME:
+        return (), False
+    if keeps and target in VIEWS:
+        return (), True
+    if keeps and target is aten.slice.Tensor and argument(node, "dim") not in (-1, logits.meta["val"].dim() - 1):
+        return (), True
+    if target is _CAST and set(node.kwargs) == {"dtype"}:
+        return (("to", 0.0, node.meta["val"].dtype),), False
+    if target in _NUMBERS and node.args[0] is logits and isinstance(node.args[1], int | float):
+        return ((_NUMBERS[target], float(node.args[1]), None),), False
+    if target is aten.tanh.default:
+        return (("tanh", 0.0, None),), False
+    raise Unmatched(f"its logits are read by {_line(node)}")
+
+
+def _end(
+    head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
+) -> None:
+    """Notes the loss behind a log-softmax."""
+    if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
+        raise Unmatched(f"its softmax is not over the table's rows ({_line(softmax)})")
+    if argument(softmax, "half_to_float"):
+        steps = (*steps, ("to", 0.0, torch.float32))
+    readers, likelihoods = [softmax], list[fx.Node]()
+    for reader in readers:
+        for user in _early(reader, forward):
+            if user.target is aten.nll_loss_forward.default:
+                likelihoods.append(user)
+            elif user.target is aten.sym_size.int:
+                head.sizes.append(user)
+            elif user.target in VIEWS and _last(user) == _last(softmax):
+                readers.append(user)
+                shapes = (*shapes, user)
+            else:
+                raise Unmatched(f"its log-softmax is read by {_line(user)}")
+    if len(likelihoods) != 1 or head.loss is not None:
+        raise Unmatched("its logits have several losses")
+    _check_loss(likelihoods[0], forward)
+    head.loss = Loss(likelihoods[0], steps, shapes, _backward_of(readers))
+
+
+def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
+    """Raises `Unmatched` where a negative log-likelihood is of another form."""
+    if argument(node, "weight") is not None:
+        raise Unmatched(f"its loss has class weights ({_line(node)})")
+    if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
+        raise Unmatched(f"its loss is not over a list of positions ({_line(node)})")
+    if any(_early(item, forward) for item in node.users if item.args[1] == 1):
+        raise Unmatched(f"the weight of its loss is read ({_line(node)})")
+    if any(map(draws, _cone(argument(node, "target")))):
+        raise Unmatched("its labels are drawn at random")
+
+
+def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
+    """Returns the gradient of the loss that reads a log-softmax; None: no gradient is taken."""
+    found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
+    if len(found) > 1:
+        raise Unmatched("its loss has several gradients")
+    return found[0] if found else None
+
+
+def _cone(node: fx.Node) -> set[fx.Node]:
+    return reached([node], lambda each: each.all_input_nodes)
+
+
+def labels_from_batch(loss: Loss) -> bool:
+    """Tells whether labels depend on the batch alone, and so are known before the forward."""
+    inputs = [node.meta["role"] for node in _cone(argument(loss.node, "target")) if node.op == "placeholder"]
+    return all(isinstance(role, BatchInput) for role in inputs)
+
+
+def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
+    """Finds the nodes that make the gradients of hidden states, table and bias."""
+    indices = {made.index for made in head.results}
+    tangents = [node for node, role in graph.inputs() if isinstance(role, Tangent) and role.index in indices]
+    starts = [*tangents, *([head.loss.backward] if head.loss is not None and head.loss.backward is not None else [])]
+    chain, waiting = set(starts), list(starts)
+    ends: list[fx.Node] = []
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user in chain:
+                continue
+            if user.target in (aten.mm.default, aten.sum.dim_IntList):
+                ends.append(user)
+            elif user.target in _BACKWARD or user.target is aten.add.Tensor:
+                chain.add(user)
+                waiting.append(user)
+            else:
+                raise Unmatched(f"the gradient of its logits is read by {_line(user)}")
+    for node in chain:
+        if node.target is aten.add.Tensor and not chain.issuperset(node.all_input_nodes):
+            raise Unmatched(f"its logits have another gradient ({_line(node)})")
+    for end in dict.fromkeys(ends):
+        _note_gradient(head, end, chain)
+    if head.of_weight is not None:
+        gradient = gradients_of(graph.module)[head.weight.meta["role"].name]
+        assert gradient is not None
+        of_product = reached([head.of_weight], lambda node: node.users)
+        terms = [term for term in gradient_terms(gradient) if term in of_product]
+        if len(terms) != 1:
+            raise Unmatched("its gradient is not a sum of those of lookups and of its output layer")
+        head.of_table = terms[0]
+
+
+def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
+    """Notes which gradient a product, or a sum, with the gradient of the logits makes."""
+    if end.target is aten.sum.dim_IntList:
+        kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
+    elif end.args[0] in chain and _is_table(head, end.args[1]):
+        kind = "of_hidden"
+    elif end.args[0] in chain and end.args[1] is head.hidden:
+        kind = "of_weight"
+    else:
+        kind = ""
+    if not kind or getattr(head, kind) is not None:
+        raise Unmatched(f"the gradient of its logits is read by {_line(end)}")
+    setattr(head, kind, end)
+
+
+def _is_table(head: Head, node: Any) -> bool:
+    """Tells whether a node is the table as the product reads it, transposed twice or not at all."""
+    turned = 0
+    while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
+        node, turned = node.args[0], turned + 1
+    return node is head.as_read and turned % 2 == 0
+
+
+def _line(node: fx.Node) -> str:
+    return f"{node.name}, {source_of(node)}"
+
+
+def parameter_of(node: fx.Node) -> str:
+    """Returns the parameter that a node is, or is a cast of."""
+    while node.op != "placeholder":
+        node = node.all_input_nodes[0]
+    role = node.meta["role"]
+    return role.name if isinstance(role, Parameter) else ""

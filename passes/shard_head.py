@@ -1,0 +1,375 @@
+"""The output layer over a sharded table: hidden states of scored positions travel, logits and the table's gradient do
+not (Megatron-LM's vocabulary-parallel cross entropy, over data-parallel ranks as in Partial FC, CVPR 2022).
+
+Contract
+    For each table of `tables`: its rows are dealt out over the ranks, each of which computes its columns of the logits
+    of all ranks' scored positions. The loss and every gradient are unchanged; the table's dense gradient is complete
+    where its rows are, and is the mean over ranks. The gradient of a bias is this rank's share: the sum over ranks, N
+    times the mean, has all of it. A result that is logits becomes the hidden states that it is made of when it is read,
+    and its tangent that of these.
+
+    rewrite, M positions, labels (M,), V x D table:
+        logits = aten.mm(hidden, aten.t(weight))
+        loss, count = aten.nll_loss_forward(aten._log_softmax(logits, 1, False), labels, None, 1, -100)
+        ...
+        g = aten._log_softmax_backward_data(aten.nll_loss_backward(tangent, ...), ...) + tangent_of_logits
+        grad_hidden = aten.mm(g, weight); dense = aten.mm(aten.t(g), hidden)
+        return (loss, logits, ..., dense + embedding_dense_backward(...))        # Gradient(weight)
+    ->
+        positions, scored = embrace.scored_positions(labels, -100, V)
+        counts = wait(embrace.gather_counts(scored, "weight", "embedding", N))
+        all_labels = wait(embrace.gather_positions(scored, counts, ...))         # P
+        all_hidden = wait(embrace.gather_positions(aten.index_select(hidden, 0, positions), counts, ...))
+        part = aten.mm(all_hidden, aten.t(weight_shard))                         # P x V'
+        of_rank = embrace.head_statistics(part, all_labels, "", rank, N)         # P x 3
+        statistics = wait(embrace.scatter_positions(of_rank, counts, ...))
+        loss, _, log_sums = embrace.head_loss(statistics, positions, labels, 1, N)
+        ...
+        own = embrace.head_coefficients(tangent, log_sums, positions, 1)
+        g = embrace.head_gradient(part, all_labels, wait(embrace.gather_positions(own, counts, ...)), "", rank, N)
+        dense = aten.mm(aten.t(g), all_hidden * (1 / N))                         # V' x D
+        parts = wait(embrace.scatter_positions(aten.mm(g, weight_shard), counts, ...))
+        grad_hidden = embrace.spread_positions(parts, positions, hidden, N) + tangent_of_hidden
+        return (loss, hidden, ..., embedding_dense_backward(...), dense)         # Gradient(weight), of its shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.heads import VIEWS, Head, Loss, find_head, labels_from_batch, parameter_of
+from embrace_fx.passes.rewriter import Rewriter, hoist
+from embrace_fx.passes.tables import find_tables
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    GradientOfShard,
+    OutputRole,
+    Parameter,
+    Result,
+    Shard,
+    Tangent,
+    TrainingGraph,
+    parameters_of,
+    set_outputs,
+)
+from embrace_fx.vocabulary.head import PromisedLogits, Step, written
+from embrace_fx.vocabulary.ops import argument
+from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.sizes import ExpectedSizes
+
+aten = torch.ops.aten
+embrace = torch.ops.embrace
+
+
+@dataclass(frozen=True)
+class ShardHeads:
+    """Shards the output layers over `tables`, whose rows are dealt out over the ranks.
+
+    Attributes:
+        tables: parameter names, in the order of their exchange; equal on all ranks.
+        rank, world_size: decide which rows are this rank's.
+    """
+
+    tables: tuple[str, ...]
+    rank: int
+    world_size: int
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        read = parameters_of(graph.module)
+        dense = {table.parameter for table in graph.tables if table.use == "sparse"}
+        tables = [name for name in self.tables if name in read and name not in dense]
+        if not tables:
+            return graph
+        result = graph.edit()
+        promised, sizes = dict(result.promised), dict(result.expected.by_symbol)
+        for name in tables:
+            sharding = _Sharding(result, find_head(result, name), self)
+            promised |= sharding.rewrite()
+            sizes |= sharding.sizes
+        result.graph.eliminate_dead_code()
+        return replace(result, tables=find_tables(result), promised=promised, expected=ExpectedSizes(sizes))
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The nodes of the positions that have labels.
+
+    Attributes:
+        positions: (S,), among the labels.
+        rows: (S,), among the hidden states.
+        counts: (N,).
+        labels: (P,), of all ranks.
+        hidden: (P, D), of all ranks.
+        logits: (P, V'), this rank's columns.
+        log_sums: (S,).
+    """
+
+    positions: fx.Node
+    rows: fx.Node
+    counts: fx.Node
+    labels: fx.Node
+    hidden: fx.Node
+    logits: fx.Node
+    log_sums: fx.Node
+
+
+class _Sharding:
+    """The rewrite of one head.
+
+    Attributes:
+        sizes: symbol of a data-dependent size -> the number expected: as if every position were scored.
+    """
+
+    def __init__(self, graph: TrainingGraph, head: Head, options: ShardHeads) -> None:
+        self._graph, self._head, self._options = graph, head, options
+        self._rewriter = Rewriter(graph.module)
+        self._table = str(head.weight.meta["role"].name)
+        self._name = self._table.removesuffix(".weight")
+        self._weight = head.weight.meta["val"]
+        self._shard = self._insert_shard()
+        self._shown: dict[fx.Node, fx.Node] = {head.product: head.hidden}
+        self._own = graph.expected.number(head.hidden.meta["val"].shape[0])
+        self.sizes: dict[str, int] = {}
+
+    def rewrite(self) -> dict[int, PromisedLogits]:
+        """Rewrites it in place; returns the results that are promises now."""
+        head, loss = self._head, self._head.loss
+        for size in head.sizes:
+            size.replace_input_with(size.all_input_nodes[0], self._as_hidden(size.all_input_nodes[0]))
+        of_hidden = list[fx.Node]()
+        of_weight: fx.Node | None = None
+        if loss is not None:
+            scored = self._forward(loss)
+            if loss.backward is not None:
+                of_hidden, of_weight = self._backward(loss, loss.backward, scored)
+        hidden = {made.index: self._as_hidden(made.node) for made in head.results}
+        self._replace_hidden_gradient([*of_hidden, *self._tangents(hidden)])
+        outputs = [
+            (hidden.get(role.index, value) if isinstance(role, Result) else value, role)
+            for value, role in self._graph.outputs()
+        ]
+        if head.of_bias is not None and (loss is None or loss.backward is None):
+            with self._rewriter.before(head.of_bias):  # of a loss outside of the model, which brings it by itself
+                like = head.of_bias.meta["val"]
+                none = self._call(
+                    aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device, name="none"
+                )
+            head.of_bias.replace_all_uses_with(none)
+        if head.of_table is not None:
+            outputs = self._take_out(head.of_table, outputs)
+        if of_weight is not None:
+            outputs.append((of_weight, GradientOfShard(self._table)))
+        set_outputs(self._graph.module, outputs)
+        return {made.index: self._promise(made.steps) for made in head.results}
+
+    def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
+        return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
+
+    def _launch(self, target: Any, *args: Any, name: str) -> fx.Node:
+        """Inserts a launch of rows of all ranks."""
+        ranks = self._options.world_size
+        launch = self._call(target, *args, self._table, "embedding", ranks, name=name)
+        self._expect(launch, ranks * self._own)
+        return launch
+
+    def _expect(self, node: fx.Node, count: int) -> None:
+        """Notes the number expected for the first size of a node's result, where it is a new symbol."""
+        if not isinstance(size := node.meta["val"].shape[0], int):
+            self.sizes[str(size.node.expr)] = count
+
+    def _insert_shard(self) -> fx.Node:
+        options, weight = self._options, self._head.weight
+        own = Grid(options.world_size, 1).own_rows(self._weight.shape[0], options.rank)
+        shape = (len(range(self._weight.shape[0])[own]), self._weight.shape[1])
+        with self._rewriter.before(weight):
+            name, like = f"{weight.name}_shard", self._weight
+            return self._rewriter.placeholder(name, Shard(self._table), shape, like.dtype, like.device)
+
+    # -- the forward ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, loss: Loss) -> _Scored:
+        """Computes the loss of all scored positions."""
+        head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
+        labels, reduction = argument(node, "target"), argument(node, "reduction")
+        with rewriter.before(hoist([labels]) if labels_from_batch(loss) else node):
+            ignored = argument(node, "ignore_index")
+            found = self._call(
+                embrace.scored_positions.default, labels, ignored, self._weight.shape[0], name="scored_positions"
+            )
+            positions = rewriter.item(found, 0, f"{self._name}_positions")
+            own_labels = rewriter.item(found, 1, f"{self._name}_own_labels")
+            self._expect(positions, self._own)
+            counting = self._launch(embrace.gather_counts.default, own_labels, name="counts")
+        with rewriter.before(node):
+            rows = self._rows_of(positions, loss.shapes)
+            counts = rewriter.wait(counting)
+            own = self._call(aten.index_select.default, head.hidden, 0, rows, name="own_hidden")
+            gather = embrace.gather_positions.default
+            labelling = self._launch(gather, own_labels, counts, name="labels")
+            gathering = self._launch(gather, own, counts, name="hidden")
+            all_labels, hidden = rewriter.wait(labelling), rewriter.wait(gathering)
+            logits = self._logits(hidden)
+            how = written(loss.steps), options.rank, options.world_size
+            of_rank = self._call(embrace.head_statistics.default, logits, all_labels, *how, name="statistics_of_rank")
+            statistics = rewriter.wait(
+                self._launch(embrace.scatter_positions.default, of_rank, counts, name="statistics")
+            )
+            made = self._call(
+                embrace.head_loss.default, statistics, positions, labels, reduction, options.world_size, name="loss"
+            )
+            items = [
+                rewriter.item(made, k, f"{self._name}_{each}") for k, each in enumerate(("nll", "count", "log_sums"))
+            ]
+            value = self._in_dtype(items[0], node.meta["val"][0].dtype)
+        for item in list(node.users):
+            item.replace_all_uses_with(value if item.args[1] == 0 else items[1])
+        return _Scored(positions, rows, counts, all_labels, hidden, logits, items[2])
+
+    def _rows_of(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
+        """Returns the rows of the hidden states of scored positions, which are numbers of labels."""
+        if all(shape.target is not aten.slice.Tensor for shape in shapes):
+            return positions
+        hidden = self._head.hidden
+        count = self._call(aten.sym_size.int, hidden, 0, name="positions_count")
+        device = hidden.meta["val"].device
+        every = self._call(aten.arange.default, count, dtype=torch.int64, device=device, name="every_position")
+        for shape in shapes:
+            every = self._reshaped(every, shape, ())
+        return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
+
+    def _reshaped(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
+        """Changes the leading shape of hidden states, or of one number for each, as `like` does that of logits."""
+        if like.target is aten.slice.Tensor:
+            return self._call(aten.slice.Tensor, value, *like.args[1:], name=f"{like.name}_of_hidden")
+        size: Any = like.args[1]
+        return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
+
+    def _logits(self, hidden: fx.Node) -> fx.Node:
+        """Computes this rank's columns of logits (P, V'), before the steps."""
+        head, options = self._head, self._options
+        transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
+        if head.bias is None:
+            return self._call(aten.mm.default, hidden, transposed, name="logits")
+        every = self._weight.shape[0]
+        bias = self._call(aten.slice.Tensor, head.bias, 0, options.rank, every, options.world_size, name="own_bias")
+        return self._call(aten.addmm.default, bias, hidden, transposed, name="logits")
+
+    def _read_shard(self) -> fx.Node:
+        return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
+
+    def _in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
+
+    # -- the backward --------------------------------------------------------------------------------------------------
+
+    def _backward(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
+        """Computes the gradients of the loss; returns those of hidden states and of the table, puts in the bias's."""
+        head, options, rewriter = self._head, self._options, self._rewriter
+        with rewriter.before(backward):
+            given, reduction = argument(backward, "grad_output"), argument(backward, "reduction")
+            own = self._call(
+                embrace.head_coefficients.default,
+                given,
+                scored.log_sums,
+                scored.positions,
+                reduction,
+                name="coefficients",
+            )
+            everyone = rewriter.wait(
+                self._launch(embrace.gather_positions.default, own, scored.counts, name="all_coefficients")
+            )
+            how = written(loss.steps), options.rank, options.world_size
+            gradient = self._call(
+                embrace.head_gradient.default, scored.logits, scored.labels, everyone, *how, name="logits_gradient"
+            )
+            of_hidden = []
+            if head.of_hidden is not None:
+                product = self._call(aten.mm.default, gradient, self._read_shard(), name="hidden_gradient_of_rank")
+                parts = self._launch(embrace.scatter_positions.default, product, scored.counts, name="hidden_gradients")
+            of_weight = None
+            if head.of_weight is not None:
+                mean = self._call(aten.mul.Tensor, scored.hidden, 1.0 / options.world_size, name="hidden_share")
+                turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
+                of_weight = self._in_dtype(
+                    self._call(aten.mm.default, turned, mean, name="shard_gradient"), self._weight.dtype
+                )
+            if head.of_bias is not None:
+                self._put_in_bias(head.of_bias, gradient)
+            if head.of_hidden is not None:
+                arrived = rewriter.wait(parts)
+                spread = embrace.spread_positions.default
+                of_hidden.append(
+                    self._call(spread, arrived, scored.rows, head.hidden, options.world_size, name="hidden_gradient")
+                )
+        return of_hidden, of_weight
+
+    def _put_in_bias(self, node: fx.Node, gradient: fx.Node) -> None:
+        """Puts this rank's share of the bias's gradient in the place of the whole."""
+        options, every = self._options, self._weight.shape[0]
+        own = self._call(aten.sum.dim_IntList, gradient, [0], name="own_bias_gradient")
+        share = self._call(
+            aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
+        )
+        shape = list(node.meta["val"].shape)
+        node.replace_all_uses_with(self._call(aten.view.default, share, shape, name="bias_gradient_as_was"))
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _as_hidden(self, node: fx.Node) -> fx.Node:
+        """Makes hidden states (.., D) of the leading shape of logits."""
+        if node not in self._shown:
+            source = self._as_hidden(node.all_input_nodes[0])
+            reshapes = node.target in (*VIEWS, aten.slice.Tensor)
+            with self._rewriter.before(node):
+                self._shown[node] = self._reshaped(source, node, (self._weight.shape[1],)) if reshapes else source
+        return self._shown[node]
+
+    def _tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
+        """Makes tangents those of hidden states; returns them as (M, D)."""
+        found = []
+        for node, role in list(self._graph.inputs()):
+            if not isinstance(role, Tangent) or role.index not in hidden:
+                continue
+            with self._rewriter.fake_mode:
+                node.meta["val"] = torch.empty_like(hidden[role.index].meta["val"])
+            if self._head.of_hidden is not None:
+                size = [-1, self._weight.shape[1]]
+                with self._rewriter.before(self._head.of_hidden):
+                    found.append(self._call(aten.view.default, node, size, name=f"{node.name}_of_hidden"))
+        return found
+
+    def _replace_hidden_gradient(self, terms: Sequence[fx.Node]) -> None:
+        before = self._head.of_hidden
+        if before is None:
+            return
+        with self._rewriter.before(before):
+            first, *others = [self._in_dtype(term, before.meta["val"].dtype) for term in terms]
+            for term in others:
+                first = self._call(aten.add.Tensor, first, term, name="hidden_gradient_sum")
+        before.replace_all_uses_with(first)
+
+    def _promise(self, steps: Sequence[Step]) -> PromisedLogits:
+        head = self._head
+        narrow = head.as_read.meta["val"].dtype
+        bias = parameter_of(head.bias) if head.bias is not None else ""
+        return PromisedLogits(self._table, bias, written(steps), None if narrow == self._weight.dtype else narrow)
+
+    # -- the table's gradient ------------------------------------------------------------------------------------------
+
+    def _take_out(
+        self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
+    ) -> list[tuple[fx.Node | None, OutputRole]]:
+        """Takes a term out of the sum that is the table's gradient."""
+        role = Gradient(Parameter(self._table))
+        if any(value is term and each == role for value, each in outputs):
+            return [(value, each) for value, each in outputs if each != role]
+        (total,) = term.users
+        (rest,) = [each for each in total.all_input_nodes if each is not term]
+        kept = [(rest if value is total else value, each) for value, each in outputs]
+        total.replace_all_uses_with(rest, delete_user_cb=lambda user: user.op != "output")
+        return kept

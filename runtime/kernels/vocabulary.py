@@ -1,0 +1,116 @@
+"""Local kernels of a vocabulary head. Worked example: `embrace_fx/vocabulary/head_ops.py`.
+
+Shape legend: as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from embrace_fx.vocabulary.head import read, softmax_dtype
+
+
+def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
+    positions = labels.ne(ignore_index).nonzero().view(-1)
+    scored = labels.index_select(0, positions).to(torch.int64)
+    outside = scored.lt(0) | scored.ge(num_rows)
+    if scored.is_cuda:
+        torch._assert_async(outside.any().logical_not())
+    elif bool(outside.any()):
+        raise IndexError(
+            f"expected labels from 0 to {num_rows - 1}, or {ignore_index} where none is scored, in the loss, found "
+            f"{int(scored[outside][0])}."
+        )
+    return [positions, scored]
+
+
+def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Returns whether each label (P,) is one of this rank's rows, and which: of others, any."""
+    return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
+
+
+def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
+    """Returns the values before the first step, and after each."""
+    found = [values]
+    for name, by, dtype in read(steps):
+        last = found[-1]
+        if dtype is not None:
+            found.append(last.to(dtype))
+        elif name == "tanh":
+            found.append(last.tanh())
+        else:
+            found.append(last * by if name == "mul" else last / by)
+    return found
+
+
+def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
+    """Returns the gradient before the first step, from that after the last; it may be written into.
+
+    Args:
+        values: what `apply_steps` returned.
+    """
+    for (name, by, _), before, after in reversed(list(zip(read(steps), values[:-1], values[1:], strict=True))):
+        if name == "to":
+            gradient = gradient.to(before.dtype)
+        elif name == "tanh":
+            gradient = torch.ops.aten.tanh_backward(gradient, after)
+        else:
+            gradient = gradient.mul_(by) if name == "mul" else gradient.div_(by)
+    return gradient
+
+
+def head_statistics(logits: Tensor, labels: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+    values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
+    top = values.amax(1)
+    total = (values - top[:, None]).exp_().sum(1)
+    own, rows = _own_labels(labels, logits, rank, group_size)
+    label = values.gather(1, rows[:, None])[:, 0].masked_fill(own.logical_not(), 0)
+    return torch.stack([top, total, label], 1)
+
+
+def head_loss(statistics: Tensor, positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
+    tops, totals, of_labels = statistics.view(group_size, len(positions), 3).unbind(2)
+    top = tops.amax(0)
+    log_sums = top + (totals * (tops - top).exp()).sum(0).log()
+    losses = log_sums - of_labels.sum(0)
+    scored = losses.new_full((), len(positions))
+    if reduction == 0:
+        return [losses.new_zeros(labels.shape).index_copy_(0, positions, losses), scored, log_sums]
+    return [losses.sum() / scored if reduction == 1 else losses.sum(), scored, log_sums]
+
+
+def head_coefficients(grad_output: Tensor, log_sums: Tensor, positions: Tensor, reduction: int) -> Tensor:
+    if reduction == 0:
+        gradient = grad_output.index_select(0, positions)
+    else:
+        gradient = (grad_output / max(len(positions), 1) if reduction == 1 else grad_output).expand(len(positions))
+    return torch.stack([log_sums, gradient.to(log_sums.dtype)], 1)
+
+
+def head_gradient(
+    logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
+) -> Tensor:
+    values, (log_sums, of_loss) = apply_steps(logits, steps), coefficients.unbind(1)
+    gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_loss[:, None])
+    own, rows = _own_labels(labels, logits, rank, group_size)
+    gradient.scatter_add_(1, rows[:, None], of_loss.neg().masked_fill(own.logical_not(), 0)[:, None])
+    return steps_backward(gradient.to(values[-1].dtype), values, steps)
+
+
+def spread_positions(parts: Tensor, rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+    summed = parts.view(group_size, len(rows), *parts.shape[1:]).sum(0)
+    return parts.new_zeros(like.shape).index_add_(0, rows, summed)
+
+
+KERNELS: dict[str, Callable[..., object]] = {
+    "embrace::scored_positions": scored_positions,
+    "embrace::head_statistics": head_statistics,
+    "embrace::head_loss": head_loss,
+    "embrace::head_coefficients": head_coefficients,
+    "embrace::head_gradient": head_gradient,
+    "embrace::spread_positions": spread_positions,
+}
+"""Op name -> kernel."""

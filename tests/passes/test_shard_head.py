@@ -1,0 +1,189 @@
+"""Output layers over sharded tables: which are found, what is in the way of others, and the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embrace_fx.passes.heads import head_blocker
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.pipeline import run_passes
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.shard_head import ShardHeads
+from embrace_fx.passes.verifier.invariants import VerificationError, verify
+from embrace_fx.runtime.kernels.vocabulary import head_gradient, head_loss, head_statistics
+from embrace_fx.vocabulary.graph import Gradient, GradientOfShard, Parameter, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.plan import Grid
+from tests.support.golden import check_golden
+from tests.support.graphs import IDS, D, V, analysed, targets, text
+
+TABLE = "words.weight"
+LABELS = torch.tensor([1, 2, -100, 4, 5, 6])
+
+
+class Tied(nn.Module):
+    """A tied model, under a forward of the test's own."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D)
+        self.bias = nn.Parameter(torch.zeros(V))
+        self.own_forward = forward
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return F.linear(self.words(ids).reshape(-1, D).tanh(), self.words.weight)
+
+    def forward(self, *args: Any) -> Any:
+        return self.own_forward(self, *args)
+
+
+def graph_of(forward: Callable[..., Any], *args: Tensor, train: bool = True) -> TrainingGraph:
+    torch.manual_seed(0)
+    return analysed(Tied(forward).double(), *(args or (IDS, LABELS)), train=train)
+
+
+def sharded(graph: TrainingGraph, rank: int = 1, ranks: int = 2) -> TrainingGraph:
+    grid = {TABLE: Grid(ranks, 1)}
+    passes = ShardHeads((TABLE,), rank, ranks), ShardTables((TABLE,), (), rank, ranks, grid), Partition()
+    return run_passes(graph, passes).graph
+
+
+def plain(model: Tied, ids: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model.logits(ids), labels)
+
+
+def test_golden() -> None:
+    graph = sharded(graph_of(plain))
+    check_golden("shard_head", "\n".join(text(graph.phases[phase]) for phase in ("forward", "backward")))
+
+
+FOUND: dict[str, Callable[..., Any]] = {
+    "plain": plain,
+    "a result too": lambda m, x, y: (F.cross_entropy(z := m.logits(x), y), z),
+    "a result alone": lambda m, x, y: m.logits(x),
+    "a bias": lambda m, x, y: F.cross_entropy(F.linear(m.words(x).reshape(-1, D), m.words.weight, m.bias), y),
+    "a soft cap": lambda m, x, y: F.cross_entropy(30.0 * torch.tanh(m.logits(x) / 30.0), y),
+    "a float32 loss": lambda m, x, y: F.cross_entropy(m.logits(x).float(), y),
+    "shifted": lambda m, x, y: F.cross_entropy(m.logits(x)[:-1], y[1:]),
+    "a sum": lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="sum"),
+    "each": lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="none").square().sum(),
+    "three dimensions": lambda m, x, y: F.cross_entropy(F.linear(m.words(x), m.words.weight).flatten(0, 1), y),
+    "log-softmax": lambda m, x, y: F.nll_loss(F.log_softmax(m.logits(x), 1), y),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", FOUND)
+def test_the_whole_table_and_its_logits_leave_the_graph(name: str, train: bool) -> None:
+    graph = graph_of(FOUND[name], train=train)
+    assert head_blocker(graph, TABLE) is None
+    found = sharded(graph)
+    shapes = [list(v.shape) for n in found.graph.nodes if isinstance(v := n.meta.get("val"), Tensor)]
+    known = [[each if type(each) is int else -1 for each in shape] for shape in shapes]
+    assert not any(V in shape and len(shape) > 1 and 1 not in shape for shape in known)
+
+
+IN_THE_WAY: dict[str, tuple[Callable[..., Any], str]] = {
+    "argmax": (lambda m, x, y: (F.cross_entropy(z := m.logits(x), y), z.argmax(1)), "read by argmax"),
+    "label smoothing": (lambda m, x, y: F.cross_entropy(m.logits(x), y, label_smoothing=0.1), "log-softmax is read by"),
+    "class weights": (lambda m, x, y: F.cross_entropy(m.logits(x), y, m.bias.detach() + 1), "class weights"),
+    "a tensor on logits": (lambda m, x, y: F.cross_entropy(m.logits(x) * m.bias, y), "read by mul"),
+    "rows of logits": (lambda m, x, y: (plain(m, x, y), m.logits(x)[:, :2]), "output layers"),
+    "a part of logits": (lambda m, x, y: m.logits(x)[:2], "a part of its logits"),
+    "a penalty": (lambda m, x, y: plain(m, x, y) + m.words.weight.square().sum(), "read densely by"),
+    "no head": (lambda m, x, y: m.words(x).sum(), "no output layer"),
+    "another softmax": (lambda m, x, y: F.log_softmax(m.logits(x), 0).sum(), "not over the table's rows"),
+    "class dimension": (
+        lambda m, x, y: F.cross_entropy(m.logits(x).view(2, 3, V).transpose(1, 2), y.view(2, 3)),
+        "read by transpose",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_is_in_the_way_is_named(name: str) -> None:
+    forward, expected = IN_THE_WAY[name]
+    assert expected in str(head_blocker(graph_of(forward), TABLE))
+
+
+def test_no_head_leaves_the_graph_itself() -> None:
+    graph = graph_of(lambda m, x, y: m.words(x).sum())
+    assert ShardHeads((TABLE,), 0, 2)(graph) is graph
+    assert ShardHeads((), 0, 2)(graph) is graph
+
+
+def test_counts_travel_before_the_forward_computes() -> None:
+    forward = targets(sharded(graph_of(plain)).phases["forward"].graph)
+    assert forward.index("embrace::gather_counts") < forward.index("aten::embedding")
+
+
+# ---- illegal twins ----
+
+
+def _launch_unawaited(graph: TrainingGraph) -> None:
+    node = next(n for n in graph.graph.nodes if n.name.endswith("all_coefficients_done"))
+    node.replace_all_uses_with(node.all_input_nodes[0])
+
+
+def _gradient_lost(graph: TrainingGraph) -> None:
+    kept = [(value, role) for value, role in graph.outputs() if not isinstance(role, GradientOfShard)]
+    set_outputs(graph.module, [(value, role) for value, role in kept if role != Gradient(Parameter(TABLE))])
+
+
+def _gradient_twice(graph: TrainingGraph) -> None:
+    of_shard = [(value, role) for value, role in graph.outputs() if isinstance(role, GradientOfShard)]
+    set_outputs(graph.module, [*graph.outputs(), *of_shard])
+
+
+def _size_of_another_rank(graph: TrainingGraph) -> None:
+    node = next(n for n in graph.graph.nodes if n.name.endswith("_counts"))
+    node.args = (*node.args[:-1], 3)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "expected"),
+    [
+        (_launch_unawaited, "in_flight_values_unread"),
+        (_gradient_lost, "parameters_updated_once"),
+        (_gradient_twice, "parameters_updated_once"),
+        (_size_of_another_rank, "collectives_in_one_order|values_agree"),
+    ],
+)
+def test_illegal_twins_are_refused(break_it: Callable[[TrainingGraph], None], expected: str) -> None:
+    captured = graph_of(plain)
+    legal = ShardHeads((TABLE,), 1, 2)(captured)
+    verify(legal, after="ShardHeads", captured=captured)
+    broken = legal.edit()
+    break_it(broken)
+    with pytest.raises(VerificationError, match=expected):
+        verify(broken, after="ShardHeads", captured=captured)
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("steps", ["", "div 3.0, tanh, mul 3.0", "mul 0.5"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_columns_of_ranks_make_the_loss_and_its_gradient(steps: str, reduction: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    capped = {"": whole, "mul 0.5": whole * 0.5}.get(steps, 3.0 * torch.tanh(whole / 3.0))
+    labels, number = torch.tensor([6, 0, 2, 2]), {"none": 0, "mean": 1, "sum": 2}[reduction]
+    expected = F.cross_entropy(capped, labels, reduction=reduction)
+    (gradient,) = torch.autograd.grad(expected.sum(), whole)
+
+    parts = [whole.detach()[:, rank::ranks] for rank in range(ranks)]
+    statistics = [head_statistics(part, labels, steps, rank, ranks) for rank, part in enumerate(parts)]
+    loss, count, log_sums = head_loss(torch.cat(statistics), torch.arange(4), labels, number, ranks)
+    torch.testing.assert_close(loss, expected.detach())
+    assert count == 4
+    coefficients = torch.stack([log_sums, torch.full((4,), 0.25 if reduction == "mean" else 1.0).double()], 1)
+    for rank, part in enumerate(parts):
+        found = head_gradient(part, labels, coefficients, steps, rank, ranks)
+        torch.testing.assert_close(found, gradient[:, rank::ranks])
