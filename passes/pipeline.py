@@ -25,6 +25,7 @@ from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.shard_head import ShardHeads
 from embrace_fx.passes.sparse_gradients import SparseGradients
 from embrace_fx.passes.tables import find_tables
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
@@ -83,6 +84,7 @@ def training_passes(
     return (
         *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
         *((JoinTables(plan.spaces),) if plan.spaces else ()),  # the tables of a row space become one
+        ShardHeads(plan.heads, rank, plan.world_size),  # output layers over sharded tables
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
@@ -117,7 +119,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
     horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
-        SubmitRows(),  # rows and their gradients are submitted, awaited and applied
+        SubmitRows(plan.heads),  # rows and their gradients are submitted, awaited and applied
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them

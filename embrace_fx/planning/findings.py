@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
+from embrace_fx.passes.heads import forward_of
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
@@ -169,10 +170,12 @@ def findings_of(
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the parameters that a graph reads in a way shards cannot be read."""
+    """Yields the parameters that a graph reads in a way shards cannot be read, by lookups or by an output layer."""
     tables = {table.parameter: table for table in graph.tables}
+    forward = forward_of(graph)
     for name in parameters_of(graph.module):
-        if name not in tables or shard_blocker(tables[name]) is not None:
+        is_blocked = name not in tables or shard_blocker(tables[name]) is not None
+        if is_blocked and vocabulary_blocker(graph, name, forward) is not None:
             yield name
 
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embrace_fx.cost.wire import Format
-from embrace_fx.passes.planner.pricing import shard_blocker
+from embrace_fx.passes.planner.pricing import shard_blocker, vocabulary_blocker
 from embrace_fx.planning.findings import WHOLE, facts_of, unshardable, used_parameters
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import AUTO
 
@@ -63,9 +63,10 @@ def violation(
     """
     trained = set(used_parameters(graph)).difference(ignored) if plan.world_size > 1 else ()
     late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
-    whole = tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked])))
+    dense = {table.parameter for table in graph.tables if shard_blocker(table) is not None}
+    whole = set(plan.sharded).intersection([*unshardable(graph), *hooked]) | (dense & set(plan.sharded)) - {*plan.heads}
     sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
-    return PlanViolation(late, whole, sparse=tuple(sparse))
+    return PlanViolation(late, tuple(sorted(whole)), sparse=tuple(sparse))
 
 
 def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
@@ -158,8 +159,10 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
             yield f"{fact.name}, which is frozen in the plan or in the model alone"
         if fact.trainable and fact.used and decision.strategy == "unused":
             yield f"{fact.name}, to which the batch gives a gradient, unused in the plan"
-        if decision.strategy != "alltoall":
+        if decision.strategy not in SHARDED:
             continue
         blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"
+        if decision.strategy == "vocabulary":
+            blocker = vocabulary_blocker(graph, fact.name)
         if blocker or fact.row_update_blocker:
             yield f"{fact.name} in shards, which cannot be: {blocker or fact.row_update_blocker}"

@@ -164,7 +164,7 @@ def launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
 
 def looks_ahead(plan: Plan) -> bool:
     """Whether rows of the next batch travel during a step."""
-    return plan.world_size > 1 and plan.schedule_name in LOOKS_AHEAD and bool(plan.row_exchanges)
+    return plan.world_size > 1 and plan.schedule_name in LOOKS_AHEAD and bool(plan.overlapped)
 
 
 def cuts(context: Context, plan: Plan) -> Cuts:
@@ -172,7 +172,7 @@ def cuts(context: Context, plan: Plan) -> Cuts:
     if plan.world_size == 1:
         return Cuts((), ())
     chunks = tuple(tuple(bucket_chunks(context, plan, bucket)) for bucket in plan.buckets)
-    exchanged = plan.row_exchanges.items() if plan.schedule_name in LOOKS_AHEAD else ()
+    exchanged = plan.overlapped.items() if plan.schedule_name in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables)) for name, tables in exchanged))
 
 

@@ -69,7 +69,10 @@ def start_flow(
     return Flow(
         context.announcements,
         launcher,
-        {name: RowExchange(table, communicator, launcher, pieces.get(name, 0)) for name, table in tables.items()},
+        {
+            name: RowExchange(table, communicator, launcher, pieces.get(name, 0), overlaps=name in plan.overlapped)
+            for name, table in tables.items()
+        },
         BucketUpdates(plan.buckets, state.parameters, communicator, launcher, by_bucket),
         looks_ahead=looks_ahead(plan),
         warn=warn,

@@ -25,7 +25,7 @@ from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import SHARDED, Plan
 from embrace_fx.vocabulary.schedule import AUTO
 
 FEW_TABLES = 8
@@ -122,5 +122,7 @@ def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
 
 def _saved_ms(plan: Plan) -> float:
     """Predicts the milliseconds that a step waits less for shards than for the cheapest exchange of whole tables."""
-    whole = {name: [c.predicted_ms for c in plan[name].candidates if c.strategy != "alltoall"] for name in plan.sharded}
+    whole = {
+        name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded
+    }
     return sum(min(whole[name]) - AWAITED * plan[name].predicted_ms for name in plan.sharded)

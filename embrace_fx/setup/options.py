@@ -14,7 +14,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.wire import FORMATS, Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
-from embrace_fx.vocabulary.plan import Grid, Plan
+from embrace_fx.vocabulary.plan import SHARDED, Grid, Plan
 from embrace_fx.vocabulary.schedule import AUTO, SCHEDULES
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -83,7 +83,7 @@ class Options:
         """Whether a strategy, or the plan that is given, shards a table."""
         asked = [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
         sharded = self.given_plan is not None and bool(self.given_plan.sharded)
-        return sharded or any(each == "alltoall" or isinstance(each, Grid) for each in asked)
+        return sharded or any(each in SHARDED or isinstance(each, Grid) for each in asked)
 
     @cached_property
     def given_plan(self) -> Plan | None:

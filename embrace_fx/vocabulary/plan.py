@@ -17,16 +17,19 @@ from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import FULL
 from embrace_fx.vocabulary.sizes import RowCounts
 
-STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
-"""The ways to keep a parameter consistent: "alltoall" shards a table and exchanges its rows by AlltoAll; the others
+STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps", "vocabulary")
+"""The ways to keep a parameter consistent: "alltoall" shards a table and exchanges its rows by AlltoAll; "vocabulary"
+deals out the rows of a table that an output layer reads, too, and computes each logit where its row is; the others
 exchange the gradient of replicas, "allreduce" densely."""
-EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", "alltoall"))
+SHARDED = ("alltoall", "vocabulary")
+"""The strategies of tables that are spread over the ranks."""
+EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", *SHARDED))
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
 BY_ROWS = tuple(name for name in EXCHANGES if name != "omnireduce")
 """The sparse exchanges that send rows, not blocks: a sparse gradient of autograd stays sparse."""
-CANDIDATES = tuple(name for name in STRATEGIES if name != "omnireduce")
-"""The strategies that "auto" weighs for a table. "omnireduce" is weighed only where it is asked for: neither the cost
-model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
+CANDIDATES = tuple(name for name in STRATEGIES if name not in ("omnireduce", "vocabulary"))
+"""The strategies that "auto" weighs for a table that lookups alone read. "omnireduce" is weighed only where it is asked
+for: neither the cost model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
 
 LinksAre = Literal["assumed", "given", "probed"]
 """The origin of a plan's links: the default `Cluster`, the user's, or measured between the ranks."""
@@ -116,13 +119,14 @@ class Decision:
         predicted_ms: time of the exchange alone on an idle link; for a table, with the work of a rank's processor in a
             step, the update of its rows included.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
-        grid: for "alltoall", where the grid has more than one row; else None.
+        grid: of shards, where the grid has more than one row; else None.
         candidates: the strategies weighed: `CANDIDATES`, and the one asked for; empty where there was no choice.
         measured: the measured sparsity of a table's gradients on all ranks, in one line; "" where unknown.
         rests: shards whose rows without gradient take the steps they have skipped when they are next read, and not all
             at each step.
         padding_idx: a table's row that gets no gradient, -1 for none.
         rows: how many rows of a table a step is expected to read; None: unknown.
+        head_bytes: the part of the sent bytes that the table's output layer sends.
         norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
         travels_as: the format of its rows, or its gradient, on the wire.
         memory: a table beyond memory: its rows in memory, and the prediction for the others.
@@ -145,6 +149,7 @@ class Decision:
     padding_idx: int = -1
     rows: RowCounts | None = None
     norm_bytes: int = 0
+    head_bytes: int = 0
     travels_as: Format = "exact"
     memory: RowMemory | None = None
     sparse: bool = False
@@ -188,7 +193,17 @@ class Plan:
     @property
     def sharded(self) -> tuple[str, ...]:
         """Tables whose columns, or rows and columns, are spread over the ranks."""
-        return tuple(d.parameter for d in self.decisions if d.strategy == "alltoall")
+        return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Sharded tables that an output layer reads. Their rows travel, and are updated, within a step."""
+        return tuple(d.parameter for d in self.decisions if d.strategy == "vocabulary")
+
+    @property
+    def overlapped(self) -> dict[str, tuple[str, ...]]:
+        """Those of `row_exchanges` that may overlap the next step."""
+        return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
     def grids(self) -> dict[str, Grid]:
@@ -213,15 +228,15 @@ class Plan:
     def rows_as(self) -> Format:
         """The format of sharded tables' rows on the wire; "exact" if it is not narrower than the rows."""
         return next(
-            (d.travels_as for d in self.decisions if d.strategy == "alltoall" and d.travels_as != "exact"), "exact"
+            (d.travels_as for d in self.decisions if d.strategy in SHARDED and d.travels_as != "exact"), "exact"
         )
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Maps each row exchange (a table or a row space) to its tables."""
+        """Maps each row exchange (a table or a row space) that lookups read to its tables."""
         of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
-        for table in self.sharded:
+        for table in filter(lambda name: self[name].is_table, self.sharded):
             space = of.get(table)
             found |= {table: (table,)} if space is None else {space.name: space.tables}
         return found

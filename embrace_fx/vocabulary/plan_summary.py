@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 
 MOST_NAMED = 3
@@ -26,7 +26,7 @@ def summary(plan: Plan) -> str:
         count = _tables(sum(d.is_table for d in plan))
         return f"1 rank, {count}: nothing is sent. Start more with torchrun, or plan for them with embrace_fx.plan()"
     sharded, whole = (
-        [d.parameter for d in plan if d.is_table and (d.strategy == "alltoall") is shards and d.strategy != "frozen"]
+        [d.parameter for d in plan if d.is_table and (d.strategy in SHARDED) is shards and d.strategy != "frozen"]
         for shards in (True, False)
     )
     sent, ddp = readable_bytes(plan.sent_bytes_per_step), readable_bytes(sum(d.ddp_bytes_per_step for d in plan))
@@ -52,7 +52,7 @@ def _names(names: list[str]) -> str:
 
 def advice(plan: Plan) -> str:
     """Advises how to shard the whole table that costs least to shard, and how to reuse the plan."""
-    whole = [d for d in plan if d.is_table and d.strategy not in ("alltoall", "frozen")]
+    whole = [d for d in plan if d.is_table and d.strategy not in (*SHARDED, "frozen")]
     lines = []
     if (cheapest := _cheapest(whole)) is not None:
         name, more_ms = cheapest

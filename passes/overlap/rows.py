@@ -13,7 +13,7 @@ On a grid the rewrite is the same without `route_grid`: the exchange routes each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,17 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SubmitRows:
-    """Overlaps the row gradients and updates of sharded tables with the next step."""
+    """Overlaps the row gradients and updates of sharded tables with the next step.
+
+    Attributes:
+        within_step: tables whose rows and gradients are awaited in their step: the update needs the gradient of an
+            output layer too, and the next forward reads every row.
+    """
+
+    within_step: tuple[str, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_phases(graph, _overlap)
+        return rewrite_phases(graph, lambda phases: _overlap(phases, self.within_step))
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,40 @@ class _Route:
     saved: list[str]
 
 
-def _overlap(phases: Phases) -> None:
+def _overlap(phases: Phases, within_step: Collection[str]) -> None:
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted behind this node
     outputs = list(outputs_of(backward))
     trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
-    for join in [node for node in forward.graph.nodes if node.target in JOINS]:
+    for join in [node for node in forward.graph.nodes if node.target in JOINS and _table_of(node) not in within_step]:
         head = _await_rows(forward, join, head, routes, trained)
-    for coalesced in nodes_of(backward, embrace.coalesce.default):
+    tables = {node: _gradient_of(node, outputs).table for node in nodes_of(backward, embrace.coalesce.default)}
+    summed = [node for node, table in tables.items() if table not in within_step]
+    for coalesced in summed:
         outputs = _submit_gradients(Rewriter(backward), coalesced, outputs, routes)
     set_outputs(backward, outputs)
-    for coalesced in nodes_of(backward, embrace.coalesce.default):
+    for coalesced in summed:
         for item in list(coalesced.users):
             erase_chain(backward.graph, item, keep=set())
     _drop_routes(forward, backward, [name for route in routes.values() for name in route.saved])
+
+
+def _lookup_of(join: fx.Node) -> fx.Node:
+    """Returns the lookup of the rows whose columns a node joins."""
+    columns: Any = join.all_input_nodes[0].all_input_nodes[0].args[0]
+    found: fx.Node = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
+    return found
+
+
+def _table_of(join: fx.Node) -> str:
+    """Returns the table or row space whose arrived columns a node joins."""
+    return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
+
+
+def _gradient_of(coalesced: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
+    """Returns the role of the gradient that a `coalesce` sums up."""
+    return next(role for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
 
 
 def _await_rows(
@@ -79,9 +105,9 @@ def _await_rows(
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
-    columns: Any = launch.args[0]
-    lookup = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
-    shard, ids = lookup.args
+    shard: Any
+    ids: Any
+    shard, ids = _lookup_of(join).args
     counts: Any = launch.args[1]
     places: Any = join.args[1]
     if ids.op != "placeholder":  # an item of `route_grid`
@@ -167,7 +193,7 @@ def _submit_gradients(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     assert isinstance(ids, fx.Node)
-    role = next(role for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
+    role = _gradient_of(coalesced, outputs)
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):

@@ -18,7 +18,7 @@ from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts,
 from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
-from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
+from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
@@ -173,6 +173,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         table.uses[0].padding_idx if table is not None and table.uses else -1,
         _rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
+        chosen.head_bytes,
         chosen.travels_as if world_size > 1 else "exact",
         sparse=table is not None and table.has_sparse_gradient,
     )
@@ -236,10 +237,14 @@ def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
     """Chooses for a parameter that no lookup reads: by default AllReduce, as only the user may know of zeros."""
-    priced = pricing.of_dense(fact, ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES))
+    priced = pricing.of_dense(fact, ("allreduce",) if wanted == "auto" else ("allreduce", "vocabulary", *EXCHANGES))
     assert isinstance(wanted, str)  # grids are for tables
     if wanted == "auto":
         return _Choice(priced["allreduce"], "dense gradient")
+    if wanted == "vocabulary":
+        head = priced[wanted]
+        chosen = head if head.blocker is None else priced["allreduce"]
+        return _Choice(chosen, head.blocker or "asked for; output layer sharded", priced, f"{wanted} was asked for")
     reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
     return _Choice(priced[wanted], reason, priced, f"{wanted} was asked for")
 
@@ -251,6 +256,7 @@ def _of_table(
     priced = pricing.of_table(table, fact, rows, wanted)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     wanted = "alltoall" if isinstance(wanted, Grid) else wanted
+    wanted = "auto" if wanted == "vocabulary" and table.use == "sparse" else wanted
     mean_rows = sum(rows) / max(len(rows), 1)
     share = mean_rows / max(table.num_rows, 1)
     grid = sharded.grid or Grid(1, pricing.world_size)
@@ -258,18 +264,8 @@ def _of_table(
     read = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%})"
     what = f"{read}, {grid}, {width}" if sharded.grid is not None else f"{read}, {width}"
     blocker = sharded.blocker
-    asked = f"{wanted} was asked for"
-    if wanted in (*EXCHANGES, "allreduce") and priced[wanted].blocker is not None:
-        cheapest = _cheapest_exchange(priced)
-        return _Choice(cheapest, f"{asked}, {priced[wanted].blocker}; {read}", priced, "others are faster")
-    if wanted in EXCHANGES:
-        return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
-    if wanted == "alltoall" and blocker is None:
-        return _Choice(sharded, f"asked for; {what}", priced, asked)
-    if wanted == "alltoall" and allreduce.blocker is None:
-        return _Choice(allreduce, blocker or "", priced, asked)
-    if wanted == "allreduce":
-        return _Choice(allreduce, blocker or "asked for", priced, asked)
+    if (choice := _of_asked(priced, wanted, read, what)) is not None:
+        return choice
     if blocker is None and fact.moving == "lazy":
         return _Choice(sharded, f"updated by rows; {what}", priced, "it is updated by rows")
     constant = all(use.constant_ids for use in table.uses)
@@ -294,6 +290,24 @@ def _of_table(
         return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
     reason = blocker or _whole_because(pricing, sharded, allreduce, what)
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
+
+
+def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -> _Choice | None:
+    """Chooses the strategy that was asked for, where it is legal; None: none was, or no whole table is legal either."""
+    if wanted == "auto":
+        return None
+    asked, blocker, allreduce = f"{wanted} was asked for", priced[wanted].blocker, priced["allreduce"]
+    if wanted in SHARDED:
+        if blocker is None:
+            how = f"{read}, output layer sharded" if wanted == "vocabulary" else what
+            return _Choice(priced[wanted], f"asked for; {how}", priced, asked)
+        return _Choice(allreduce, blocker, priced, asked) if allreduce.blocker is None else None
+    if blocker is not None:
+        cheapest = _cheapest_exchange(priced)
+        return _Choice(cheapest, f"{asked}, {blocker}; {read}", priced, "others are faster")
+    if wanted == "allreduce":
+        return _Choice(allreduce, priced["alltoall"].blocker or "asked for", priced, asked)
+    return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
 
 
 def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:

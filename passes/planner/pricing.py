@@ -10,15 +10,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from torch import fx
+
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, with_units
 from embrace_fx.cost.wire import Format, Wire
+from embrace_fx.passes.heads import Unmatched, find_head, head_blocker
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
+    ROUNDS,
     LocalRows,
     replay_work,
     replica_work,
@@ -29,7 +33,7 @@ from embrace_fx.passes.planner.shard_cost import (
 )
 from embrace_fx.vocabulary.exactness import STILL, Moving
 from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
-from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, Decision, Grid, check_grid
+from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, SHARDED, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
 CLEARLY = 0.8
@@ -39,6 +43,9 @@ legal AlltoAll's, for a sparse exchange, which needs the whole table on every ra
 INDEX_BYTES = 8
 """Bytes of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
 
+
+HEAD_EXCHANGES = 6
+"""Exchanges of a head in a step: counts, labels, hidden states, statistics, coefficients, and hidden gradients."""
 
 RESIDUAL_BYTES = 4
 """Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.wire_rounding`)."""
@@ -115,6 +122,7 @@ class Priced:
         blocker: why the strategy is not legal, or None.
         rests: shards whose rows without gradient are updated when they are next read.
         norm_bytes: the part of the sent bytes that is squares of rows.
+        head_bytes: the part that an output layer sends.
         travels_as: the format on the wire.
     """
 
@@ -128,6 +136,7 @@ class Priced:
     grid: Grid | None = None
     rests: bool = False
     norm_bytes: int = 0
+    head_bytes: int = 0
     travels_as: Format = "exact"
 
     @property
@@ -138,7 +147,7 @@ class Priced:
     @property
     def added_ms(self) -> float:
         """The time that this table adds to a step. Buckets exist under every plan; other sharded tables may not."""
-        return self.predicted_ms if self.strategy == "alltoall" else self.sharing_ms
+        return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
 
 
 @dataclass(frozen=True)
@@ -176,12 +185,62 @@ class Pricing:
                 for name, each in replicas.items()
                 if name not in BY_ROWS
             }
-        return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
+        shards = {"alltoall": self._laid_out(table, fact, rows, wanted)}
+        if table.use != "sparse" or used == "vocabulary":
+            shards["vocabulary"] = self._of_head(fact, table, rows)
+        return replicas | shards
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
         """Prices a parameter that no lookup reads, as if its gradient had no zeros."""
         packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
-        return self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, strategies)
+        replicas = [each for each in strategies if each != "vocabulary"]
+        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
+        if "vocabulary" in strategies:
+            priced["vocabulary"] = self._of_head(fact)
+        return priced
+
+    def _of_head(self, fact: ParameterFacts, table: Table | None = None, rows: tuple[int, ...] = ()) -> Priced:
+        """Prices rows dealt out over the ranks: those that lookups read, and an output layer over all of them.
+
+        Hidden states of scored positions go to every rank, and their gradients come back; as many logits are computed
+        as by every rank for itself. Every position counts as scored.
+        """
+        grid = Grid(self.world_size, 1)
+        both_ways, of_head = cost.Exchange(0, 0), self._positions(fact)
+        work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * HEAD_EXCHANGES)
+        if table is not None and self.world_size > 1:
+            wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
+            local = self.findings.local_rows.get(fact.name, {}).get(grid.rows)
+            both_ways = shard_exchange(table, rows, wire, self.world_size, grid, local, "none")
+            work += shard_work(table, rows, wire.itemsize, self.world_size, grid, "none")
+        awaited_ms = both_ways.time_ms(self.cluster, "all_to_all") + of_head.time_ms(self.cluster, "all_to_all")
+        times = self._times_ms(*[awaited_ms + work.time_ms(self.cluster)] * 2)
+        memory = fact.nbytes // self.world_size + 2 * (both_ways + of_head).sent_bytes
+        blocker = self._head_blocker(fact)
+        return Priced(
+            "vocabulary", both_ways + of_head, *times, memory, blocker=blocker, grid=grid, head_bytes=of_head.sent_bytes
+        )
+
+    def _positions(self, fact: ParameterFacts) -> cost.Exchange:
+        """Prices what a head sends for the positions of a batch."""
+        try:
+            hidden = find_head(self.findings.graph, fact.name).hidden.meta["val"]
+        except Unmatched:
+            return cost.Exchange(0, 0)
+        positions, others = self.findings.graph.expected.number(hidden.shape[0]), self.world_size - 1
+        position_bytes = 2 * hidden.shape[1] * hidden.element_size() + 5 * fact.itemsize + INDEX_BYTES
+        return cost.Exchange(positions * position_bytes * others, HEAD_EXCHANGES * others)
+
+    def _head_blocker(self, fact: ParameterFacts) -> str | None:
+        """Names the reason why a head cannot be sharded; None: it can."""
+        if self.world_size == 1:
+            return "one rank has all of it"
+        if not Grid(self.world_size, 1).takes(fact.shape[0]):
+            return f"{self.world_size} ranks cannot share its {fact.shape[0]} rows evenly"
+        if self.findings.travels_as != "exact":
+            return f"hidden states do not travel as {self.findings.travels_as}"
+        norms = NOT_ON_A_GRID if fact.adds_up_norms else None
+        return vocabulary_blocker(self.findings.graph, fact.name) or fact.row_update_blocker or norms
 
     def _replicas(
         self,
@@ -321,6 +380,17 @@ def shard_blocker(table: Table) -> str | None:
     if not all(use.ids_from_batch for use in table.uses):
         return "its ids depend on parameters or on other ranks, so they are not known before the forward"
     return None
+
+
+def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:
+    """Names the reason why rows of a table that is read densely cannot be dealt out over the ranks; None: they can.
+
+    Args:
+        forward: what `heads.forward_of` returns, where it is known.
+    """
+    table = next((each for each in graph.tables if each.parameter == name), None)
+    of_lookups = shard_blocker(replace(table, dense_users=())) if table is not None else None
+    return of_lookups or head_blocker(graph, name, forward)
 
 
 def nothing_sent(strategy: str) -> Priced:

@@ -24,7 +24,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.planner.shard_cost import ONE_WAY, ROUNDS, launches_of
 from embrace_fx.vocabulary.graph import Gradient, TrainingGraph, after_tangents, gradients_of
-from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Plan
+from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, Decision, Plan
 from embrace_fx.vocabulary.schedule import FULL, INTO_FORWARD, LOOKS_AHEAD
 
 STEP_ROUNDS = {"none": 0.0, "horizontal": 6.0, "vertical": 8.0, "2d": 10.0}
@@ -179,7 +179,7 @@ def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Co
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
     """Returns the bytes that a rank sends in a step of a sharded table's rows and of their gradients."""
-    besides = decision.norm_bytes + ids_exchange(decision, world_size).sent_bytes
+    besides = decision.norm_bytes + decision.head_bytes + ids_exchange(decision, world_size).sent_bytes
     return max(decision.sent_bytes_per_step - besides, 0)
 
 
@@ -209,7 +209,7 @@ def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
 def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
     """Takes a table's transfers off its predicted time: the rest is work."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
-    if decision.strategy == "alltoall":
+    if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")
     elif decision.strategy == "allreduce":
         sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")

@@ -9,7 +9,7 @@ from embrace_fx.cost.links import Collective, all_reduce, exchange
 from embrace_fx.passes.scheduler.launch_order import quick_ms
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn, TablePlace
-from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
 from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
 RANKS = (2, 8, 64)
@@ -91,7 +91,7 @@ def places_of(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _parts(decision: Decision, world_size: int) -> tuple[str, ...]:
-    if decision.strategy != "alltoall" or world_size == 1:
+    if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)
     width = decision.shape[1]
     parts = []

@@ -189,7 +189,9 @@ class Flow:
         read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
         known = ahead.program.routes if ahead is not None else ()
         cut = bool(known) and all(
-            name in known and exchange.can_split(read.get(name)) for name, exchange in self.exchanges.items()
+            name in known and exchange.can_split(read.get(name))
+            for name, exchange in self.exchanges.items()
+            if exchange.overlaps
         )
         return BackwardVariant(self._left, coming, cut)
 

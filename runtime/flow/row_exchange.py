@@ -51,6 +51,7 @@ class RowExchange:
     Args:
         table: the shard.
         delayed_chunks: in how many pieces delayed gradients travel, where rows are cut.
+        overlaps: whether rows and gradients may travel in another step than their batch's.
 
     Attributes:
         gradient: of these rows, on its way back.
@@ -63,8 +64,10 @@ class RowExchange:
         communicator: Communicator,
         launcher: Launcher,
         delayed_chunks: int,
+        *,
+        overlaps: bool = True,
     ) -> None:
-        self.table = table
+        self.table, self.overlaps = table, overlaps
         self._communicator = communicator
         self._grid = table.grid or Grid(1, communicator.world_size)
         self._launcher = launcher

@@ -154,6 +154,14 @@ class Communicator(Groups):
         self._ask(what, None, None)
         return self.wait(self.gather_alike(own, "dense")).view(-1)
 
+    def meet(self, what: str) -> None:
+        """Waits until every rank does `what`, as `reduce_asked` does.
+
+        Raises:
+            PeerFailure: not all ranks do; on every rank.
+        """
+        self._ask(what, None, None)
+
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 
     def gather_rows_read(
@@ -190,6 +198,19 @@ class Communicator(Groups):
         found = self._launch(gather, group, packed.view(-1), own)
         found.value = packed
         return found
+
+    def gather_unlike(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
+        """Gathers flat tensors whose sizes, by rank, are known on the host."""
+        if self.world_size == 1:
+            return InFlight(own, None)
+
+        def exchange(to: Tensor, sent: Tensor) -> Any:
+            carrier = self._groups[group]
+            assert carrier is not None
+            parts = torch.split_with_sizes(to, sizes)
+            return send_parts(carrier, [sent] * self.world_size, parts, self.waiter(group))
+
+        return self._launch(exchange, group, own.new_empty((sum(sizes),)), own)
 
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1

@@ -13,6 +13,7 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
+from embrace_fx.runtime.flow.vocabulary import HeadExchange
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -72,6 +73,7 @@ class Bindings:
         self.of_forward, self.of_backward = (MissingLaunches(communicator, flow) for _ in range(2))
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
+            **HeadExchange(communicator).launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             "embrace::round_rows": communicator.rounding.round_rows,
             **(

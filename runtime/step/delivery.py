@@ -18,7 +18,15 @@ from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.own_step import takes_sparse
 from embrace_fx.runtime.tables.pending_parameters import is_kept
-from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    GradientOfRows,
+    GradientOfShard,
+    OutputRole,
+    Parameter,
+    PendingGradients,
+    PendingRows,
+)
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
@@ -30,6 +38,8 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
                 found[name] = None
             case PendingGradients(_, names):
                 found |= dict.fromkeys(names)
+            case GradientOfShard(name):
+                found[name] = None
             case GradientOfRows() | PendingRows():
                 found |= dict.fromkeys(role.tables)
     return list(found)
@@ -41,6 +51,7 @@ class _Sorted:
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept: they are known by identity
         self.dense: list[tuple[int, str]] = []
+        self.of_shards: list[tuple[int, str]] = []
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}  # of a table or space: its tables, ids, rows
         self.pending: list[PendingGradients] = []
         self.pending_rows: list[tuple[int, PendingRows]] = []
@@ -49,6 +60,8 @@ class _Sorted:
             match role:
                 case Gradient(Parameter(name)):
                     self.dense.append((place, name))
+                case GradientOfShard(table):
+                    self.of_shards.append((place, table))
                 case GradientOfRows(table, "rows"):
                     self.of_rows[table] = role.tables, parts[table, "ids"], place
                 case PendingGradients():
@@ -91,6 +104,8 @@ class Delivery:
         if sorted_ is None:
             sorted_ = self._sorted[id(roles)] = _Sorted(roles)
         self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
+        for place, name in sorted_.of_shards:
+            self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
         for table, (tables, ids, rows) in sorted_.of_rows.items():
             if not absent.issuperset(tables):
                 found = self.state.table(table)

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
 from embrace_fx.vocabulary.graph import Saved, Values
+from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, launch_of, op_name
 
@@ -57,6 +58,11 @@ class MissingLaunches:
         self._launches: list[_Launch] = []
         self._names: set[str] = set()  # of saved values
         self._made = 0  # of those that are launched on the spot, in this run of the phase
+
+    @property
+    def on_the_spot(self) -> bool:
+        """Whether any launch goes through no launcher, although there is one."""
+        return self._flow is not None and any(each.id is None for each in self._launches)
 
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a node that launches; returns the function that the node is to call."""
@@ -106,14 +112,18 @@ class MissingLaunches:
 
     def _call(self, launch: _Launch, values: Values) -> Any:
         first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
-        return launch.call(first if launch.like is None else self._void(launch, rest), *rest)
+        void = first if launch.like is None else self._void(launch, rest)
+        return launch.call(void, *rest)
 
     def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
         """Makes zeros of the size in which a launch sends."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
-        if launch.op == "embrace::submit_rows":
-            return None  # it looks its rows up by itself
+        if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
+            return None  # it looks its rows up by itself, or scores no position
+        if launch.op in HEAD_LAUNCHES:  # of so many rows as counts say, which may be known to the exchange alone
+            arguments[0] = None
+            return torch.zeros((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
         if launch.op in ("embrace::submit_chunk", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"):
             return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         if launch.op == "embrace::submit_gradients":

@@ -29,6 +29,7 @@ from embrace_fx.vocabulary.graph import (
     Parameter,
     Result,
     Saved,
+    Shard,
     Tangent,
     TrainingGraph,
     Values,
@@ -86,6 +87,7 @@ class Program:
         synchronised: whether gradients are reduced.
         results: indices, among the flattened results, of those that the forward yields.
         differentiable: those of them that have a gradient.
+        promised: index of a result that is hidden states -> the logits that it is shown as.
         differentiable_places: where these are, among those that the forward yields.
     """
 
@@ -127,6 +129,7 @@ class Program:
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
+        self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
@@ -206,6 +209,8 @@ class Program:
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
+        found = inputs_of(graph.phases["backward"]) if self.has_backward else ()
+        self._shards_read = [role.table for node, role in found if isinstance(role, Shard) and _is_computed_with(node)]
         saved = {
             phase: frozenset(role.name for _, role in inputs_of(module) if isinstance(role, Saved))
             for phase, module in graph.phases.items()
@@ -225,6 +230,7 @@ class Program:
         """Returns the tensors that the backward reads: views of parameters and results among them."""
         found = [leaves[index] for index in self._leaves_read]
         found += self.state.parameters(self._parameters_read)
+        found += [self.state.table(name).local for name in self._shards_read]
         found += [values[name] for name in self._saved_read]
         return AsSeen.of(found)
 
@@ -247,6 +253,11 @@ class Program:
     @property
     def result_count(self) -> int:
         return len(self.results) + len(self.constants)
+
+
+def _is_computed_with(node: fx.Node) -> bool:
+    """Whether an op reads a value, besides those of communication that overlaps the next step."""
+    return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 
 def _is_of_forward(key: StepVariant | str) -> bool:

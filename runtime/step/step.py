@@ -28,6 +28,7 @@ from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.runtime.step.promised_logits import Logits, Source
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BACKWARD, WHOLE_FORWARD
@@ -48,6 +49,9 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
     for index, value in program.constants.items():
         results[index] = value
     for index, value in zip(program.results, tensors, strict=True):
+        promise = program.promised.get(index)
+        if promise is not None:
+            value = Logits(value, Source.of(promise, program.state, program.communicator))
         results[index] = value
     return results
 
@@ -247,6 +251,8 @@ class Step:
         needed = backward.missing.begin(values)
         if flow is not None:
             flow.open_window(gate, backward.absent)
+            if gate is not None and backward.missing.on_the_spot:
+                self._check_gate(gate)  # what no launcher holds leaves at once
         return Opened(gate, variant, backward, needed)
 
     def _close(

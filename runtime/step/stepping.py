@@ -312,9 +312,8 @@ class Stepping:
         return all(map(hasattr, hooks, repeat("stepping")))
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
-        if self._flow is None:
-            return []
-        return list(dict.fromkeys([self._flow.of_table[table.name] for table in tables]))
+        of_table = {} if self._flow is None else self._flow.of_table
+        return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     @staticmethod
     def _in_flight(exchanges: Sequence[RowExchange], tables: Sequence[RowTable]) -> list[RowExchange]:

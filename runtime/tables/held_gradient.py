@@ -138,6 +138,15 @@ class HeldGradient(Held):
         self.late, self._rows, self._read = None, [], None
         self._changed()
 
+    def add_dense(self, gradient: Tensor) -> None:
+        """Adds a gradient of all rows (V', d), which becomes its memory where there is none yet."""
+        if self.is_zero and self._viewer() is None:
+            self.set_dense(gradient)
+            return
+        self.memory().add_(gradient)
+        self._read = None
+        self._changed()
+
     @property
     def is_dense(self) -> bool:
         self.land()

@@ -192,6 +192,13 @@ class RowTable:
         held.add_rows(ids, rows)
         held.unreduced = unreduced
 
+    def add_dense_gradient(self, gradient: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
+        """Adds the gradient of all rows of this rank's part (V', d) to `.grad`, unless the table is `absent`."""
+        if self.name not in absent:
+            held = self.open_gradient()
+            held.add_dense(gradient)
+            held.unreduced = unreduced
+
     def deliver(
         self, late: Late[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
     ) -> None:

@@ -274,7 +274,7 @@ def test_every_candidate_is_weighed_and_one_chosen() -> None:
 
 
 def test_what_auto_never_picks_is_weighed_where_it_is_asked_for() -> None:
-    assert set(STRATEGIES) - set(CANDIDATES) == {"omnireduce"}
+    assert set(STRATEGIES) - set(CANDIDATES) == {"omnireduce", "vocabulary"}
 
     candidates = planned(strategy="omnireduce")[TABLE].candidates
 

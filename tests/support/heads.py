@@ -1,0 +1,148 @@
+"""Models whose output layer reads a whole table, and their batches.
+
+Labels differ in number between ranks and steps; every third batch of the last rank has none that is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.models import Batch
+
+IGNORED = -100
+
+
+class HeadModel(nn.Module):
+    """Looks words up, computes a little, and predicts words.
+
+    Args:
+        tied: whether the output layer has the table of the lookups.
+        cap: of the logits, by tanh; 0 for none.
+        shifts: whether logits are cut before the loss, as of models that predict the next word.
+        reduction: of the loss; without one, the mean of squares of losses.
+    """
+
+    def __init__(self, num_words: int, width: int, *, tied: bool, bias: bool, cap: float, shifts: bool, reduction: str):
+        super().__init__()
+        self.words = nn.Embedding(num_words, width)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, num_words, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+        self.cap, self.shifts, self.reduction = cap, shifts, reduction
+
+    def logits(self, words_BT: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.body(self.words(words_BT))))
+        return self.cap * torch.tanh(found / self.cap) if self.cap else found
+
+    def forward(self, words_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        logits_BTV = self.logits(words_BT)
+        if self.shifts:
+            logits_BTV, labels_BT = logits_BTV[:, :-1], labels_BT[:, 1:]
+        flat = logits_BTV.reshape(-1, logits_BTV.shape[-1]), labels_BT.reshape(-1)
+        loss = F.cross_entropy(*flat, ignore_index=IGNORED, reduction=self.reduction)
+        return loss.square().mean() if self.reduction == "none" else loss
+
+
+class Predicts(HeadModel):
+    """Returns logits: the loss is the loop's."""
+
+    def forward(self, words_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        return self.logits(words_BT)
+
+
+class PredictsBoth(HeadModel):
+    """Returns the loss and the logits."""
+
+    def forward(self, words_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.logits(words_BT)
+        return F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED), logits
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""What a loop makes of a model's results and of labels (B, T)."""
+
+
+def _flat(logits: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.view(-1, logits.size(-1)), labels_BT.reshape(-1)
+
+
+def _next_word(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    flat = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels_BT[..., 1:].reshape(-1), reduction="sum")
+
+
+def _by_log_softmax(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    flat, labels = _flat(logits, labels_BT)
+    return F.nll_loss(F.log_softmax(flat, dim=-1), labels, reduction="sum")
+
+
+def _made(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    flat, labels = _flat(logits, labels_BT)
+    return F.cross_entropy(flat, labels, reduction="sum", label_smoothing=0.1)
+
+
+def _with_penalty(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    return F.cross_entropy(*_flat(logits, labels_BT), reduction="sum") + 0.1 * logits.square().mean()
+
+
+def _two(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    flat, labels = _flat(logits, labels_BT)
+    return (
+        F.cross_entropy(flat, labels, reduction="sum")
+        + 0.5 * F.cross_entropy(flat, labels.flip(0), reduction="none").sum()
+    )
+
+
+OF_LOGITS: Mapping[str, Loss] = {
+    "function": lambda logits, labels: F.cross_entropy(*_flat(logits, labels), reduction="sum"),
+    "module": lambda logits, labels: nn.CrossEntropyLoss(reduction="sum")(*_flat(logits, labels)),
+    "log-softmax": _by_log_softmax,
+    "next word": _next_word,
+    "label smoothing": _made,
+    "with a penalty": _with_penalty,
+    "two losses": _two,
+    "squares": lambda logits, labels: logits.softmax(-1).square().mean() + 0.0 * labels.sum(),
+}
+"""Losses of a loop that gets logits."""
+
+
+@dataclass(frozen=True)
+class HeadWorkload:
+    """A `HeadModel` and its batches; `ranks`: the rank behind the last."""
+
+    kind: Callable[..., nn.Module] = HeadModel
+    tied: bool = True
+    bias: bool = False
+    cap: float = 0.0
+    shifts: bool = False
+    reduction: str = "sum"
+    num_words: int = 41
+    width: int = 6
+    ranks: int = 2
+    vary: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def table(self) -> str:
+        """The table that the output layer reads."""
+        return "words.weight" if self.tied else "head.weight"
+
+    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        how = {"tied": self.tied, "bias": self.bias, "cap": self.cap, "shifts": self.shifts}
+        return self.kind(self.num_words, self.width, **how, reduction=self.reduction, **self.options).to(dtype)
+
+    def batches(self, step: int, rank: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + 100 * step + rank)
+        words = torch.randint(self.num_words, (2, 4 + (step + rank) % 2), generator=generator)
+        labels = torch.randint(self.num_words, words.shape, generator=generator)
+        none_scored = rank == self.ranks - 1 and step % 3 == 2
+        ignored = torch.rand(words.shape, generator=generator) < (1.0 if none_scored else 0.3)
+        return words, labels.masked_fill(ignored, IGNORED)

@@ -1,0 +1,138 @@
+"""Logits of a sharded head: made when they are read, right, on all ranks or on none."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.runtime.step.promised_logits import Logits
+from tests.support.heads import IGNORED, HeadWorkload, Predicts, PredictsBoth
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+
+DTYPE = torch.float64
+BOTH = HeadWorkload(kind=PredictsBoth, bias=True, cap=3.0)
+
+
+def compiled(workload: HeadWorkload, **options: Any) -> tuple[nn.Module, embrace_fx.CompiledModel]:
+    """The model, twice: whole, and compiled."""
+    models = [workload.make(DTYPE, seed=0) for _ in range(2)]
+    return models[0], embrace_fx.compile(models[1], strategy={workload.table: "vocabulary"}, **options)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "values": lambda logits: logits + 0.0,
+    "argmax": lambda logits: logits.argmax(-1),
+    "top": lambda logits: logits.topk(3).values,
+    "numpy": lambda logits: torch.from_numpy(logits.detach().numpy()),
+    "one": lambda logits: torch.tensor(logits[0, 1, 2].item()),
+    "last position": lambda logits: logits[:, -1].softmax(-1),
+    "some words": lambda logits: logits[..., 3:5].clone(),
+    "scored": lambda logits: logits[logits.argmax(-1) > 5],
+    "float32": lambda logits: logits.float().flatten(0, 1).mean(0),
+    "stacked": lambda logits: torch.cat([logits, logits]),
+    "copied": lambda logits: copy.deepcopy(logits.detach()),
+    "list": lambda logits: torch.tensor(logits.tolist()),
+    "rows": lambda logits: torch.stack(list(logits)),
+    "written": lambda logits: logits.detach().clone().mul_(2.0),
+}
+
+
+def _read(rank: int, world_size: int, train: bool) -> None:
+    whole, model = compiled(BOTH)
+    batch = BOTH.batches(0, rank, 0)
+    model(*batch)[0].backward()  # the plan is made by a training call
+    model.train(train)
+    for name, read in READS.items():
+        with torch.set_grad_enabled(train):
+            (_, logits), (_, expected) = model(*batch), whole(*batch)
+        assert isinstance(logits, Logits)
+        found = logits.shape, logits.dtype, logits.requires_grad
+        assert found == (expected.shape, DTYPE, train), f"{name}: {found}"
+        torch.testing.assert_close(read(logits), read(expected), rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_read_is_right(train: bool) -> None:
+    run_ranks(2, _read, train)
+
+
+def _saved(rank: int, world_size: int) -> None:
+    whole, model = compiled(BOTH)
+    batch = BOTH.batches(0, rank, 0)
+    file = io.BytesIO()
+    torch.save(model(*batch)[1], file)
+    torch.testing.assert_close(torch.load(io.BytesIO(file.getvalue())), whole(*batch)[1].detach())
+
+
+def test_they_are_saved_as_plain_tensors() -> None:
+    run_ranks(2, _saved)
+
+
+def _written(rank: int, world_size: int) -> None:
+    _, model = compiled(BOTH)
+    logits = model(*BOTH.batches(0, rank, 0))[1].detach()
+    flat = logits.view(-1, logits.size(-1))
+    logits[:, :, 4] = 100.0
+    assert bool((logits.argmax(-1) == 4).all())
+    assert bool((flat.argmax(-1) == 4).all())
+
+
+def test_writes_are_seen_by_views() -> None:
+    run_ranks(2, _written)
+
+
+def _not_made(rank: int, world_size: int) -> list[bool]:
+    workload = HeadWorkload(kind=Predicts)
+    _, model = compiled(workload)
+    words, labels = workload.batches(0, rank, 0)
+    logits = model(words, labels)
+    flat = logits.float().double()[:, :-1].contiguous().view(-1, logits.size(-1))
+    F.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=IGNORED).backward()
+    return [logits.is_made, flat.is_made]
+
+
+def test_losses_make_none() -> None:
+    assert run_ranks(2, _not_made) == [[False, False]] * 2
+
+
+def _stale(rank: int, world_size: int) -> None:
+    _, model = compiled(BOTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss, logits = model(*BOTH.batches(0, rank, 0))
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="read before optimizer"):
+        logits.argmax(-1)
+
+
+def test_a_read_behind_the_step_is_refused() -> None:
+    run_ranks(2, _stale)
+
+
+def _alone(rank: int, world_size: int, deed: str) -> None:
+    _, model = compiled(BOTH)
+    words, labels = BOTH.batches(0, rank, 0)
+    loss, logits = model(words, labels)
+    if rank == 0:
+        if deed == "read":
+            logits.argmax(-1)
+        else:
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+
+
+@pytest.mark.parametrize("deed", ["read", "loss"])
+def test_a_rank_that_reads_alone_is_told_at_once(deed: str) -> None:
+    began = time.monotonic()
+    errors = run_ranks_expecting_errors(2, _alone, deed)
+    assert all("alone" in str(error) for error in errors)
+    assert time.monotonic() - began < 60
