@@ -75,7 +75,7 @@ def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
 def ends(varied: Varied) -> tuple[Launches, Launches]:
     """Returns the launches in flight where the phase of a variant begins, and those where it ends."""
     steady, variant = varied.steady, varied.variant
-    prior = frozenset(each for each in steady if each.kind == "gradients")
+    prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
     early = frozenset(each for each in steady if each.part == "early")
     chunks = frozenset(each for each in steady if each.kind == "all_reduce" and varied.into_forward)

@@ -45,7 +45,16 @@ class Training:
         optimizers: all of its optimizers, whose state is compared at the end.
     """
 
-    def __init__(self, wrap: Wrap, make: Make | None, shared: Shared | None = None, *, is_compiled: bool) -> None:
+    def __init__(
+        self,
+        wrap: Wrap,
+        make: Make | None,
+        shared: Shared | None = None,
+        *,
+        is_compiled: bool,
+        kind: type[Matching] = Matching,
+    ) -> None:
+        self._kind = kind
         self.rank, self.is_compiled, self._wrap = dist.get_rank(), is_compiled, wrap
         self.log: list[Any] = []
         self.models: list[Any] = []
@@ -57,7 +66,7 @@ class Training:
 
     @cached_property
     def _standard(self) -> tuple[Any, Any]:
-        module = Matching()
+        module = self._kind()
         return module, self.wrap(module)
 
     @property
@@ -147,8 +156,8 @@ class Training:
 class Shared:
     """A compiled model that one scenario after another trains from the beginning: a capture is dearer than its loop."""
 
-    def __init__(self, wrap: Wrap) -> None:
-        self.module = Matching()
+    def __init__(self, wrap: Wrap, kind: type[Matching] = Matching) -> None:
+        self.module = kind()
         self.model = wrap(self.module)
         self._begin = copy.deepcopy(embrace_fx.full_state_dict(self.model))
 

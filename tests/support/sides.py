@@ -30,6 +30,15 @@ class Matching(nn.Module):
         return F.softplus(-(x_BD * self.items(items_B)).sum(-1)).mean() * scale
 
 
+class Predicting(Matching):
+    """Predicts the item, too: an output layer reads the table of items."""
+
+    def forward(self, words_BL: Tensor, items_B: Tensor, scale: Tensor) -> Tensor:
+        x_BD = self.second(torch.tanh(self.first(self.words(words_BL).mean(1))))
+        matches = F.softplus(-(x_BD * self.items(items_B)).sum(-1)).mean()
+        return (matches + F.cross_entropy(F.linear(x_BD, self.items.weight), items_B)) * scale
+
+
 def draw_batch(step: int, rank: int, length: int = 3) -> Words:
     random = torch.Generator().manual_seed(10 * step + rank)
     words = torch.randint(NUM_WORDS, (4, length), generator=random)

@@ -10,6 +10,7 @@ import pytest
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import ROOMS, compare
+from tests.support.sides import Predicting
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit"),  # deprecated, and still used
 ]
 
+OF_HEAD = {"words.weight": "alltoall", "items.weight": "vocabulary"}
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {"strategy": "alltoall"}),
     "3 ranks": (3, {"strategy": "alltoall"}),
@@ -25,6 +27,8 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "sweeps": (2, {"strategy": "alltoall", "row_updates": "sweep"}),
     "auto": (2, {"strategy": "auto"}),
     "a grid": (2, {"strategy": Grid(2, 1)}),
+    "an output layer": (2, {"strategy": OF_HEAD, "module": Predicting}),
+    "an output layer, none": (3, {"strategy": OF_HEAD, "module": Predicting, "schedule": "none"}),
     "none": (2, {"strategy": "alltoall", "schedule": "none"}),
     "eager": (2, {"route": "eager"}),
 }
@@ -90,6 +94,10 @@ def _check(names: list[str], ranks: int, options: Mapping[str, Any]) -> None:
 
 def test_scenarios_of_one_model_end_where_ddp_does() -> None:
     _check([name for names in QUICK.values() for name in names], *WAYS["2 ranks"])
+
+
+def test_scenarios_of_an_output_layer_end_where_ddp_does() -> None:
+    _check([name for names in QUICK.values() for name in names], *WAYS["an output layer"])
 
 
 def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:

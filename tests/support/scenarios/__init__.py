@@ -30,7 +30,7 @@ from tests.support.scenarios import (
     schemes,
     states,
 )
-from tests.support.sides import DTYPE
+from tests.support.sides import DTYPE, Matching
 from tests.support.training import SEED
 
 ROOMS = {
@@ -69,10 +69,11 @@ def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[s
     """By scenario what differs from the reference; of those that differ.
 
     Args:
-        options: of `compile`; "optimizer" in the place of those that scenarios need.
+        options: of `compile`; "optimizer" in the place of those that scenarios need, "module" in that of `Matching`.
     """
-    kind = options.get("optimizer")
-    compiled = functools.partial(embrace_fx.compile, **{k: v for k, v in options.items() if k != "optimizer"})
+    kind, module = options.get("optimizer"), options.get("module", Matching)
+    of_compile = {key: value for key, value in options.items() if key not in ("optimizer", "module")}
+    compiled = functools.partial(embrace_fx.compile, **of_compile)
     torch.set_default_dtype(DTYPE)
     shared: Shared | None = None
     found = {}
@@ -87,11 +88,12 @@ def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[s
                 torch.set_default_dtype(DTYPE)
             elif shared is None:
                 torch.manual_seed(SEED)
-                shared = Shared(compiled)
+                shared = Shared(compiled, module)
             try:
                 on = None if scenario.fresh else shared
-                ours = _run(Training(compiled, make, on, is_compiled=True), scenario)
-                theirs = _run(Training(_without_options(scenario.reference), make, is_compiled=False), scenario)
+                ours = _run(Training(compiled, make, on, is_compiled=True, kind=module), scenario)
+                reference = _without_options(scenario.reference)
+                theirs = _run(Training(reference, make, is_compiled=False, kind=module), scenario)
             except BaseException as error:
                 error.add_note(f"in the scenario: {name}")
                 raise
