@@ -205,10 +205,8 @@ class Communicator(Groups):
             return InFlight(own, None)
 
         def exchange(to: Tensor, sent: Tensor) -> Any:
-            carrier = self._groups[group]
-            assert carrier is not None
-            parts = torch.split_with_sizes(to, sizes)
-            return send_parts(carrier, [sent] * self.world_size, parts, self.waiter(group))
+            carrier, _ = self._carrier(group, to)
+            return send_parts(carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.waiter(group))
 
         return self._launch(exchange, group, own.new_empty((sum(sizes),)), own)
 
