@@ -118,10 +118,10 @@ class CompiledModel(nn.Module, Joinable):
             DeadRank: a rank is gone.
         """
         if self._join_config.enable:
-            told = Join.notify_join_context(self)
+            work = Join.notify_join_context(self)
             self._session.meet_joined()
-            if told is not None:
-                told.wait()
+            if work is not None:
+                work.wait()
         return self._session.call(args, kwargs)
 
     def lookahead(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
@@ -189,7 +189,7 @@ class CompiledModel(nn.Module, Joinable):
         if self._session.group is None:
             yield
             return
-        # Ranks are counted on the hosts: on a device what `Join` sends would be in no order with what the model does.
+        # Count ranks on the hosts: on a device, collectives of `Join` would be unordered with the model's.
         self.__dict__["_joins_on_hosts"] = True
         by_all = divide_by_initial_world_size
         try:
@@ -254,10 +254,10 @@ class CompiledModel(nn.Module, Joinable):
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.state.unreduced.clear()  # what backwards under `no_sync` left is gone
+        self._session.model.zero_grad(set_to_none)  # the plain model's: reads no parameters
+        self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
-    # Parameters are handed out after every pending update. The caller may write them: rows fetched ahead are dropped.
+    # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._session.parameters_may_change()
@@ -350,7 +350,7 @@ class CompiledModel(nn.Module, Joinable):
         with self._session.whole():
             yield self._session.model
 
-    # -- seeing --------------------------------------------------------------------------------------------------------
+    # -- views --------------------------------------------------------------------------------------------------------
 
     @property
     def graphs(self) -> Graphs:

@@ -77,11 +77,11 @@ class Forecast(Plan):
     def explain(self) -> str:
         """Describes every candidate strategy, and the predicted reads of tables beyond memory."""
         step_ms = self.schedule.beside_storage_ms if self.memory and self.world_size > 1 else None
-        told = (
+        lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {beyond_memory(of, step_ms)}"
             for name, of in self.memory.items()
         )
-        return super().explain() + "".join(f"{each}\n" for each in told)
+        return super().explain() + "".join(f"{each}\n" for each in lines)
 
     @cached_property
     def schedule(self) -> DrawnSchedule:

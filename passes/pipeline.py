@@ -88,7 +88,7 @@ def training_passes(
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
-        NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
+        NarrowExchange(),  # rows are sent in the narrow dtype of an autocast region
         # row gradients are rounded to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
@@ -121,9 +121,9 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     return (
         SubmitRows(plan.heads),  # rows and their gradients are submitted, awaited and applied
         *vertical,  # early and late rows, prior and delayed gradients
-        ChunkBuckets(cuts.chunks),  # buckets travel in chunks
-        *horizontal,  # buckets are updated where the next forward reads them
-        AwaitRowsLate(),  # rows are awaited where they are first computed with
+        ChunkBuckets(cuts.chunks),  # buckets are sent in chunks
+        *horizontal,  # buckets are updated right before the next forward reads them
+        AwaitRowsLate(),  # rows are awaited at their first use
         SubmitGradientsEarly(),  # row gradients are submitted as soon as they are computed
     )
 

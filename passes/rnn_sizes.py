@@ -43,7 +43,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
         return filled + line if filled % 256 == 0 else filled
 
     of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # below and above, and one step more than there are
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # smaller and larger than the real size, and one step more
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 
@@ -71,7 +71,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Held through the loop; besides at its beginning, when there are no results yet; besides at its end.
+        # Bytes held throughout the loop; more at its start, before there are results; more at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),

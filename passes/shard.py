@@ -151,7 +151,7 @@ def _exchange_ids(
             }
         all_rows = [table.num_rows for table in tables]
         launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
-        widest = sum(options.expects(table).own for table in tables)  # a rank sends its counts, then its ids, padded
+        widest = sum(options.expects(table).own for table in tables)  # each rank sends its counts, then its padded ids
         sizes.expect(launch, world_size * (len(tables) + widest))
         launch.meta["tables"] = tuple(table.parameter for table in tables)
         launch.meta["launch"] = IDS

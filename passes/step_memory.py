@@ -277,7 +277,7 @@ def memory_of(
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
             reads += [(k, position[saved.get(value, value)], storage.number) for storage in lies_in(value)]
-    for k, node in enumerate(nodes):  # what an op makes for itself dies with it, and has no name
+    for k, node in enumerate(nodes):  # an op's temporaries die with it and have no name
         reads += [(k, k, storage.number) for storage in make(node, k, [scratch_bytes(node, expected)])]
     outlives = [storage.number for value in outputs for storage in lies_in(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T

@@ -93,7 +93,7 @@ def mark_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward" and number is not None:
-            # Autograd makes a backward node for the first node of a sequence number; others only follow it.
+            # Autograd makes a backward node only for the first node with a sequence number.
             differentiated.setdefault(number, node.meta.get("region", ()))
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in differentiated:

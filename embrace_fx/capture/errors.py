@@ -62,15 +62,15 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
     skipped = _skipped(error)
     found = f"{skipped}()" if skipped else f"{type(error).__name__}: {_first_lines(error)}"
     if raised is not None:
-        told = CaptureError(
+        failure = CaptureError(
             f"{kind}: the forward fails on this batch, at {_user_line(raised) or where}: {type(raised).__name__}: "
             f"{_first_lines(raised)}. Check the arguments' names, shapes, types and devices; the plain model should "
             "fail in the same way."
         )
-        told.reason = ""  # the forward fails without a graph as well
+        failure.reason = ""  # the forward fails without a graph as well
         if _is_of_users_code(model, raised):
-            told.raised = raised
-        return told
+            failure.raised = raised
+        return failure
     if (sent := _collective(error)) is not None:
         refusal = CaptureError(
             f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}). Communicate in the "
@@ -98,7 +98,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     fake = any(isinstance(leaf, FakeTensor) or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in leaves)
     if not (of_forward or "Observed exception" in str(error)):
         return None
-    if fake:  # there is nothing to run it on
+    if fake:  # there are no real inputs to run it on
         return error if of_forward else _observed(error)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

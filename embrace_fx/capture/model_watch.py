@@ -52,7 +52,7 @@ class ModelWatch:
 
     def note_parameters(self) -> None:
         """Records the present parameters, after tables have been placed or loaded."""
-        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # kept, so that no other gets their ids
+        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # keeps their ids in use
         self._ids, self._keys = [*map(id, self._held)], self._keys_now()
         self._names = self._named()
 
@@ -115,7 +115,7 @@ class ModelWatch:
     def _gradients(self) -> list[tuple[bool, torch.dtype, bool]]:
         """Reads what decides about each parameter's gradient: whether it trains, its dtype, its hooks."""
         found = self._state.parameters()
-        hooked = [*map(any, map(_HOOKS, found))]  # `is_hooked`, without a call of Python for each
+        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked`, to save a Python call for each
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:

@@ -45,7 +45,7 @@ def put_off() -> Iterator[None]:
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_as_now(each) for each in (*args, *category)]
-        in_region = tx.output.current_tracer.parent is not None  # checkpointed, say: its values are not known outside
+        in_region = tx.output.current_tracer.parent is not None  # checkpointed: its values are not known outside
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
             _cannot(self.value)

@@ -132,7 +132,7 @@ def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
-    except Exception:  # refers to an object that the trace has made, which is gone
+    except Exception:  # refers to an object of the trace, which is gone
         return whole
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 

@@ -58,7 +58,7 @@ def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> An
     A graph calls this in place of torch's functions, so that tracing the graph needs no mode, which would be called at
     every function and every access to a tensor.
     """
-    # That of packed sequences has their batch sizes behind the data, and no `batch_first`.
+    # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
         args, kwargs = (args[0], *args[2:]), {**kwargs, "batch_sizes": args[1]}
     if "data" in kwargs:

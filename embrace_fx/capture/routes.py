@@ -162,7 +162,7 @@ def trace(
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _keep_whole(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
-    # Only guards needed these, and are made by now. C++ owns the objects that a fake tensor's sizes refer to, these
+    # Only guards needed these, and guards exist by now. C++ owns the objects that a fake tensor's sizes refer to, these
     # sizes included: they would keep their own tensors, and all of the capture, for ever.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:

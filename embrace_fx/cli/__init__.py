@@ -69,7 +69,7 @@ def plan(
     if cluster is not None and (bandwidth or device):
         raise click.UsageError("--cluster replaces --bandwidth and --device. Give one or the other.")
     links = as_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
-    with told_plainly():
+    with usage_errors():
         forecast = embrace_fx.plan(
             model,
             batch,
@@ -130,7 +130,7 @@ def show(saved: str, output: str | None) -> None:
         return
     from embrace_fx.viz import save, trace  # noqa: PLC0415
 
-    with told_plainly():
+    with usage_errors():
         if (planned := plan_in(source)) is not None:
             click.echo(str(planned))
             return
@@ -206,7 +206,7 @@ def bench(factory: str, steps: int) -> None:
     if "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 -m embrace_fx.cli bench {factory}"
         raise click.UsageError(f"This command needs several ranks. Start it with: {command}")
-    with told_plainly():
+    with usage_errors():
         lines = compare(lambda: made_by(factory), steps)
     if os.environ["RANK"] == "0":
         click.echo("\n".join(lines))
@@ -271,7 +271,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Turns, while active, an error of the user's into one line without a traceback."""
     try:
         yield

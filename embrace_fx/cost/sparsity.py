@@ -79,11 +79,11 @@ class Sparsity:
         >>> str(independent(100, 8, 4, (20, 20)))
         'density 20.00%, ids per row 1.0, overlap of two ranks 20%, g(2) 1.80, skew 1.0 (of the union 1.0)'
         """
-        told = [f"density {self.density:.2%}", f"ids per row {self.draws_per_unit:.1f}"]
+        parts = [f"density {self.density:.2%}", f"ids per row {self.draws_per_unit:.1f}"]
         if self.world_size > 1 and self.mean_units:
-            told.append(f"overlap of two ranks {2 - self.densification(2):.0%}")
-            told += [f"g({n}) {self.densification(n):.2f}" for n in sorted({2, self.world_size})]
-        return f"{', '.join(told)}, skew {self.push_imbalance:.1f} (of the union {self.pull_imbalance:.1f})"
+            parts.append(f"overlap of two ranks {2 - self.densification(2):.0%}")
+            parts += [f"g({n}) {self.densification(n):.2f}" for n in sorted({2, self.world_size})]
+        return f"{', '.join(parts)}, skew {self.push_imbalance:.1f} (of the union {self.pull_imbalance:.1f})"
 
 
 def measure(

@@ -165,7 +165,7 @@ def findings_of(
     sparsity = {name: found for name, found in lies.items() if found is not None}
     schedule = options.schedule
     if schedule == AUTO and options.table_memory is not None:
-        schedule = FULL  # reads of rows beyond memory, which no price knows, overlap steps
+        schedule = FULL  # prices ignore reads of rows beyond memory, which overlap steps
     return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, options.rows)
 
 
@@ -261,7 +261,7 @@ def _sparsity(table: Table, everyone: Sequence[Reported]) -> Sparsity | None:
     ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
     if len(ids) < len(everyone):
         return None
-    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports ids outside
+    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step reports ids outside of the table
     draws = sum(own.draws for own in everyone)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 

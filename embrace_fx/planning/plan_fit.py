@@ -73,13 +73,13 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
     """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
     late = sorted({name for each in violations for name in each.late})
     whole = sorted({name for each in violations for name in each.whole})
-    # A table that is pruned, or parametrized, is read by a lookup no more.
+    # No lookup reads a pruned or parametrized table directly.
     whole += [name for name in plan.sharded if any(name == old for old, _ in violations[0].renamed)]
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     sparse = {name for each in violations for name in each.sparse}
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
-    told = (replace(d, sparse=d.sparse or d.parameter in sparse) for d in plan)
-    decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in told)
+    marked = (replace(d, sparse=d.sparse or d.parameter in sparse) for d in plan)
+    decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in marked)
     spaces = (space_of(plan, [name for name in space.tables if name not in whole]) for space in plan.spaces)
     return replace(
         plan,

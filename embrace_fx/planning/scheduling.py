@@ -223,7 +223,7 @@ def profile(recording: Recording) -> Profile:
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
-        if span.window in windows:  # adds up an operation that waits have cut into pieces
+        if span.window in windows:  # sum of the pieces of an operation that waits have split
             spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
     took_ms: dict[OperationId, float] = {}

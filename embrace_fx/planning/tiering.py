@@ -151,9 +151,9 @@ def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
     directory, streams = context.options.spill_to, streams_of(context.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
-    except TierError:  # making the file will raise
+    except TierError:  # opening the file raises later
         own = (0.0, 0.0)
-    if streams is not None:  # copies between the device and the host run beside that: the slower sets the pace
+    if streams is not None:  # copies between device and host run in parallel: the slower one sets the pace
         copied_ms = records.nbytes / PinnedCopies(streams).measure(context.device)[0]
         own = max(own[0], copied_ms), max(own[1], copied_ms)
     read, write = zip(*context.communicator.gather(own, tuple[float, float]), strict=True)
@@ -268,7 +268,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
     Returns: each table's, and its first row there.
     """
-    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others come behind
+    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others follow it
     among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to

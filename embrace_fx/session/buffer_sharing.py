@@ -67,14 +67,14 @@ class BufferSharing:
         def names() -> frozenset[str]:
             return self._live if train else self._stale
 
-        def told() -> int:
+        def announced() -> int:
             changed = self.due and not self._were.is_of(self._unwritten())
             return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
             due, self.due = self.due, reduce
             if due:
-                # As ranks run out of batches, the authority moves to other ranks: each goes on with the buffers of
+                # As ranks run out of batches, other ranks take over the authority, each with the buffers of
                 # the one before.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
                 self._share(self._shared() if every else sorted(names()))
@@ -83,7 +83,7 @@ class BufferSharing:
             if train:
                 self._stale |= mutated
 
-        return told, share
+        return announced, share
 
     def _unwritten(self) -> Iterable[Tensor]:
         """Lists the buffers that no forward writes."""

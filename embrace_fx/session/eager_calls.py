@@ -39,7 +39,7 @@ class EagerCalls:
     def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
-        self._replicated = False  # before the first plan, ranks have got rank 0's parameters to evaluate with
+        self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = ASKED if context.options.route == "eager" else ""
         self._context = context
         context.stepping.of_any_layout = bool(self.reason)
@@ -75,7 +75,7 @@ class EagerCalls:
             PeerFailure: a rank has failed; on every rank.
         """
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
-        train = train and bool(trained)  # of a frozen model, autograd alone passes gradients through
+        train = train and bool(trained)  # autograd passes gradients through a frozen model
         announcements.settle()  # of a step without backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)

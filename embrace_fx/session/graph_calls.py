@@ -139,7 +139,7 @@ class GraphCalls:
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         if programs.flow is not None:
-            programs.flow.flush()  # a capture reads `.grad`, and what waits there could not be applied amid it
+            programs.flow.flush()  # a capture reads `.grad`, and could not apply a pending gradient
         try:
             with stage("capturing", rank):
                 captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)

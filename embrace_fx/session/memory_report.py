@@ -65,10 +65,10 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
         return ""
     places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {_place(memory, each)}" for each, rows in memory.moved)
     moved = f"{memory.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
-    told = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
+    text = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
-        return told
-    return f"{told}; to hide reads behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
+        return text
+    return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
 
 
 def _place(memory: RowMemory, place: StorageTier) -> str:

@@ -85,7 +85,7 @@ class Programs:
         self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
         self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
-        self._told_asked = False
+        self._logged_reads = False
 
     @property
     def plan(self) -> Plan | None:
@@ -113,7 +113,7 @@ class Programs:
         if not entry.programs:
             state = self._context.state
             found = violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
-            begins = entry.train and not pipeline.built  # all ranks build then: they must hear of one that cannot
+            begins = entry.train and not pipeline.built  # all ranks build now, and must learn of one that cannot
             self.check_fit(found, activity_of(train=entry.train, reduces=not accumulates), meets=begins)
         for each in (False, accumulates):  # one that reduces gradients comes first: it starts the flow
             if each not in entry.programs:
@@ -360,8 +360,8 @@ class Programs:
     def _tables_may_change(self) -> None:
         self._apply()
         state = self._context.state
-        if state.reads.in_every_step and state.tables and not self._told_asked:
-            self._told_asked = True
+        if state.reads.in_every_step and state.tables and not self._logged_reads:
+            self._logged_reads = True
             if self._context.communicator.rank == 0:
                 log(_ASKED)
 

@@ -111,7 +111,7 @@ class Session:
 
         stepping = Stepping(self.state, self.communicator, make_whole)
         if self.communicator.rank == 0:
-            stepping.holders.on_new = _tell_of_empty_groups
+            stepping.holders.on_new = _log_empty_groups
         stepping.listen()
         for optimizer in self.optimizers:
             stepping.adopt(optimizer)
@@ -156,7 +156,7 @@ class Session:
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
                 self._send_first_state()
-        own = self.model, self.optimizers, self.options  # which may have changed since `compile`
+        own = self.model, self.optimizers, self.options  # they may have changed since `compile`
         agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
         self.state.refresh(self.model)
         self._watch.note()
@@ -172,7 +172,7 @@ class Session:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_first, rank = self.programs.plan is None, self.communicator.rank
-        # Each stage of a first step may be short, and all together long.
+        # Each stage of the first step may be short, their sum long.
         with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
@@ -284,7 +284,7 @@ class Session:
     def parameters_were_loaded(self) -> None:
         """Takes over loaded parameters, which may be new objects (`assign=True`)."""
         self.state.parameters_were_loaded()
-        self.communicator.progress.optimizer_steps = 0  # ranks are equal again
+        self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         self._watch.note_parameters()
         if self.programs.plan is not None:
             self._note_places(first=False)
@@ -292,7 +292,7 @@ class Session:
     def _note_places(self, first: bool) -> None:
         """Records the places of parameters after the plan has placed them; at first loads a waiting checkpoint."""
         self._placed.note(self)
-        if self._eager.reason:  # autograd accumulates all gradients, and they are taken from `.grad`
+        if self._eager.reason:  # autograd accumulates all gradients in `.grad`
             self._outside.stop()
         else:
             self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
@@ -357,7 +357,7 @@ class Session:
         self.close()
 
 
-def _tell_of_empty_groups(optimizer: Optimizer) -> None:
+def _log_empty_groups(optimizer: Optimizer) -> None:
     """Logs param groups without parameters: names have no prefix, so `name.startswith("module.emb")` finds none."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(

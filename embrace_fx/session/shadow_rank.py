@@ -145,7 +145,7 @@ class ShadowRank(JoinHook):
         self._programs.parameters_may_change()
         apart, buffers = context.state.ignored.union(self._programs.plan.sharded), context.options.shares_buffers
         broadcast_state(context.model, apart, context.communicator, buffers=buffers, source=ranks[-1])
-        context.communicator.progress.optimizer_steps = 0  # ranks are equal again
+        context.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         sharded, self._sharded = self._sharded, None
         if sharded is not None and next(self._programs.cache.entries()).captured.route != EAGER:
             self._programs.change(sharded, _OVER)

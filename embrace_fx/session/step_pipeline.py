@@ -100,7 +100,7 @@ class StepPipeline:
         self._shown: Compiled | None = None  # the last training program's graphs
         self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
-        self._told_least = False  # a budget that is not kept was reported
+        self._logged_least = False  # a relaxed budget was logged
         self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
         self._steps, self._profiled = 0, False
@@ -180,22 +180,22 @@ class StepPipeline:
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
-        memory = None if budget is None else Memory(budget, *rates, self._tell_least)
+        memory = None if budget is None else Memory(budget, *rates, self._log_least)
         rank = self._context.communicator.rank
         join = JoinExchanges(self._exchanged(), self.plan.renormed) if train else None
         passes = training_passes(self.plan, present, rank, reduce=reduce, join=join, memory=memory)
         return run_passes(analysed, passes)
 
-    def _tell_least(self, asked: int, least: int) -> None:
+    def _log_least(self, asked: int, least: int) -> None:
         """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
-        if not self._told_least and self._context.communicator.rank == 0:
+        if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
                 readable_bytes(least),
                 self._context.options.memory_budget,
                 readable_bytes(asked),
             )
-        self._told_least = True
+        self._logged_least = True
 
     def _exchanged(self) -> dict[str, ExchangedParameter]:
         """Finds the parameters whose rows or gradients a step exchanges; on a single process, none."""
@@ -337,13 +337,13 @@ class StepPipeline:
         """
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and reduce else None
-        told, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
+        announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
 
         def head(leaves: Sequence[Any]) -> Announcement:
             return self._counters.announcement(
-                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=told()),
+                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=announced()),
                 self._context.communicator.progress.optimizer_steps,
             )
 

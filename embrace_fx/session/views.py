@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.runtime.launch.timeline import gather_timeline
-from embrace_fx.session.comm_hooks import told_of
+from embrace_fx.session.comm_hooks import rounding_report
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
@@ -53,10 +53,10 @@ class Views:
         return self._programs.pipeline.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
-        told, context = render(self.plan, folded=True) + told_of(self._context.communicator), self._context
-        told = "\n".join(part for part in (told, self._why(), advice(self.plan)) if part)
+        text, context = render(self.plan, folded=True) + rounding_report(self._context.communicator), self._context
+        text = "\n".join(part for part in (text, self._why(), advice(self.plan)) if part)
         if reason := self._runs_eagerly():
-            told += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
+            text += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
         pipeline = self._programs.pipeline
         assert pipeline is not None
         held, schedule, tables = pipeline.step_memory(), pipeline.schedule, context.state.tables
@@ -64,10 +64,10 @@ class Views:
             step_ms = self._beside_storage_ms(schedule)
             first = {space.name: space.tables[0] for space in self.plan.spaces}
             beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in pipeline.memory.items()}
-            told += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
+            text += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
         if held is not None:
-            told += f"\n\n{memory_report(held, context.model, context.stepping.holders.optimizers)}"
-        return Report(told)
+            text += f"\n\n{memory_report(held, context.model, context.stepping.holders.optimizers)}"
+        return Report(text)
 
     def _why(self) -> str:
         """Prints where the time of the last steps went, and where it was predicted otherwise; "": none was measured."""
@@ -76,7 +76,7 @@ class Views:
         if shares_ms is None or found is None:
             return ""
         decided = None if self._programs.pipeline is None else self._programs.pipeline.decided
-        # A forward as written is not predicted; links that are assumed answer for nothing.
+        # There is no prediction for a forward as written, nor a useful one for assumed links.
         predicts = decided is not None and not self._runs_eagerly() and self.plan.links_are != "assumed"
         unlike = unlike_predicted(shares_ms, decided) if predicts and decided is not None else ""
         return textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width())

@@ -191,8 +191,8 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
     if failures == list(reports) and len(set(failures)) == 1:
         raise SetUpError(failures[0])
     if failures:
-        told = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
-        raise SetUpError("; ".join(told))
+        texts = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
+        raise SetUpError("; ".join(texts))
     described = [report for report in reports if isinstance(report, dict)]
     first = described[0]
     for rank, other in enumerate(described):

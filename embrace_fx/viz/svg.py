@@ -39,9 +39,9 @@ _LINE = 150
 def render(picture: Picture) -> str:
     """Prints a picture as an SVG file."""
     body = list(_body(picture))
-    told = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
+    description = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
-    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [told, definitions(picture)], lines)
+    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [description, definitions(picture)], lines)
 
 
 def document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
@@ -155,12 +155,12 @@ def _legend(picture: Picture, top: float) -> _Part:
 def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
-    told = textwrap.wrap(_summary(panel), _LINE)
+    summary = textwrap.wrap(_summary(panel), _LINE)
     lines = [
         _text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
-        *(_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(told)),
+        *(_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(summary)),
     ]
-    y = top + 25 + 13 * len(told)
+    y = top + 25 + 13 * len(summary)
     for rank in ranks:
         strip = _strip(panel, rank, axis, y, facts)
         lines += strip.lines

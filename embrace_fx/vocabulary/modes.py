@@ -20,7 +20,7 @@ def outside_of_modes() -> Iterator[None]:
     """
     compiler, trace, records = torch.compiler, torch._C._get_tracing_state(), torch.is_grad_enabled()
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    functions = [_pop_mode() for _ in _get_current_function_mode_stack()]  # first, for they see what guards do
+    functions = [_pop_mode() for _ in _get_current_function_mode_stack()]  # first, because they see what guards do
     if trace is not None:  # within a kernel it may not even be set to what it is
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     compiler._is_compiling_flag = compiler._is_exporting_flag = False

@@ -19,7 +19,7 @@ Kind = Literal[
     "backward",  # compute of a block's gradients
     "forward",  # compute of a block
     "update",  # a bucket's parameters, or a table's rows, are updated
-    "rows",  # own columns of rows are looked up, or rows that arrived are joined
+    "rows",  # rows of the shard are looked up, or received rows joined
     "own",  # the training loop's own code
     "loader",  # the next batch is read
     "ids",  # the next batch's ids, AllGather

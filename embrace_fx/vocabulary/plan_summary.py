@@ -68,7 +68,7 @@ def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole
         for candidate in decision.candidates
-        # Only candidates rejected for their time: the reason against an illegal one is also the decision's reason.
+        # Only candidates rejected for their time: an illegal one's reason is also the decision's.
         if candidate.strategy == "alltoall" and candidate.rejected != decision.reason
     }
     return min(costs_ms.items(), key=lambda item: item[1]) if costs_ms else None

@@ -60,14 +60,14 @@ def render(plan: Plan, *, folded: bool = False) -> str:
         "",
         f"{len(plan.buckets)} bucket(s)",
     )
-    told = [f"one row space: {', '.join(space.tables)}" for space in plan.spaces]
-    told += [f"schedule {plan.chosen_because}"] if plan.chosen_because else []
-    told += _formats(plan)
+    notes = [f"one row space: {', '.join(space.tables)}" for space in plan.spaces]
+    notes += [f"schedule {plan.chosen_because}"] if plan.chosen_because else []
+    notes += _formats(plan)
     if not any(d.is_table for d in plan.decisions):
-        told.append("no tables: every gradient is reduced densely")
+        notes.append("no tables: every gradient is reduced densely")
     if plan.world_size > 1:
-        told.append(_ALONE)
-    text.caption = "\n".join(told)
+        notes.append(_ALONE)
+    text.caption = "\n".join(notes)
     return printed(text)
 
 
@@ -134,11 +134,11 @@ def explain(plan: Plan) -> str:
         if decision.candidates:
             text.add_section()
     if plan.world_size == 1:
-        told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
+        notes = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
     else:
-        told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
-        told += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
-    text.caption = "\n".join(told)
+        notes = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
+        notes += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
+    text.caption = "\n".join(notes)
     return printed(text)
 
 

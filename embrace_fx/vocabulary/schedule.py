@@ -349,7 +349,7 @@ def _peak_held(timeline: Timeline, rank: int) -> int:
     readers: dict[str, list[Dependence]] = defaultdict(list)
     for dependence in timeline.dependences:
         readers[dependence.before].append(dependence)
-    changes = []  # (when, bytes): at one moment, freeing comes before holding
+    changes = []  # (when, bytes): at equal times, freeing comes before allocating
     for span in timeline.spans:
         if span.rank == rank and span.operation.held_bytes:
             name, held = span.operation.name, span.operation.held_bytes

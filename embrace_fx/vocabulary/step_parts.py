@@ -14,7 +14,7 @@ Share = Literal[
     "backward",  # of the model
     "optimizer",  # its own step, and the updates of tables and buckets
     "your code",  # of the training loop, between calls, backward and step
-    "ids",  # waits for ids, and for ranks that come later
+    "ids",  # waits for ids, and for slower ranks
     "embedding",  # waits for rows of tables, or their gradients
     "dense",  # waits for reduced gradients of everything else
     "delayed",  # waits for gradients of rows that the next batch does not read

@@ -45,13 +45,13 @@ class Memory:
         budget: bytes; below 1, a fraction of what the step holds when everything is saved.
         compute: how fast nodes run.
         copies: how fast values are offloaded and reloaded; by default none is.
-        told_least: called with (bytes asked for, least possible bytes) where a fraction asks for too little.
+        on_relaxed: called with (bytes asked for, least possible bytes) where a fraction asks for too little.
     """
 
     budget: float
     compute: cost.Compute
     copies: CopyRate = NO_COPIES
-    told_least: Callable[[int, int], None] = lambda asked, least: None
+    on_relaxed: Callable[[int, int], None] = lambda asked, least: None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         before = step_memory(graph)
@@ -71,7 +71,7 @@ class Memory:
                 f"memory_budget: a step of this batch needs at least {least:,} bytes ({before.peak_bytes:,} without "
                 f"recomputing), and the budget is {limit:,}. Raise memory_budget, or use smaller batches."
             )
-        self.told_least(limit, least)
+        self.on_relaxed(limit, least)
         return replace(found, memory_limit=least)
 
 

@@ -96,7 +96,7 @@ def _is_dense(node: fx.Node) -> bool:
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 
 
-# ---- copies put in ----
+# ---- inserting copies ----
 
 
 class InsertCopies:

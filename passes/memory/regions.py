@@ -127,7 +127,7 @@ class _Copies:
         self._read_unwritten()
         return list(self._copies.values())
 
-    # -- what is computed again ----------------------------------------------------------------------------------------
+    # -- what is recomputed -------------------------------------------------------------------------------------------
 
     def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
         """Finds the forward nodes that can be recomputed -> the regions that they are in."""

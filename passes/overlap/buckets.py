@@ -154,7 +154,7 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
-        if not read:  # this batch does not read the bucket, which is updated all the same
+        if not read:  # this batch does not read the bucket; it must be updated all the same
             read = [rewriter.copy_of(elsewhere[bucket[0]])]
         readers = [min(node.users) for node in read if node.users] or [forward.graph.output_node()]
         with rewriter.before(min(readers)):

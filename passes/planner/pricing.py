@@ -61,7 +61,7 @@ class ParameterFacts:
     trainable: bool
     used: bool  # by the first batch of any rank
     row_update_blocker: str | None
-    param_group: int = 0  # which one holds it, of all optimizers'
+    param_group: int = 0  # index among all optimizers' param groups
     moving: Moving = ""
     local: bool = False  # each rank has its own
     adds_up_norms: bool = False  # its optimizer needs the squares of a row's columns, over all ranks

@@ -75,7 +75,7 @@ def shard_exchange(
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.piece_bytes(last - first) for first, last in chunks]
-    for rank, rows in enumerate(rows_by_rank):  # a row that a rank reads arrives and leaves once, but for own pieces
+    for rank, rows in enumerate(rows_by_rank):  # each row read is received and sent once, except own pieces
         own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
         sent_bytes += 2 * (rows * sum(piece_bytes) - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))

@@ -46,7 +46,7 @@ class _Search:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
         self.bound_ms = bound_ms * (1 + TOLERANCE)
-        self._draw = random.Random(0).random  # of its methods, the one with equal numbers on all machines and versions
+        self._draw = random.Random(0).random  # the only method with equal numbers on all machines and versions
 
     def run(self, order: list[int]) -> WindowTimes | None:
         """Simulates an order; None: it deadlocks."""

@@ -286,7 +286,7 @@ class LinkMachine:
         try:
             return [*TopologicalSorter(needs).static_order()]
         except CycleError:
-            self.sequence(range(self.count, self.copying))  # raises: names two operations of the circle
+            self.sequence(range(self.count, self.copying))  # raises, and names two operations of the cycle
             raise
 
 

@@ -135,7 +135,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
 
 def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     segment: Block | None = Block(START)
-    waiting = Block(START)  # its compute lies before the next await
+    waiting = Block(START)  # its compute precedes the next await
     for node in forward.graph.nodes:
         if op_name(node) in COPY_OPS:
             yield _up_to(node, segment or waiting)

@@ -83,7 +83,7 @@ def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) ->
     inputs = {value: _recorded(value, module, mode) for value in node.all_input_nodes}
     try:
         derived = _derive(node, module, inputs)
-    except Exception as error:  # an op's fake kernel may object in any way it likes
+    except Exception as error:  # an op's fake kernel may raise anything
         lines = str(error).strip().splitlines() or [""]
         return f"inputs that {node.target} takes", f"{type(error).__name__}: {lines[0]}"
     recorded = node.meta["val"]

@@ -376,7 +376,7 @@ class Announcements:
         """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""
         kinds, found = {each.kind for each in everyone}, dict[int, str]()
         if QUESTION in kinds:
-            self.communicator.deeds = 0  # what led to the question; all ranks count anew
+            self.communicator.deeds = 0  # what led to the question; all ranks restart the count
         else:
             found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:

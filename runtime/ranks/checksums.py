@@ -50,5 +50,5 @@ def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
             found.append(f"{what} on rank {ranks} differs from rank {values.index(usual)}'s")
     if not found:
         return ""
-    told = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-    return f"Replicas differ: {told}"
+    listed = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    return f"Replicas differ: {listed}"

@@ -92,5 +92,5 @@ def _refuse_distributed_autograd() -> None:
 
 def _ranks_told() -> int:
     """Returns the number of ranks in WORLD_SIZE, which torchrun and most launchers set."""
-    told = os.environ.get("WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else 1
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1

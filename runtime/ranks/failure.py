@@ -186,7 +186,7 @@ class LivenessCheck:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
-        self.looks: list[Callable[[Any], None]] = []  # what the thread does besides, at each look
+        self.looks: list[Callable[[Any], None]] = []  # called by the thread at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx liveness check", daemon=True)
@@ -201,7 +201,7 @@ class LivenessCheck:
 
     def missing(self) -> list[int]:
         """Returns the ranks that do not answer."""
-        if threading.current_thread() is self._listener:  # nobody else would call it
+        if threading.current_thread() is self._listener:  # no other thread would run the check
             return []
         self._wake.set()
         self._decided.wait()
@@ -231,7 +231,7 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError, ValueError):
             signed = {r: self._store.get(self._signatures[r]) for r in range(self.world_size) if r not in missing}
             self._statuses = {r: from_plain(RankStatus, json.loads(text)) for r, text in signed.items()}
-        with contextlib.suppress(RuntimeError):  # from here on the store may go: this rank knows enough
+        with contextlib.suppress(RuntimeError):  # the store may disappear from here on
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
             self._await(lambda: self._store.check(living), _FAREWELL_S)

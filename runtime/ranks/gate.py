@@ -58,9 +58,9 @@ class Gate:
             PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
         """
         if not self.all_are_here():
-            told = self._told()
-            others = {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(told) if each.program}
-            raise PeerFailure(self._announcements.reports(told, None) or others)
+            sent = self._announced()
+            others = {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(sent) if each.program}
+            raise PeerFailure(self._announcements.reports(sent, None) or others)
 
     def _told(self) -> list[Announcement]:
         return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]

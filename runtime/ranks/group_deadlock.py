@@ -71,8 +71,8 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
         meeting.withdraw()
         raise
     except RuntimeError as error:
-        if told := meeting.told():  # by a rank that came later, and has ended since
-            raise OtherGroup(told) from error
+        if reason := meeting.verdict():  # written by a rank that came later and has ended since
+            raise OtherGroup(reason) from error
         raise
     finally:
         meeting.end()
@@ -126,13 +126,13 @@ class _Meeting:
             self._look()
 
     def _look(self) -> None:
-        if told := self.told():  # who found it first has gone
-            raise OtherGroup(told)
+        if reason := self.verdict():  # the rank that found it first has ended
+            raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
             other = self._waiting(rank)
             if other is None or other.group == self._group or self._rank not in other.ranks:
                 continue
-            # In this order: who waits there comes here no more, as this rank comes there no more.
+            # In this order: neither rank will still come to the other's group.
             came_here = self._store.add(self._arrivals(self._group, rank), 0) >= self._arrival
             been_there = self._store.add(self._arrivals(other.group, self._rank), 0) >= other.arrival
             if not came_here and not been_there:
@@ -147,12 +147,12 @@ class _Meeting:
     def _waiting(self, rank: int) -> _Waiting | None:
         if rank == self._rank or not self._store.check([self._place(rank)]):
             return None
-        if not (told := self._store.get(self._place(rank)).decode()):
+        if not (text := self._store.get(self._place(rank)).decode()):
             return None
-        found: _Waiting = from_plain(_Waiting, json.loads(told))
+        found: _Waiting = from_plain(_Waiting, json.loads(text))
         return found
 
-    def told(self) -> str:
+    def verdict(self) -> str:
         """Reads what another rank has found of this one's group; "" where none has, or the store is gone."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._note(self._token)]):
@@ -178,7 +178,7 @@ class _Meeting:
         return f"{self._prefix}/waits/{rank}"
 
     def _note(self, token: str) -> str:
-        return f"{self._prefix}/told/{token}"
+        return f"{self._prefix}/reason/{token}"
 
     def _of_all(self, what: str) -> str:
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

@@ -83,11 +83,11 @@ class Groups:
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # for what ranks exchange about a step
-        self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
+        self._made: list[dist.ProcessGroup] = []  # all groups that end with this object
         self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
-        self._closed = ""  # why it is
+        self._closed = ""  # the reason
         self._connected = False
         if group is not None:
             self.join(group)
@@ -113,7 +113,7 @@ class Groups:
     def _meet(self, group: dist.ProcessGroup) -> str:
         """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
         on_host = carries(group, CPU)
-        if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
+        if on_host:  # making a group would wait for a dead rank; a message to it fails at once
             self._hosts = group
             self._agree_on_counts()
         # One for all classes: a group of gloo has a thread that wakes a hundred times a second, on cores that compute,
@@ -262,7 +262,7 @@ class Groups:
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
-        if backend is None and "nccl" in own:  # torch would take those of the default group
+        if backend is None and "nccl" in own:  # otherwise torch would use the default group's
             backend = own
         timeout = timeout_of(self.group)
         if urgent:
@@ -364,8 +364,8 @@ class Groups:
         with self.watching():
             padded = torch.cat([own, own.new_zeros(longest - own.numel())])
             gather_single(everyone.view(-1), padded, self._hosts)
-        told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
-        return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
+        contents = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
+        return [_of_peer(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
         """Gathers what keeps ranks from going on, by rank: this one's `failure`, if any. Collective."""

@@ -68,7 +68,7 @@ def send_parts(
     own, ranks = group.rank(), group.size()
     if received[own].numel():
         received[own].copy_(sent[own])
-    # Each begins with its right neighbour, so that not all send to the same rank at first.
+    # Start with the right neighbour, so that ranks do not all send to the same rank first.
     turns = range(1, ranks)
     works: list[Any] = []
     if backend_name(group, received[own].device) == "gloo":
@@ -99,6 +99,6 @@ def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _run_one(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    # In a batch over NCCL, which makes a communicator of two ranks, kept for ever, for each message that is in none.
+    # In a batch over NCCL: for a message outside of one, NCCL makes and keeps a communicator of two ranks.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

@@ -60,5 +60,5 @@ def check_steps(everyone: Sequence[Announcement], communicator: Communicator) ->
             }
         )
     if (least := min(deeds)) >= 0:
-        communicator.deeds -= deeds[communicator.rank]  # all ranks count anew
+        communicator.deeds -= deeds[communicator.rank]  # all ranks restart the count
         raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})

@@ -103,7 +103,7 @@ class Rounding:
         """Whether a tensor travels in fewer bits than it has."""
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
-    def told(self) -> str:
+    def report(self) -> str:
         """Reports what is rounded, and this rank's error; "" if nothing is."""
         lines = []
         for kind, made_good in (
@@ -113,7 +113,7 @@ class Rounding:
         ):
             error = self._errors.get(kind, _Error()).relative
             off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
-            lines.append(f"{kind} travel as {self.form}: {off}{made_good}\n")
+            lines.append(f"{kind} are sent as {self.form}: {off}{made_good}\n")
         return "".join(lines) if self.form != "exact" else ""
 
 

@@ -37,7 +37,7 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
             end.set_exception(error)
         else:
             end.set_result(result)
-        del job, end, next_  # nothing of them lives until the next one comes
+        del job, end, next_  # drop references before waiting for the next job
 
 
 class Ending:

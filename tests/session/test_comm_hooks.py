@@ -79,7 +79,7 @@ def train_both(rank: int, world_size: int, name: str, strategy: Any) -> tuple[di
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), lr=0.5), strategy=strategy)
     compiled.register_comm_hook(None, hook)
     found = train(compiled, rank)
-    told = "reduced by clamped" if name == "clamped" else "travel as"
+    told = "reduced by clamped" if name == "clamped" else "are sent as"
     assert (told in compiled.report()) == (name != "allreduce")
     return found, train(wrapped, rank), train(DistributedDataParallel(plain()), rank)
 

@@ -73,11 +73,11 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
 
 def test_the_report_tells_what_was_measured() -> None:
     rounding = Rounding("bf16")
-    assert "none has been sent yet" in rounding.told()
+    assert "none has been sent yet" in rounding.report()
 
     rounding.round_rows(torch.randn(9, 8, generator=torch.Generator().manual_seed(0)), torch.arange(9), "bf16", 2, "t")
 
-    (told,) = [line for line in rounding.told().splitlines() if line.startswith("gradients")]
+    (told,) = [line for line in rounding.report().splitlines() if line.startswith("gradients")]
     assert 0.05 < float(told.split("off by ")[1].split("%")[0]) < 0.4  # per cent
 
 
