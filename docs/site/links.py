@@ -1,7 +1,7 @@
-"""A hook of mkdocs: links from a page to files of the source tree, which the site has not.
+"""A hook of mkdocs for links from a page to files of the source tree, which are not part of the site.
 
-In a repository they lead to the file. On the site they become the file's path, and one that is not there is a warning,
-which fails a strict build.
+In the repository they lead to the file. On the site they become the file's path. A missing file is a warning, which
+fails a strict build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def named(link: re.Match[str]) -> str:
         text, path = link.groups()
         if not (_ROOT / path).exists():
-            logger.warning("%s links to %s, which the source tree has not", page.file.src_path, path)
+            logger.warning("%s links to %s, which does not exist", page.file.src_path, path)
         return f"{text} (`{path}`)" if path not in text else f"`{path}`"
 
     return _OUTSIDE.sub(named, markdown)
