@@ -116,8 +116,8 @@ _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 
 def _keep_whole(read: fx.GraphModule) -> None:
     """Makes Dynamo's graph, and its nested ones, call `whole` for RNNs, and lookups with dense gradients.
 
-    A sparse gradient is a tensor of another layout, which no ATen graph holds. `meta["custom"]` tells passes which
-    lookups asked for one.
+    A sparse gradient has another layout, and ATen graphs hold none. `meta["custom"]` marks the lookups that asked for
+    one, for the passes.
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
         kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)

@@ -57,9 +57,9 @@ class EmbraceStrategy(DDPStrategy):
             setattr(self.model, children[0], self.compiled)
         elif type(self.model).forward is LightningModule.forward:
             raise ValueError(
-                "expected the trainable parameters of a LightningModule in one child of it, or a forward that its "
-                f"steps call as self(...), in EmbraceStrategy, found them in {', '.join(children) or 'none'} of "
-                f"{type(self.model).__name__}, which has no forward. Write one that computes what the steps need."
+                f"EmbraceStrategy: {type(self.model).__name__} has no forward, and no child holds all of its trainable "
+                f"parameters: they are in {', '.join(children) or 'none'}. Write a forward that the steps call, or "
+                "put the network into one child."
             )
         else:
             network = copy.copy(self.model)  # shares parameters and children, without the trainer
@@ -88,9 +88,8 @@ class EmbraceStrategy(DDPStrategy):
         found = super().training_step(*args, **kwargs)
         if stands_in and self._calls == calls:
             raise RuntimeError(
-                f"expected training_step of {type(self.model).__name__} to compute by self(...), under EmbraceStrategy,"
-                " found that it has not called it: gradients would stay each rank's own. Call self(...) in it, or put "
-                "the network into one child."
+                f"EmbraceStrategy: training_step of {type(self.model).__name__} has not called self(...), so gradients "
+                "would not be reduced. Call self(...) in it, or put the network into one child."
             )
         return found
 

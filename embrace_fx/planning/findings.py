@@ -156,12 +156,12 @@ def findings_of(
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in names}
     rows = {name: (*of, *[round(sum(of) / len(of))] * (ranks - len(of))) for name, of in rows.items()}
     known = [t for t in graph.tables if len(reads) == ranks and all(t.parameter in own for own in reads)]
-    told = {table.parameter: [own[table.parameter] for own in reads] for table in known}
+    known_reads = {table.parameter: [own[table.parameter] for own in reads] for table in known}
     local_rows = {
         name: {each: tuple(own.local_rows[each] for own in of) for each in grid_rows(ranks)}
-        for name, of in told.items()
+        for name, of in known_reads.items()
     }
-    lies = {table.parameter: _sparsity(table, told[table.parameter]) for table in known}
+    lies = {table.parameter: _sparsity(table, known_reads[table.parameter]) for table in known}
     sparsity = {name: found for name, found in lies.items() if found is not None}
     schedule = options.schedule
     if schedule == AUTO and options.table_memory is not None:
@@ -247,8 +247,8 @@ def reported(reads: Mapping[str, Read], rank: int, ranks: int) -> dict[str, Repo
     found = {}
     for name, read in reads.items():
         ids = read.drawn.unique().cpu()
-        told = _narrow(ids) if ids.numel() <= MOST_GATHERED_IDS // ranks else None
-        found[name] = Reported(read.rows, told, read.drawn.numel(), read.local_rows(rank, ranks))
+        sent_ids = _narrow(ids) if ids.numel() <= MOST_GATHERED_IDS // ranks else None
+        found[name] = Reported(read.rows, sent_ids, read.drawn.numel(), read.local_rows(rank, ranks))
     return found
 
 

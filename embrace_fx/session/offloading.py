@@ -55,7 +55,7 @@ def _agreed(communicator: Communicator, own: Measured, *, on_host: bool) -> Copy
     """Agrees on the slowest rank's rate. Collective."""
     threads = torch.get_num_threads()
     everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured, str, int])
-    rates, starts = zip(*(told for told, _, _ in everyone), strict=True)
+    rates, starts = zip(*(speed for speed, _, _ in everyone), strict=True)
     computing = sum(each for _, host, each in everyone if host == socket.gethostname())
     shares = on_host and computing >= len(os.sched_getaffinity(0))
     return CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)

@@ -3,9 +3,9 @@
 Contract
     One processor runs the compute operations in the program's order. One link carries the communications strictly in
     launch order: the head of the line blocks those behind it until its dependences have ended. Windows follow each
-    other; all launches of one leave before those of the next. An order in which the head of the line would wait for
-    one behind it is refused, never simulated. Offloads and reloads each run on their own lane, in the order in which
-    the program submits them.
+    other; all launches of one leave before those of the next. If the head of the line would wait for one behind it,
+    the order is refused, never simulated. Offloads and reloads each run on their own lane, in the program's order of
+    submission.
 
     Operations are numbers: compute is 0 to C - 1 in the program's order; communications follow, by name; then copies.
 """

@@ -1,8 +1,8 @@
 """The process groups of the ranks that train together: one per communication class, made and ended together.
 
 Contract
-    A class of communication has a group of its own, so that classes do not wait for each other. What ranks tell each
-    other about a step stays on the hosts, over gloo: beside NCCL in groups of its own.
+    A class of communication has a group of its own, so that classes do not wait for each other. What ranks
+    exchange about a step stays on the hosts, over gloo; with NCCL it has its own groups.
     The error of a broken collective names the ranks that are gone, or stuck, on every rank.
 """
 
