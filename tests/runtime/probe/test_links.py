@@ -54,6 +54,18 @@ def test_other_versions_and_an_empty_variable_find_nothing(tmp_path: Path, monke
     assert recall(Cluster, "a") is None
 
 
+def test_what_is_kept_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    keep(Cluster(), "a")
+    before = len([*Path("/proc/self/fd").iterdir()])
+
+    for _ in range(5):
+        keep(Cluster(), "a")
+
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert len([*tmp_path.rglob("*.tmp")]) == 0
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "folder"))
