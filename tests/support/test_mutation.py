@@ -26,6 +26,7 @@ def test_faults_of_a_seed_are_the_same_and_change_a_line_of_python() -> None:
         assert not told or fault.kind == "early return"
 
 
+@pytest.mark.long
 def test_a_fault_is_tried_with_the_tests_that_call_its_function(tmp_path: Path) -> None:
     """On ranks too; with those first that call little else."""
     test = "tests/runtime/ranks/test_gathering.py"
