@@ -158,7 +158,7 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
         if (decision.strategy == "frozen") == fact.trainable:
             yield f"{fact.name}, which is frozen in the plan or in the model alone"
         if fact.trainable and fact.used and decision.strategy == "unused":
-            yield f"{fact.name}, to which the batch gives a gradient, unused in the plan"
+            yield f"{fact.name} is unused in the plan, but gets a gradient from this batch"
         if decision.strategy not in SHARDED:
             continue
         blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"

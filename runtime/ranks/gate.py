@@ -41,7 +41,7 @@ class Gate:
         if self._here is None:
             rows = self._everyone.tolist()
             if not (found := rows.count(self._own) == len(rows)):  # the same call's, as most often
-                told = self._told()
+                told = self._announced()
                 found = {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
             self._here = found
         return self._here
@@ -62,7 +62,7 @@ class Gate:
             others = {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(sent) if each.program}
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
-    def _told(self) -> list[Announcement]:
+    def _announced(self) -> list[Announcement]:
         return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
