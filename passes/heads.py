@@ -137,6 +137,19 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
     return None
 
 
+def has_loss(graph: TrainingGraph, parameter: str) -> bool:
+    """Whether a table has a head whose loss is in the graph, not in the loop alone."""
+    value = parameters_of(graph.module).get(parameter)
+    if value is None or value.meta["val"].dim() != 2:
+        return False
+    if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
+        return False
+    try:
+        return find_head(graph, parameter).loss is not None
+    except Unmatched:
+        return False
+
+
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
     """Finds the head over a table.
 

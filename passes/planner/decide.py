@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from embrace_fx.cost import links as cost
+from embrace_fx.passes.heads import has_loss
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
@@ -237,10 +238,13 @@ def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
     """Chooses for a parameter that no lookup reads: by default AllReduce, as only the user may know of zeros."""
-    priced = pricing.of_dense(fact, ("allreduce",) if wanted == "auto" else ("allreduce", "vocabulary", *EXCHANGES))
+    weighed = ("vocabulary",) if has_loss(pricing.findings.graph, fact.name) else ()
+    asked = () if wanted == "auto" else ("vocabulary", *EXCHANGES)
+    priced = pricing.of_dense(fact, ("allreduce", *weighed, *asked))
     assert isinstance(wanted, str)  # grids are for tables
     if wanted == "auto":
-        return _Choice(priced["allreduce"], "dense gradient")
+        whole = _Choice(priced["allreduce"], "dense gradient", priced if weighed else {})
+        return _of_head(pricing, fact, priced, "") or whole
     if wanted == "vocabulary":
         head = priced[wanted]
         chosen = head if head.blocker is None else priced["allreduce"]
@@ -266,6 +270,8 @@ def _of_table(
     blocker = sharded.blocker
     if (choice := _of_asked(priced, wanted, read, what)) is not None:
         return choice
+    if (choice := _of_head(pricing, fact, priced, read)) is not None:
+        return choice
     if blocker is None and fact.moving == "lazy":
         return _Choice(sharded, f"updated by rows; {what}", priced, "it is updated by rows")
     constant = all(use.constant_ids for use in table.uses)
@@ -290,6 +296,18 @@ def _of_table(
         return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
     reason = blocker or _whole_because(pricing, sharded, allreduce, what)
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
+
+
+def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced], read: str) -> _Choice | None:
+    """Chooses to shard an output layer whose loss is in the graph, where this is clearly faster; None: it is not."""
+    head = priced.get("vocabulary")
+    if head is None or head.blocker is not None or not has_loss(pricing.findings.graph, fact.name):
+        return None
+    in_use = fact.name in pricing.in_use and pricing.in_use[fact.name].strategy == "vocabulary"
+    limit_ms = priced["allreduce"].added_ms * (1.0 / CLEARLY if in_use else CLEARLY)
+    if head.added_ms >= limit_ms:
+        return None
+    return _Choice(head, f"output layer sharded; {read}" if read else "output layer sharded", priced)
 
 
 def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -> _Choice | None:

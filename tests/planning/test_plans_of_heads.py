@@ -1,0 +1,50 @@
+"""Plans of models whose output layer is as large as their table: the faster of the two ways, for any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import embrace_fx
+from tests.support.heads import HeadWorkload
+
+ETHERNET = embrace_fx.Cluster(12.5e3, 0.1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("num_words", "length"), [(1000, 8), (1000, 64), (1000, 512), (30000, 8), (30000, 512)])
+def test_auto_picks_the_faster(tied: bool, num_words: int, length: int) -> None:
+    workload = HeadWorkload(tied=tied, num_words=num_words, width=128)
+    words = torch.randint(num_words, (4, length), generator=torch.Generator().manual_seed(0))
+    model = workload.make(torch.float32, seed=0)
+
+    plan = embrace_fx.plan(model, (words, words), world_size=8, cluster=ETHERNET)
+
+    decision = plan[workload.table]
+    ms = {each.strategy: each.predicted_ms for each in decision.candidates}
+    assert decision.strategy == ("vocabulary" if ms["vocabulary"] < 0.8 * ms["allreduce"] else "allreduce")
+    assert (ms["vocabulary"] < ms["allreduce"]) == (8 * words.numel() < num_words)
+    assert (decision.head_bytes > 0) == (decision.strategy == "vocabulary")
+
+
+@pytest.mark.parametrize("world_size", [2, 16, 1024])
+def test_one_asks_for_any_number_of_ranks(world_size: int) -> None:
+    workload = HeadWorkload(num_words=2_000_000, width=4, bias=True)
+    with torch.device("meta"):
+        model = workload.make(torch.float32, seed=0)
+    words = torch.randint(1000, (2, 5))
+    asked = embrace_fx.plan(model, (words, words), world_size=world_size, strategy={workload.table: "vocabulary"})
+    decision = asked[workload.table]
+    assert str(decision.grid) == f"{world_size} x 1 grid"
+    assert "output layer sharded" in decision.reason
+    assert asked.schedule is not None
+
+
+def test_what_is_in_the_way_is_the_reason() -> None:
+    workload = HeadWorkload(num_words=5)
+    words = torch.randint(5, (2, 5))
+    model = workload.make(torch.float32, seed=0)
+    asked = embrace_fx.plan(model, (words, words), world_size=4, strategy={workload.table: "vocabulary"})
+    assert "cannot share its 5 rows evenly" in asked[workload.table].reason
+    alone = embrace_fx.plan(model, (words, words), world_size=1, strategy={workload.table: "vocabulary"})
+    assert alone[workload.table].strategy == "allreduce"
