@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit"),  # deprecated, and still used
 ]
 
-OF_HEAD = {"words.weight": "alltoall", "items.weight": "vocabulary"}
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {"strategy": "alltoall"}),
     "3 ranks": (3, {"strategy": "alltoall"}),
@@ -27,8 +26,6 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "sweeps": (2, {"strategy": "alltoall", "row_updates": "sweep"}),
     "auto": (2, {"strategy": "auto"}),
     "a grid": (2, {"strategy": Grid(2, 1)}),
-    "an output layer": (2, {"strategy": OF_HEAD, "module": Predicting}),
-    "an output layer, none": (3, {"strategy": OF_HEAD, "module": Predicting, "schedule": "none"}),
     "none": (2, {"strategy": "alltoall", "schedule": "none"}),
     "eager": (2, {"route": "eager"}),
 }
@@ -86,6 +83,22 @@ OF_SHARDS = ("parameters", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""
 
 
+OF_HEAD: Mapping[str, Any] = {
+    "strategy": {"words.weight": "alltoall", "items.weight": "vocabulary"},
+    "module": Predicting,
+}
+"""A table that an output layer reads, too, in the model that scenarios share."""
+BY_COLUMNS = {
+    *("state read on one rank", "written through the state dict", "every third read", "foreach average"),
+    "read by a thread",
+}
+"""Scenarios that see that a table lies on a grid."""
+
+
+def _on_grids(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in BY_COLUMNS]
+
+
 def _check(names: list[str], ranks: int, options: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
     for wrong in run_ranks(ranks, compare, names, options, timeout_s=280.0):
@@ -97,7 +110,13 @@ def test_scenarios_of_one_model_end_where_ddp_does() -> None:
 
 
 def test_scenarios_of_an_output_layer_end_where_ddp_does() -> None:
-    _check([name for names in QUICK.values() for name in names], *WAYS["an output layer"])
+    _check(_on_grids(name for names in QUICK.values() for name in names), 2, OF_HEAD)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("room", ["gradients", "modes", "optimizers"])
+def test_scenarios_of_an_output_layer_end_where_ddp_does_in_every_room(room: str) -> None:
+    _check(ROOMS[room], 2, OF_HEAD)
 
 
 def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:

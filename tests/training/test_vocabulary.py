@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.support.heads import OF_LOGITS, HeadWorkload, Predicts
+from tests.support.heads import OF_LOGITS, HeadWorkload, Predicts, PredictsBoth
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import (
@@ -91,3 +95,81 @@ def test_losses_outside_of_the_model(case: str, loss: str) -> None:
     expected = _train_alone(workload, loss)
     for found in run_ranks(2, _train_outside, workload, loss, "2d"):
         assert_same(found, expected, DTYPE)
+
+
+# ---- between steps ----
+
+
+def _steps(model: Any, optimizer: Any, batches: Iterable[Any]) -> None:
+    for batch in batches:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _evaluates(rank: int, world_size: int) -> dict[str, Tensor]:
+    workload = replace(CASES["tied, bias, none"], reduction="sum")
+    model = workload.make(DTYPE, seed=rank)
+    (optimizer,) = make_optimizers("adamw", model)
+    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
+    batches = [workload.batches(step, rank, 0) for step in range(STEPS)]
+    _steps(compiled, optimizer, batches[:3])
+    compiled.eval()
+    with torch.no_grad():
+        found = compiled(*batches[3])
+    with compiled.whole() as plain, torch.no_grad():
+        torch.testing.assert_close(found, plain(*batches[3]), rtol=1e-9, atol=1e-9)
+    compiled.train()
+    _steps(compiled, optimizer, batches[3:])
+    return whole_parameters(compiled)
+
+
+def test_evaluation_and_whole_tables_between_steps() -> None:
+    expected = expected_parameters(2, replace(CASES["tied, bias, none"], reduction="sum"), DTYPE, "adamw", steps=STEPS)
+    for found in run_ranks(2, _evaluates):
+        assert_same(found, expected, DTYPE)
+
+
+def _saves(rank: int, world_size: int, folder: str, first: int, last: int) -> dict[str, Tensor]:
+    """Trains some steps on the batches of two ranks, whatever the number of ranks."""
+    workload = CASES["untied, bias"]
+    model = workload.make(DTYPE, seed=0)
+    (optimizer,) = make_optimizers("adamw", model)
+    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy={workload.table: "vocabulary"})
+    if first:
+        compiled.load_checkpoint(folder)
+    _steps(compiled, optimizer, [workload.batches(step, 0, 0) for step in range(first, last)])
+    compiled.save_checkpoint(folder)
+    return whole_parameters(compiled)
+
+
+def test_checkpoints_go_to_other_numbers_of_ranks(tmp_path: Path) -> None:
+    whole = run_ranks(2, _saves, str(tmp_path / "whole"), 0, 6)[0]
+    run_ranks(2, _saves, str(tmp_path / "cut"), 0, 3)
+    for found in run_ranks(3, _saves, str(tmp_path / "cut"), 3, 6):
+        assert_same(found, whole, DTYPE)
+
+
+def _in_bfloat16(rank: int, world_size: int, strategy: str) -> tuple[dict[str, Tensor], Tensor]:
+    workload = replace(CASES["tied, bias, none"], kind=PredictsBoth)
+    model = workload.make(torch.float32, seed=0)
+    (optimizer,) = make_optimizers("sgd", model)
+    compiled = embrace_fx.compile(model, strategy={workload.table: strategy})
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            words, labels = workload.batches(step, 0, rank)
+            loss, logits = compiled(words, labels.clamp(min=0))
+            assert logits.dtype == torch.bfloat16
+        (loss + 0.1 * F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert compiled.plan[workload.table].strategy == strategy
+    return whole_parameters(compiled), loss.detach()
+
+
+def test_autocast_trains_as_whole_tables_do() -> None:
+    (found, loss), _ = run_ranks(2, _in_bfloat16, "vocabulary")
+    (expected, expected_loss), _ = run_ranks(2, _in_bfloat16, "allreduce")
+    torch.testing.assert_close(loss, expected_loss, rtol=2e-2, atol=1e-3)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-2, atol=5e-3)
