@@ -14,8 +14,8 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.support.heads import OF_LOGITS, HeadWorkload, Predicts, PredictsBoth
-from tests.support.ranks import run_ranks
+from tests.support.heads import OF_LOGITS, HeadModel, HeadWorkload, Predicts, PredictsBoth
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
 from tests.support.training import (
     Way,
@@ -173,3 +173,33 @@ def test_autocast_trains_as_whole_tables_do() -> None:
     torch.testing.assert_close(loss, expected_loss, rtol=2e-2, atol=1e-3)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=2e-2, atol=5e-3)
+
+
+# ---- ranks that differ ----
+
+
+class _MayPredict(HeadModel):
+    """Leaves its output layer out where a batch has no labels."""
+
+    def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        if labels_BT is None:
+            return self.body(self.words(words_BT)).square().mean()  # type: ignore[no-any-return]
+        return super().forward(words_BT, labels_BT)
+
+
+def _differs(rank: int, world_size: int, deed: str) -> None:
+    workload = HeadWorkload(kind=_MayPredict)
+    model = workload.make(DTYPE, seed=0)
+    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
+    words, labels = workload.batches(0, rank, 0)
+    compiled(words, labels).backward()
+    if deed == "path":
+        loss = compiled(*(words, labels) if rank == 0 else (words,))
+    else:
+        loss = compiled(words, labels.fill_(workload.num_words) if rank == 0 else labels)
+    loss.backward()
+
+
+@pytest.mark.parametrize(("deed", "told"), [("path", "launch the same collectives"), ("label", "labels from 0 to 40")])
+def test_ranks_that_differ_are_told_at_once(deed: str, told: str) -> None:
+    assert all(told in str(error) for error in run_ranks_expecting_errors(2, _differs, deed))
