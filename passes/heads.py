@@ -175,7 +175,7 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 
 def _last(node: fx.Node) -> list[Any]:
-    return [node.meta["val"].shape[-1]]
+    return [*node.meta["val"].shape[-1:]]
 
 
 def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:

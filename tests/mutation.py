@@ -104,7 +104,7 @@ def changes(node: ast.AST, text_of: Callable[[Span], str]) -> Iterator[tuple[str
             yield "sign", span(node), text_of(span(operand))
         case ast.Slice(lower=lower, upper=upper):
             yield from (("bound", span(each), f"({text_of(span(each))} + 1)") for each in (lower, upper) if each)
-        case ast.Call(func=ast.Name(id="range"), args=[*_, last]):
+        case ast.Call(func=ast.Name(id="range"), args=[*_, last]) if not isinstance(last, ast.Starred):
             yield "bound", span(last), f"({text_of(span(last))} - 1)"
         case ast.Call(func=called, args=[first, second, *_]) if not text_of(span(called)).endswith(COMMUTATIVE):
             both, between = (*span(first)[:2], *span(second)[2:]), text_of((*span(first)[2:], *span(second)[:2]))

@@ -155,7 +155,7 @@ def _parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
         if isinstance(parameter, Part) and id(parameter.spread) not in placed:
             yield (
                 f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
-                "several models read whole in each of them, with strategy={{name!r}: 'allreduce'}, or compile one "
+                f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
                 "module that contains these models."
             )
         if parameter.requires_grad and has_node_hooks(parameter):

@@ -14,7 +14,7 @@ from torch import Tensor
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.among import among
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
-from embrace_fx.runtime.kernels.vocabulary import KERNELS as OF_HEADS
+from embrace_fx.runtime.kernels.head import KERNELS as OF_HEADS
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.row_space import OUTSIDE

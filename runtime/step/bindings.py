@@ -12,8 +12,8 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.head_exchange import HeadExchange
 from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
-from embrace_fx.runtime.flow.vocabulary import HeadExchange
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.vocabulary import HeadExchange
-from embrace_fx.runtime.kernels.vocabulary import (
+from embrace_fx.runtime.flow.head_exchange import HeadExchange
+from embrace_fx.runtime.kernels.head import (
     head_coefficients,
     head_gradient,
     head_loss,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.runtime.kernels.vocabulary import apply_steps
+from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.head_loss import Head, HeadLoss
 from embrace_fx.runtime.tables.model_state import ModelState

@@ -16,7 +16,7 @@ from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.shard_head import ShardHeads
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.runtime.kernels.vocabulary import head_gradient, head_loss, head_statistics
+from embrace_fx.runtime.kernels.head import head_gradient, head_loss, head_statistics
 from embrace_fx.vocabulary.graph import Gradient, GradientOfShard, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.golden import check_golden

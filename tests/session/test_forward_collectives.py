@@ -164,13 +164,14 @@ def send(x: Tensor) -> Tensor:
 
 def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     told = []
-    for combine in (reduced_in_place, asynchronous, objects, send):
-        for options in ({"strategy": "alltoall"}, {"route": "graph"}):
-            compiled: Any = embrace_fx.compile(Words(combine), **options)  # type: ignore[arg-type]
-            with pytest.raises(embrace_fx.CaptureError, match="the forward communicates") as caught:
-                compiled(batch(0, rank))
-            compiled.close()
-            told.append(str(caught.value).partition("() (")[0].rpartition(": ")[2])
+    shards: dict[str, Any] = {"strategy": "alltoall"}
+    cases = ((reduced_in_place, shards), (reduced_in_place, {"route": "graph"}), (asynchronous, shards), (send, shards))
+    for combine, options in (*cases, (objects, {"route": "graph"})):
+        compiled: Any = embrace_fx.compile(Words(combine), **options)
+        with pytest.raises(embrace_fx.CaptureError, match="the forward communicates") as caught:
+            compiled(batch(0, rank))
+        compiled.close()
+        told.append(str(caught.value).partition("() (")[0].rpartition(": ")[2])
     return told
 
 

@@ -20,7 +20,8 @@ from tests.support.rooms import ROOT, modules
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 
 TORCH: tuple[Any, ...] = (
-    torch, torch.func, torch.jit, torch.nested, torch._C, Tensor, fx.GraphModule, nn, nn.Module, nn.Embedding,
+    torch, torch.func, torch.jit, torch.nested, torch._C, Tensor, fx.GraphModule, nn, nn.functional, nn.Module,
+    nn.Embedding,
     DistributedDataParallel, builtins, str,
 )  # fmt: skip
 OF_EXAMPLES = {
