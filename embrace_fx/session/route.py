@@ -2,10 +2,10 @@
 
 Contract
     A graph gives shards, a memory budget, compiled regions, and what options ask for. Shards are priced for the tables
-    that lookups may read, with the rows that the batch can hold. Whole tables are waited for behind the backward, of
-    shards a schedule hides half: this must save a tenth of the step, whose compute is estimated from the parameters and
-    the batch. Otherwise the model runs as it is written for good, with its gradients in buckets: a capture takes
-    seconds.
+    that lookups may read, with the rows that the batch can hold, and for output layers whose labels are in the batch.
+    Whole tables are waited for behind the backward, of shards a schedule hides half: this must save a tenth of the
+    step, whose compute is estimated from the parameters and the batch. Otherwise the model runs as it is written for
+    good, with its gradients in buckets: a capture takes seconds.
     Ranks decide alike: by model and options, and by one plan for the batches of all.
 """
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.capture.gradient_graph import as_lookups, gradient_graph
+from embrace_fx.cost import links as cost
 from embrace_fx.cost.links import CORE
+from embrace_fx.passes.planner.pricing import HEAD_EXCHANGES
 from embrace_fx.planning.findings import find, plan_on_links
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
@@ -57,11 +59,13 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
         return ""
     agree_on_first_call(context.communicator, context.activity(train=True), None)
     ids = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _may_be_ids(leaf)]
-    tables = _tables(context.model)
+    tables, heads = _tables(context.model), _heads(context.model)
     if len(tables) > FEW_TABLES or (tables and not all(context.communicator.gather(bool(ids), bool))):
         return ""
     advice = "route='graph' captures"
-    if not tables:
+    if heads and not all(context.communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
+        heads = {}  # a loss outside of the model is not known before its logits are
+    if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
@@ -71,11 +75,11 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     programs.links = plan.links if plan.links_are == "probed" else None
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(context.communicator.gather(max(each.numel() for each in ids), int))
-    saved_ms = _saved_ms(plan)
+    saved_ms = _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
     compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
-    if plan.sharded and saved_ms > WORTH * compute_ms:
+    if (plan.sharded or heads) and saved_ms > WORTH * compute_ms:
         return ""
-    names = ", ".join(tables)
+    names = ", ".join({**tables, **heads})
     return f"shards of {names} would save {saved_ms:.1f} ms of a step of about {compute_ms:.0f} ms; {advice}"
 
 
@@ -106,6 +110,24 @@ def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in layers if p is not None and p.requires_grad and p.dim() == 2 and shared[id(p)] == 1}
 
 
+def _heads(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Finds the weights of output layers: linear ones with a row for each row of a lookup layer, tied to it or not."""
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, module in layers:
+        weight: Any = module.weight
+        if module.out_features in rows and weight.requires_grad:
+            found[id(weight)] = f"{name}.weight", weight
+    return dict(found.values())
+
+
+def _has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
+    """Whether a batch has ids and labels: two tensors or more whose largest numbers fit a head's rows."""
+    largest = [int(each.max()) for each in ids]
+    return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
+
+
 def _may_be_ids(leaf: Tensor) -> bool:
     return leaf.numel() > 0 and leaf.dtype in (torch.int64, torch.int32)
 
@@ -118,6 +140,15 @@ def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
         if least >= 0 and LEAST_SHARE * table.shape[0] <= most < table.shape[0]:
             found.append(each.reshape(-1).cpu().to(torch.int64))
     return torch.cat(found).unique() if found else torch.arange(table.shape[0], device="cpu")
+
+
+def _saved_by_head_ms(plan: Plan, head: nn.Parameter, positions: int) -> float:
+    """Predicts the milliseconds that a sharded head saves a step; 0: none. Every position counts as scored."""
+    links, ranks, row_bytes = plan.links, plan.world_size, head.shape[1] * head.element_size()
+    whole_ms = cost.all_reduce(head.nbytes, ranks).time_ms(links, "all_reduce")
+    rows, states = cost.all_to_all(2 * positions * row_bytes, ranks), 2 * positions * row_bytes * (ranks - 1)
+    exchanges = rows + cost.Exchange(states, HEAD_EXCHANGES * (ranks - 1))
+    return max(0.0, whole_ms - exchanges.time_ms(links, "all_to_all"))
 
 
 def _saved_ms(plan: Plan) -> float:

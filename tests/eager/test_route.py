@@ -122,3 +122,28 @@ def _one_evaluates(rank: int, world_size: int) -> str:
 def test_a_rank_that_evaluates_first_is_told() -> None:
     for said in run_ranks(2, _one_evaluates):
         assert "rank 1: ranks do different things" in said
+
+
+class Labelled(Tied):
+    """Its labels are in the batch."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.nn.functional.cross_entropy(self.out(self.words(ids)).flatten(0, 1), labels.flatten())
+
+
+def _labelled(rank: int, world_size: int, cluster: embrace_fx.Cluster) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Labelled(), cluster=cluster)
+    ids = torch.randint(20_000, (3, 5))
+    model(ids, ids).backward()
+    found = model.graphs.reason, model.plan["words.weight"].strategy
+    model.close()
+    return found
+
+
+def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding() -> None:
+    for found in run_ranks(2, _labelled, embrace_fx.Cluster(1e3, 20.0)):
+        assert found == ("", "vocabulary")
+    for reason, strategy in run_ranks(2, _labelled, embrace_fx.Cluster(1e7, 0.05)):
+        assert reason
+        assert strategy == "allreduce"

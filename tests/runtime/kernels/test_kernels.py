@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.kernels import vocabulary
+from embrace_fx.runtime.kernels import head
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -272,12 +272,12 @@ def test_the_worked_examples_of_the_vocabulary() -> None:
     assert (unique.tolist(), inverse.tolist()) == ([2, 5], [[1, 0, 1]])
     unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, 5)
     assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
-    assert [each.tolist() for each in vocabulary.scored_positions(torch.tensor([-100, 2]), -100, 4)] == [[1], [2]]
+    assert [each.tolist() for each in head.scored_positions(torch.tensor([-100, 2]), -100, 4)] == [[1], [2]]
     parts = [torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])]
-    of_ranks = [vocabulary.head_statistics(part, torch.tensor([2]), "", rank, 2) for rank, part in enumerate(parts)]
+    of_ranks = [head.head_statistics(part, torch.tensor([2]), "", rank, 2) for rank, part in enumerate(parts)]
     small = 1 + exp(-2)
     torch.testing.assert_close(torch.cat(of_ranks), torch.tensor([[3, small, 3], [2, small, 0]]))
-    loss, *_ = vocabulary.head_loss(torch.cat(of_ranks), torch.tensor([0]), torch.tensor([2]), 1, 2)
+    loss, *_ = head.head_loss(torch.cat(of_ranks), torch.tensor([0]), torch.tensor([2]), 1, 2)
     torch.testing.assert_close(loss, torch.tensor(log(exp(1) + exp(2) + exp(3) + 1) - 3))
     ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
     assert (ids.tolist(), counts.tolist()) == ([2, 5, 5], [2, 1])
