@@ -200,6 +200,6 @@ def _differs(rank: int, world_size: int, deed: str) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize(("deed", "told"), [("path", "launch the same collectives"), ("label", "labels from 0 to 40")])
+@pytest.mark.parametrize(("deed", "told"), [("path", "launches other collectives"), ("label", "labels from 0 to 40")])
 def test_ranks_that_differ_are_told_at_once(deed: str, told: str) -> None:
     assert all(told in str(error) for error in run_ranks_expecting_errors(2, _differs, deed))
