@@ -50,6 +50,12 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         prepared.__class__ = _WholeStateOptimizer
         return prepared
 
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Returns the plain model; by its class a Trainer decides how labels are shifted."""
+        plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model
+        found: nn.Module = super().unwrap_model(plain, *args, **kwargs)
+        return found
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the state with whole tensors. Collective."""
         return embrace_fx.full_state_dict(model)

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import embrace_fx
+from embrace_fx.integrations.accelerate import EmbraceAccelerator
 from tests.support.hugging_face import LONG, TRAININGS, make_gpt2
 from tests.support.inside import entries_of, session_of
 from tests.support.published_models import check
@@ -144,3 +145,11 @@ def test_further_models_match_the_reference(name: str) -> None:
     trained = check(LONG[name])
     assert trained.sharded == SHARDED_IN_LONG.get(name, set())
     assert trained.captures == 2
+
+
+def test_a_trainer_smooths_shifted_labels_as_of_the_plain_model() -> None:
+    """By the class of what it unwraps, it knows a causal model, whose labels it shifts."""
+    model = TRAININGS["gpt2"].make_model()
+    accelerator = EmbraceAccelerator(cpu=True)
+    assert accelerator.unwrap_model(accelerator.prepare_model(model)) is model
+    assert accelerator.unwrap_model(model) is model
