@@ -5,7 +5,7 @@ Contract
     then element-wise ops (`vocabulary/head.py`) and changes of the leading shape; then results of the model, and a
     log-softmax with its negative log-likelihood. Its backward is known from its forward: where each of its nodes is one
     of a head's, the gradients of hidden states, table and bias are those of the loss, and of the results.
-    What does not match is told in a line that names the node.
+    If something does not match, `Unmatched` names the node.
 """
 
 from __future__ import annotations

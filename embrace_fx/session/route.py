@@ -64,7 +64,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
         return ""
     advice = "route='graph' captures"
     if heads and not all(context.communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
-        heads = {}  # a loss outside of the model is not known before its logits are
+        heads = {}  # without labels in the batch, the loss is outside of the model, where "auto" shards no head
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}

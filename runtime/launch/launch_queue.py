@@ -281,7 +281,7 @@ class LaunchQueue:
         return min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to launch now, or None; without a call where the first launch of the order may leave."""
+        """Returns the ticket to launch now, or None."""
         if not any(map(_WAITING, self.windows)):
             return None
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S

@@ -299,7 +299,7 @@ class Groups:
     def _carrier(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
         """Returns the group that carries a class's tensors of a device, and the name of its back end.
 
-        It is the class's own, or that of the hosts where the class's does not take the tensor.
+        This is the class's own group, or the hosts' group if the class's does not take tensors of this device.
         """
         found = self._carriers.get((name, tensor.device))
         if found is None:

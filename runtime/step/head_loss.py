@@ -33,7 +33,7 @@ _GROUP = "embedding"
 
 
 @dataclass(frozen=True)
-class Head:
+class LossArguments:
     """A sharded head, and how its losses are reduced: as `aten.nll_loss_forward` does."""
 
     promise: PromisedLogits
@@ -47,7 +47,7 @@ class HeadLoss(torch.autograd.Function):
     """Negative log-likelihoods of labels (M,) under logits of hidden states (M, D)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: Head, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: LossArguments, labels: Tensor) -> Tensor:
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"loss of logits of the sharded {promise.table}")

@@ -8,7 +8,7 @@ Contract
     Shapes, dtypes, views of the leading dimensions and casts are answered without making logits. The cross entropy of
     logits, and the negative log-likelihood of their log-softmax, run the sharded head. Whatever else reads logits makes
     them, of the whole table, with gradients as of any parameter that a loss reads outside of the model.
-    Both are collective: a rank that does either alone is told, and so are the others.
+    Both are collective: if one rank does either alone, all ranks raise.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.head_loss import Head, HeadLoss
+from embrace_fx.runtime.step.head_loss import HeadLoss, LossArguments
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, read, written
 
 _STALE = (
-    "expected logits to be read before optimizer.step(), found the table {} stepped, or written, since the call of the "
-    "model that promised them: they are made of the table when they are read. Read them before the step, or keep the "
-    "table whole: strategy={{{!r}: 'allreduce'}}."
+    "logits must be read before optimizer.step(): they are computed when they are read, and their table {} has been "
+    "stepped or written since the model was called. Or keep the table whole: strategy={{{!r}: 'allreduce'}}."
 )
 
 
@@ -259,7 +258,7 @@ def _loss(
     source = _in_autocast(logits)
     source.check()
     bias = source.state.parameter(source.promise.bias) if source.promise.bias else None
-    head = Head(source.promise, source.state, source.communicator, _REDUCTIONS[reduction], ignore_index)
+    head = LossArguments(source.promise, source.state, source.communicator, _REDUCTIONS[reduction], ignore_index)
     loss: Tensor = HeadLoss.apply(logits.hidden, bias, head, target)  # type: ignore[no-untyped-call]
     return loss.to(source.dtype(logits.hidden))
 
