@@ -84,7 +84,7 @@ def training_passes(
     return (
         *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
         *((JoinTables(plan.spaces),) if plan.spaces else ()),  # the tables of a row space become one
-        ShardHeads(plan.heads, rank, plan.world_size),  # output layers over sharded tables
+        ShardHeads(plan.head_chunks, rank, plan.world_size, memory is None),  # output layers over sharded tables
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),

@@ -8,7 +8,10 @@ Contract
     times the mean, has all of it. A result that is logits becomes the hidden states that it is made of when it is read,
     and its tangent that of these.
 
-    rewrite, M positions, labels (M,), V x D table:
+    Hidden states, statistics and hidden gradients travel in chunks of every rank's positions: those of the next chunk
+    are on their way while one is computed.
+
+    rewrite, M positions, labels (M,), V x D table, one chunk:
         logits = aten.mm(hidden, aten.t(weight))
         loss, count = aten.nll_loss_forward(aten._log_softmax(logits, 1, False), labels, None, 1, -100)
         ...
@@ -18,18 +21,18 @@ Contract
     ->
         positions, scored = embrace.scored_positions(labels, -100, V)
         counts = wait(embrace.gather_counts(scored, "weight", "embedding", N))
-        all_labels = wait(embrace.gather_positions(scored, counts, ...))         # P
-        all_hidden = wait(embrace.gather_positions(aten.index_select(hidden, 0, positions), counts, ...))
+        all_labels = wait(embrace.gather_positions(scored, counts, 0, 1, ...))   # P
+        all_hidden = wait(embrace.gather_positions(aten.index_select(hidden, 0, positions), counts, 0, 1, ...))
         part = aten.mm(all_hidden, aten.t(weight_shard))                         # P x V'
         of_rank = embrace.head_statistics(part, all_labels, "", rank, N)         # P x 3
-        statistics = wait(embrace.scatter_positions(of_rank, counts, ...))
-        loss, _, log_sums = embrace.head_loss(statistics, positions, labels, 1, N)
+        statistics = wait(embrace.scatter_positions(of_rank, counts, 0, 1, ...))
+        loss, _, log_sums = embrace.head_loss([statistics], positions, labels, 1, N)
         ...
         own = embrace.head_coefficients(tangent, log_sums, positions, 1)
-        g = embrace.head_gradient(part, all_labels, wait(embrace.gather_positions(own, counts, ...)), "", rank, N)
-        dense = aten.mm(aten.t(g), all_hidden * (1 / N))                         # V' x D
-        parts = wait(embrace.scatter_positions(aten.mm(g, weight_shard), counts, ...))
-        grad_hidden = embrace.spread_positions(parts, positions, hidden, N) + tangent_of_hidden
+        g = embrace.head_gradient(part, all_labels, wait(embrace.gather_positions(own, counts, 0, 1, ...)), "", rank, N)
+        parts = wait(embrace.scatter_positions(aten.mm(g, weight_shard), counts, 0, 1, ...))
+        dense = aten.mm(aten.t(g), all_hidden * (1 / N))                         # V' x D; of the next chunks, `addmm`
+        grad_hidden = embrace.spread_positions([parts], positions, hidden, N) + tangent_of_hidden
         return (loss, hidden, ..., embedding_dense_backward(...), dense)         # Gradient(weight), of its shard
 """
 
@@ -71,13 +74,15 @@ class ShardHeads:
     """Shards the output layers over `tables`, whose rows are dealt out over the ranks.
 
     Attributes:
-        tables: parameter names, in the order of their exchange; equal on all ranks.
+        tables: parameter name -> chunks, in the order of their exchange; equal on all ranks.
         rank, world_size: decide which rows are this rank's.
+        keeps_logits: for losses outside of the model: see `PromisedLogits`.
     """
 
-    tables: tuple[str, ...]
+    tables: Mapping[str, int]
     rank: int
     world_size: int
+    keeps_logits: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         read = parameters_of(graph.module)
@@ -103,19 +108,30 @@ class _Scored:
         positions: (S,), among the labels.
         rows: (S,), among the hidden states.
         counts: (N,).
-        labels: (P,), of all ranks.
-        hidden: (P, D), of all ranks.
-        logits: (P, V'), this rank's columns.
+        chunks: in order.
         log_sums: (S,).
     """
 
     positions: fx.Node
     rows: fx.Node
     counts: fx.Node
+    chunks: Sequence[_Chunk]
+    log_sums: fx.Node
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The nodes of a chunk of all ranks' scored positions.
+
+    Attributes:
+        labels: (P,).
+        hidden: (P, D).
+        logits: (P, V'), this rank's columns.
+    """
+
     labels: fx.Node
     hidden: fx.Node
     logits: fx.Node
-    log_sums: fx.Node
 
 
 class _Sharding:
@@ -129,6 +145,7 @@ class _Sharding:
         self._graph, self._head, self._options = graph, head, options
         self._rewriter = Rewriter(graph.module)
         self._table = str(head.weight.meta["role"].name)
+        self._chunks = options.tables[self._table]
         self._name = self._table.removesuffix(".weight")
         self._weight = head.weight.meta["val"]
         self._shard = self._insert_shard()
@@ -174,8 +191,26 @@ class _Sharding:
         """Inserts a launch of rows of all ranks."""
         ranks = self._options.world_size
         launch = self._call(target, *args, self._table, "embedding", ranks, name=name)
-        self._expect(launch, ranks * self._own)
+        chunks = args[-1] if isinstance(args[-1], int) else 1
+        self._expect(launch, ranks * self._own // chunks)
         return launch
+
+    def _numbered(self, name: str, chunk: int) -> str:
+        return name if self._chunks == 1 else f"{name}_{chunk}"
+
+    def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
+        return self._launch(target, rows, counts, chunk, self._chunks, name=self._numbered(name, chunk))
+
+    def _launch_whole(self, rows: fx.Node, counts: fx.Node, name: str) -> fx.Node:
+        return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, name=name)
+
+    def _chunk_of(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
+        if self._chunks == 1:
+            return rows
+        target = embrace.chunk_of_positions.default
+        found = self._call(target, rows, counts, chunk, self._chunks, name=self._numbered(name, chunk))
+        self._expect(found, self._options.world_size * self._own // self._chunks)
+        return found
 
     def _expect(self, node: fx.Node, count: int) -> None:
         """Notes the number expected for the first size of a node's result, where it is a new symbol."""
@@ -209,16 +244,12 @@ class _Sharding:
             rows = self._rows_of(positions, loss.shapes)
             counts = rewriter.wait(counting)
             own = self._call(aten.index_select.default, head.hidden, 0, rows, name="own_hidden")
+            labelling = self._launch_whole(own_labels, counts, "labels")
             gather = embrace.gather_positions.default
-            labelling = self._launch(gather, own_labels, counts, name="labels")
-            gathering = self._launch(gather, own, counts, name="hidden")
-            all_labels, hidden = rewriter.wait(labelling), rewriter.wait(gathering)
-            logits = self._logits(hidden)
-            how = written(loss.steps), options.rank, options.world_size
-            of_rank = self._call(embrace.head_statistics.default, logits, all_labels, *how, name="statistics_of_rank")
-            statistics = rewriter.wait(
-                self._launch(embrace.scatter_positions.default, of_rank, counts, name="statistics")
-            )
+            gathering = [self._launch_chunk(gather, own, counts, chunk, "hidden") for chunk in range(self._chunks)]
+            all_labels = rewriter.wait(labelling)
+            computed = [self._chunk(chunk, all_labels, counts, each, loss) for chunk, each in enumerate(gathering)]
+            statistics = [rewriter.wait(launch) for _, launch in computed]
             made = self._call(
                 embrace.head_loss.default, statistics, positions, labels, reduction, options.world_size, name="loss"
             )
@@ -228,7 +259,20 @@ class _Sharding:
             value = self._in_dtype(items[0], node.meta["val"][0].dtype)
         for item in list(node.users):
             item.replace_all_uses_with(value if item.args[1] == 0 else items[1])
-        return _Scored(positions, rows, counts, all_labels, hidden, logits, items[2])
+        return _Scored(positions, rows, counts, [chunk for chunk, _ in computed], items[2])
+
+    def _chunk(
+        self, number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
+    ) -> tuple[_Chunk, fx.Node]:
+        """Computes a chunk's logits; returns it, and the launch of its statistics."""
+        labels = self._chunk_of(all_labels, counts, number, "chunk_labels")
+        hidden = self._rewriter.wait(gathering)
+        logits = self._logits(hidden, number)
+        how = written(loss.steps), self._options.rank, self._options.world_size
+        name = self._numbered("statistics_of_rank", number)
+        of_rank = self._call(embrace.head_statistics.default, logits, labels, *how, name=name)
+        launch = self._launch_chunk(embrace.scatter_positions.default, of_rank, counts, number, "statistics")
+        return _Chunk(labels, hidden, logits), launch
 
     def _rows_of(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
         """Returns the rows of the hidden states of scored positions, which are numbers of labels."""
@@ -249,15 +293,15 @@ class _Sharding:
         size: Any = like.args[1]
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
-    def _logits(self, hidden: fx.Node) -> fx.Node:
+    def _logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
         """Computes this rank's columns of logits (P, V'), before the steps."""
-        head, options = self._head, self._options
+        head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
         if head.bias is None:
-            return self._call(aten.mm.default, hidden, transposed, name="logits")
+            return self._call(aten.mm.default, hidden, transposed, name=name)
         every = self._weight.shape[0]
         bias = self._call(aten.slice.Tensor, head.bias, 0, options.rank, every, options.world_size, name="own_bias")
-        return self._call(aten.addmm.default, bias, hidden, transposed, name="logits")
+        return self._call(aten.addmm.default, bias, hidden, transposed, name=name)
 
     def _read_shard(self) -> fx.Node:
         return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
@@ -280,38 +324,50 @@ class _Sharding:
                 reduction,
                 name="coefficients",
             )
-            everyone = rewriter.wait(
-                self._launch(embrace.gather_positions.default, own, scored.counts, name="all_coefficients")
-            )
-            how = written(loss.steps), options.rank, options.world_size
-            gradient = self._call(
-                embrace.head_gradient.default, scored.logits, scored.labels, everyone, *how, name="logits_gradient"
-            )
+            everyone = rewriter.wait(self._launch_whole(own, scored.counts, "all_coefficients"))
+            sending, of_weight, of_bias = list[fx.Node](), None, None
+            for number, chunk in enumerate(scored.chunks):
+                gradient = self._logits_gradient(number, chunk, scored.counts, everyone, loss)
+                if head.of_hidden is not None:
+                    name = self._numbered("hidden_gradient_of_rank", number)
+                    product = self._call(aten.mm.default, gradient, self._read_shard(), name=name)
+                    scatter = embrace.scatter_positions.default
+                    sending.append(self._launch_chunk(scatter, product, scored.counts, number, "hidden_gradients"))
+                if head.of_weight is not None:
+                    of_weight = self._add_product(of_weight, gradient, chunk.hidden)
+                if head.of_bias is not None:
+                    own = self._call(aten.sum.dim_IntList, gradient, [0], name="own_bias_gradient")
+                    of_bias = own if of_bias is None else self._call(aten.add.Tensor, of_bias, own, name="own_bias_sum")
+            if of_weight is not None:
+                of_weight = self._in_dtype(of_weight, self._weight.dtype)
+            if head.of_bias is not None and of_bias is not None:
+                self._put_in_bias(head.of_bias, of_bias)
             of_hidden = []
             if head.of_hidden is not None:
-                product = self._call(aten.mm.default, gradient, self._read_shard(), name="hidden_gradient_of_rank")
-                parts = self._launch(embrace.scatter_positions.default, product, scored.counts, name="hidden_gradients")
-            of_weight = None
-            if head.of_weight is not None:
-                mean = self._call(aten.mul.Tensor, scored.hidden, 1.0 / options.world_size, name="hidden_share")
-                turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
-                of_weight = self._in_dtype(
-                    self._call(aten.mm.default, turned, mean, name="shard_gradient"), self._weight.dtype
-                )
-            if head.of_bias is not None:
-                self._put_in_bias(head.of_bias, gradient)
-            if head.of_hidden is not None:
-                arrived = rewriter.wait(parts)
+                arrived = [rewriter.wait(launch) for launch in sending]
                 spread = embrace.spread_positions.default
                 of_hidden.append(
                     self._call(spread, arrived, scored.rows, head.hidden, options.world_size, name="hidden_gradient")
                 )
         return of_hidden, of_weight
 
-    def _put_in_bias(self, node: fx.Node, gradient: fx.Node) -> None:
+    def _logits_gradient(self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss) -> fx.Node:
+        coefficients = self._chunk_of(everyone, counts, number, "chunk_coefficients")
+        how = written(loss.steps), self._options.rank, self._options.world_size
+        name = self._numbered("logits_gradient", number)
+        return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
+
+    def _add_product(self, before: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
+        """Adds a chunk's part to the gradient of this rank's rows (V', D): the mean over ranks."""
+        mean = self._call(aten.mul.Tensor, hidden, 1.0 / self._options.world_size, name="hidden_share")
+        turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
+        if before is None:
+            return self._call(aten.mm.default, turned, mean, name="shard_gradient")
+        return self._call(aten.addmm.default, before, turned, mean, name="shard_gradient")
+
+    def _put_in_bias(self, node: fx.Node, own: fx.Node) -> None:
         """Puts this rank's share of the bias's gradient in the place of the whole."""
         options, every = self._options, self._weight.shape[0]
-        own = self._call(aten.sum.dim_IntList, gradient, [0], name="own_bias_gradient")
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
         )
@@ -357,7 +413,9 @@ class _Sharding:
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_of(head.bias) if head.bias is not None else ""
-        return PromisedLogits(self._table, bias, written(steps), None if narrow == self._weight.dtype else narrow)
+        narrow = None if narrow == self._weight.dtype else narrow
+        keeps = self._options.keeps_logits
+        return PromisedLogits(self._table, bias, written(steps), narrow, self._chunks, keeps)
 
     # -- the table's gradient ------------------------------------------------------------------------------------------
 

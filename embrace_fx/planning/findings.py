@@ -166,7 +166,18 @@ def findings_of(
     schedule = options.schedule
     if schedule == AUTO and options.table_memory is not None:
         schedule = FULL  # prices ignore reads of rows beyond memory, which overlap steps
-    return Findings(graph, facts, rows, ranks, options.strategy, schedule, sparsity, local_rows, options.rows)
+    return Findings(
+        graph,
+        facts,
+        rows,
+        ranks,
+        options.strategy,
+        schedule,
+        sparsity,
+        local_rows,
+        options.rows,
+        options.memory_budget is not None,
+    )
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:

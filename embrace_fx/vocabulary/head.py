@@ -60,9 +60,13 @@ class PromisedLogits:
         bias: the parameter that is added, "" for none.
         steps: the ops behind the product, as `written`.
         narrow: the dtype of the product; None: that of the table.
+        chunks: the chunks of scored positions that a loss outside of the model is computed in.
+        keeps_logits: whether such a loss keeps the logits of all chunks for its backward, or computes them again.
     """
 
     table: str
     bias: str
     steps: str
     narrow: torch.dtype | None
+    chunks: int = 1
+    keeps_logits: bool = True

@@ -38,16 +38,28 @@ def _(labels: Tensor, table: str, group: str, group_size: int) -> Tensor:
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 
-@op("gather_positions", "(Tensor rows, Tensor counts, str table, str group, int group_size) -> Tensor")
-def _(rows: Tensor, counts: Tensor, table: str, group: str, group_size: int) -> Tensor:
-    """Launch: the rows (S, ..) of all ranks' scored positions, in rank order: (P, ..)."""
+_CHUNK = "(Tensor rows, Tensor counts, int chunk, int chunks, str table, str group, int group_size) -> Tensor"
+
+
+@op("gather_positions", _CHUNK)
+def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int) -> Tensor:
+    """Launch: the rows of a chunk of all ranks' scored positions, in rank order: (P, ..), from a rank's own (S, ..).
+
+    Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
+    """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
-@op("scatter_positions", "(Tensor rows, Tensor counts, str table, str group, int group_size) -> Tensor")
-def _(rows: Tensor, counts: Tensor, table: str, group: str, group_size: int) -> Tensor:
-    """Launch: the mirror of `gather_positions`. Each rank has rows (P, ..) for all positions; a rank gets those of its
-    own from every rank, in rank order: (N * S, ..)."""
+@op("scatter_positions", _CHUNK)
+def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int) -> Tensor:
+    """Launch: the mirror of `gather_positions`. Each rank has rows (P, ..) for all positions of a chunk; a rank gets
+    those of its own from every rank, in rank order: (N * S, ..), with S of the chunk."""
+    return empty_as(rows, (unknown_size(), *rows.shape[1:]))
+
+
+@op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
+def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
+    """Takes the rows of a chunk out of those of all scored positions of all ranks, (P, ..)."""
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
@@ -61,10 +73,10 @@ def _(logits: Tensor, labels: Tensor, steps: str, rank: int, group_size: int) ->
     return empty_as(logits, (logits.shape[0], 3), dtype=softmax_dtype(steps, logits.dtype))
 
 
-@op("head_loss", "(Tensor statistics, Tensor positions, Tensor labels, int reduction, int group_size) -> Tensor[]")
-def _(statistics: Tensor, positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
-    """Combines the statistics (N * S, 3) of all ranks: [the loss, the number of scored positions, the log of the sum of
-    exponentials (S,)].
+@op("head_loss", "(Tensor[] statistics, Tensor positions, Tensor labels, int reduction, int group_size) -> Tensor[]")
+def _(statistics: list[Tensor], positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
+    """Combines the statistics of all ranks, (N * S, 3) for each chunk: [the loss, the number of scored positions, the
+    log of the sum of exponentials (S,)].
 
     `reduction` is that of `aten.nll_loss_forward`: 0 none, 1 mean, 2 sum; without one, ignored `labels` (L,) have a
     loss of 0.
@@ -72,7 +84,8 @@ def _(statistics: Tensor, positions: Tensor, labels: Tensor, reduction: int, gro
     Example: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
     """
     loss = (labels.shape[0],) if reduction == 0 else ()
-    return [empty_as(statistics, loss), empty_as(statistics, ()), empty_as(statistics, (positions.shape[0],))]
+    first = statistics[0]
+    return [empty_as(first, loss), empty_as(first, ()), empty_as(first, (positions.shape[0],))]
 
 
 @op("head_coefficients", "(Tensor grad_output, Tensor log_sums, Tensor positions, int reduction) -> Tensor")
@@ -92,11 +105,11 @@ def _(logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: in
     return torch.empty_like(logits)
 
 
-@op("spread_positions", "(Tensor parts, Tensor rows, Tensor like, int group_size) -> Tensor")
-def _(parts: Tensor, rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Sums the parts (N * S, D) of all ranks by position, and puts them at `rows` (S,) of zeros of the shape of `like`
-    (M, D)."""
-    return empty_as(parts, like.shape)
+@op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
+def _(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+    """Sums the parts of all ranks by position, (N * S, D) for each chunk, and puts them at `rows` (S,) of zeros of the
+    shape of `like` (M, D)."""
+    return empty_as(parts[0], like.shape)
 
 
 _OPS: Sequence[str] = ("gather_counts", "gather_positions", "scatter_positions")

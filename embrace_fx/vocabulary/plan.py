@@ -127,6 +127,7 @@ class Decision:
         padding_idx: a table's row that gets no gradient, -1 for none.
         rows: how many rows of a table a step is expected to read; None: unknown.
         head_bytes: the part of the sent bytes that the table's output layer sends.
+        head_chunks: the number of chunks of positions in which it does.
         norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
         travels_as: the format of its rows, or its gradient, on the wire.
         memory: a table beyond memory: its rows in memory, and the prediction for the others.
@@ -150,6 +151,7 @@ class Decision:
     rows: RowCounts | None = None
     norm_bytes: int = 0
     head_bytes: int = 0
+    head_chunks: int = 1
     travels_as: Format = "exact"
     memory: RowMemory | None = None
     sparse: bool = False
@@ -199,6 +201,11 @@ class Plan:
     def heads(self) -> tuple[str, ...]:
         """Sharded tables that an output layer reads. Their rows travel, and are updated, within a step."""
         return tuple(d.parameter for d in self.decisions if d.strategy == "vocabulary")
+
+    @property
+    def head_chunks(self) -> dict[str, int]:
+        """Table of `heads` -> the number of chunks of its positions."""
+        return {d.parameter: d.head_chunks for d in self.decisions if d.strategy == "vocabulary"}
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:

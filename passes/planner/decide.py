@@ -175,6 +175,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         _rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
         chosen.head_bytes,
+        chosen.head_chunks,
         chosen.travels_as if world_size > 1 else "exact",
         sparse=table is not None and table.has_sparse_gradient,
     )

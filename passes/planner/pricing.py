@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import prod, sqrt
 
 from torch import fx
 
@@ -19,6 +19,7 @@ from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, with_unit
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.heads import Unmatched, find_head, head_blocker
 from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
@@ -44,8 +45,14 @@ INDEX_BYTES = 8
 """Bytes of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
 
 
-HEAD_EXCHANGES = 6
-"""Exchanges of a head in a step: counts, labels, hidden states, statistics, coefficients, and hidden gradients."""
+HEAD_EXCHANGES = 3
+"""Exchanges of a head in a step: counts, labels and coefficients."""
+
+CHUNK_EXCHANGES = 3
+"""Exchanges of each chunk of a head: hidden states, statistics and hidden gradients."""
+
+MOST_CHUNKS = 8
+"""Most chunks of a head: 1/8 of the logits at hand, and of a transfer that nothing hides."""
 
 RESIDUAL_BYTES = 4
 """Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.wire_rounding`)."""
@@ -86,6 +93,7 @@ class Findings:
         local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
             random share.
         travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
+        has_budget: there is a budget of memory.
     """
 
     graph: TrainingGraph
@@ -97,6 +105,7 @@ class Findings:
     sparsity: Mapping[str, Sparsity] = field(default_factory=dict)
     local_rows: Mapping[str, LocalRows] = field(default_factory=dict)
     travels_as: Format = "exact"
+    has_budget: bool = False
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """Copies the findings with more tables that an optimizer needs whole."""
@@ -123,6 +132,7 @@ class Priced:
         rests: shards whose rows without gradient are updated when they are next read.
         norm_bytes: the part of the sent bytes that is squares of rows.
         head_bytes: the part that an output layer sends.
+        head_chunks: the number of chunks in which it does.
         travels_as: the format on the wire.
     """
 
@@ -137,6 +147,7 @@ class Priced:
     rests: bool = False
     norm_bytes: int = 0
     head_bytes: int = 0
+    head_chunks: int = 1
     travels_as: Format = "exact"
 
     @property
@@ -206,30 +217,52 @@ class Pricing:
         as by every rank for itself. Every position counts as scored.
         """
         grid = Grid(self.world_size, 1)
-        both_ways, of_head = cost.Exchange(0, 0), self._positions(fact)
-        work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * HEAD_EXCHANGES)
+        both_ways, (of_head, chunks, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
+        exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * chunks
+        work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * exchanges)
         if table is not None and self.world_size > 1:
             wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
             local = self.findings.local_rows.get(fact.name, {}).get(grid.rows)
             both_ways = shard_exchange(table, rows, wire, self.world_size, grid, local, "none")
             work += shard_work(table, rows, wire.itemsize, self.world_size, grid, "none")
         awaited_ms = both_ways.time_ms(self.cluster, "all_to_all") + of_head.time_ms(self.cluster, "all_to_all")
-        times = self._times_ms(*[awaited_ms + work.time_ms(self.cluster)] * 2)
+        times = self._times_ms(*[awaited_ms - hidden_ms + work.time_ms(self.cluster)] * 2)
         memory = fact.nbytes // self.world_size + 2 * (both_ways + of_head).sent_bytes
-        blocker = self._head_blocker(fact)
         return Priced(
-            "vocabulary", both_ways + of_head, *times, memory, blocker=blocker, grid=grid, head_bytes=of_head.sent_bytes
+            "vocabulary",
+            both_ways + of_head,
+            *times,
+            memory,
+            blocker=self._head_blocker(fact),
+            grid=grid,
+            head_bytes=of_head.sent_bytes,
+            head_chunks=chunks,
         )
 
-    def _positions(self, fact: ParameterFacts) -> cost.Exchange:
-        """Prices what a head sends for the positions of a batch."""
+    def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, int, float]:
+        """Prices what a head sends for the positions of a batch: all, in how many chunks, and how much is hidden.
+
+        Hidden states of K chunks leave while products with others are computed, which hides all but 1 / K of the
+        shorter of both. Each chunk takes three exchanges. K is the number with the shortest sum.
+        """
         try:
-            hidden = find_head(self.findings.graph, fact.name).hidden.meta["val"]
+            head = find_head(self.findings.graph, fact.name)
         except Unmatched:
-            return cost.Exchange(0, 0)
-        positions, others = self.findings.graph.expected.number(hidden.shape[0]), self.world_size - 1
-        position_bytes = 2 * hidden.shape[1] * hidden.element_size() + 5 * fact.itemsize + INDEX_BYTES
-        return cost.Exchange(positions * position_bytes * others, HEAD_EXCHANGES * others)
+            return cost.Exchange(0, 0), 1, 0.0
+        hidden, expected = head.hidden.meta["val"], self.findings.graph.expected
+        positions, others = expected.number(hidden.shape[0]), self.world_size - 1
+        width, rounds = hidden.shape[1] * hidden.element_size(), cost.Work(rounds=ROUNDS * CHUNK_EXCHANGES)
+        gathering = cost.Exchange(positions * width * others, 0)
+        both_ms = gathering.time_ms(self.cluster, "all_to_all"), node_ms(head.product, self.links.compute, expected)
+        starting = cost.Exchange(0, CHUNK_EXCHANGES * others)
+        start_ms = starting.time_ms(self.cluster, "all_to_all") + rounds.time_ms(self.cluster)
+        chunks = min(max(round(sqrt(min(both_ms) / start_ms)) if start_ms else 1, 1), MOST_CHUNKS, max(positions, 1))
+        if self.findings.has_budget:
+            chunks = MOST_CHUNKS
+        position_bytes = 2 * width + 5 * fact.itemsize + INDEX_BYTES
+        messages = HEAD_EXCHANGES + CHUNK_EXCHANGES * chunks
+        sent = cost.Exchange(positions * position_bytes * others, messages * others)
+        return sent, chunks, min(both_ms) * (1 - 1 / chunks)
 
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
         """Names the reason why a head cannot be sharded; None: it can."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.kernels.head import chunk_bounds
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 
 
@@ -39,21 +40,23 @@ class HeadExchange:
         return replace(self._counting[table], value=self._counting[table].value.view(-1))
 
     def gather_positions(
-        self, rows: Tensor, counts: Tensor | None, table: str, group: str, group_size: int
+        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, group_size: int
     ) -> InFlight:
         """Launches `gather_positions`; without counts, of as many zeros as this rank has announced positions."""
-        sizes, shape = self._sizes(counts, table), rows.shape[1:]
+        sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
+        elif chunks > 1:
+            rows = rows[slice(*chunk_bounds(len(rows), chunk, chunks))]
         of_ranks = [size * shape.numel() for size in sizes]
         found = self._communicator.gather_unlike(rows.reshape(-1), of_ranks, group)
         return replace(found, value=found.value.view(sum(sizes), *shape))
 
     def scatter_positions(
-        self, rows: Tensor, counts: Tensor | None, table: str, group: str, group_size: int
+        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, group_size: int
     ) -> InFlight:
         """Launches `scatter_positions`, likewise."""
-        sizes, shape = self._sizes(counts, table), rows.shape[1:]
+        sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))
         of_ranks = [size * shape.numel() for size in sizes]
@@ -64,8 +67,9 @@ class HeadExchange:
         found = self._communicator.all_to_all(arrived, rows.reshape(-1), own, of_ranks, group)
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
-    def _sizes(self, counts: Tensor | None, table: str) -> list[int]:
+    def _sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
+        """Returns how many positions of a chunk each rank scores."""
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)
-        found: list[int] = counts.tolist()
-        return found
+        bounds = [chunk_bounds(size, chunk, chunks) for size in counts.tolist()]
+        return [end - start for start, end in bounds]

@@ -71,8 +71,28 @@ def head_statistics(logits: Tensor, labels: Tensor, steps: str, rank: int, group
     return torch.stack([top, total, label], 1)
 
 
-def head_loss(statistics: Tensor, positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
-    tops, totals, of_labels = statistics.view(group_size, len(positions), 3).unbind(2)
+def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
+    """Returns the first position of a chunk of a rank's `size`, and the first behind it."""
+    return size * chunk // chunks, size * (chunk + 1) // chunks
+
+
+def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
+    if chunks == 1:
+        return rows
+    of_ranks = rows.split(counts.tolist())
+    return torch.cat([own[slice(*chunk_bounds(len(own), chunk, chunks))] for own in of_ranks])
+
+
+def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
+    """Returns what all ranks sent for this rank's positions, (N, S, ..), from (N * S, ..) for each chunk."""
+    found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def head_loss(
+    statistics: list[Tensor], positions: Tensor, labels: Tensor, reduction: int, group_size: int
+) -> list[Tensor]:
+    tops, totals, of_labels = _by_rank(statistics, group_size).unbind(2)
     top = tops.amax(0)
     log_sums = top + (totals * (tops - top).exp()).sum(0).log()
     losses = log_sums - of_labels.sum(0)
@@ -100,13 +120,14 @@ def head_gradient(
     return steps_backward(gradient.to(values[-1].dtype), values, steps)
 
 
-def spread_positions(parts: Tensor, rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    summed = parts.view(group_size, len(rows), *parts.shape[1:]).sum(0)
-    return parts.new_zeros(like.shape).index_add_(0, rows, summed)
+def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+    summed = _by_rank(parts, group_size).sum(0)
+    return summed.new_zeros(like.shape).index_add_(0, rows, summed)
 
 
 KERNELS: dict[str, Callable[..., object]] = {
     "embrace::scored_positions": scored_positions,
+    "embrace::chunk_of_positions": chunk_of_positions,
     "embrace::head_statistics": head_statistics,
     "embrace::head_loss": head_loss,
     "embrace::head_coefficients": head_coefficients,

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from embrace_fx.runtime.flow.head_exchange import HeadExchange
 from embrace_fx.runtime.kernels.head import (
+    chunk_of_positions,
     head_coefficients,
     head_gradient,
     head_loss,
@@ -51,21 +53,27 @@ class HeadLoss(torch.autograd.Function):
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"loss of logits of the sharded {promise.table}")
-        exchange = HeadExchange(communicator)
+        exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
-        positions, own = scored_positions(labels, head.ignore_index, table.shape[0])
-        counts = communicator.wait(exchange.gather_counts(own, *where))
-        labelling = exchange.gather_positions(own, counts, *where)
-        gathering = exchange.gather_positions(hidden.index_select(0, positions), counts, *where)
-        every_label, every_hidden = communicator.wait(labelling), communicator.wait(gathering)
-        local = table.local.to(hidden.dtype)
-        logits = every_hidden @ local.t()
-        if bias is not None:
-            logits += bias.detach()[rank::ranks].to(logits.dtype)
-        of_rank = head_statistics(logits, every_label, promise.steps, rank, ranks)
-        statistics = communicator.wait(exchange.scatter_positions(of_rank, counts, *where))
+        positions, own_labels = scored_positions(labels, head.ignore_index, table.shape[0])
+        counts = communicator.wait(exchange.gather_counts(own_labels, *where))
+        labelling, own = exchange.gather_positions(own_labels, counts, 0, 1, *where), hidden.index_select(0, positions)
+        gathering = [exchange.gather_positions(own, counts, chunk, chunks, *where) for chunk in range(chunks)]
+        all_labels, local = communicator.wait(labelling), table.local.to(hidden.dtype)
+        own_bias = None if bias is None else bias.detach()[rank::ranks].to(hidden.dtype)
+        sending, every_hidden, every_logits = [], [], []
+        for chunk in range(chunks):
+            every_hidden.append(communicator.wait(gathering[chunk]))
+            logits = F.linear(every_hidden[-1], local, own_bias)
+            chunk_labels = chunk_of_positions(all_labels, counts, chunk, chunks)
+            of_rank = head_statistics(logits, chunk_labels, promise.steps, rank, ranks)
+            sending.append(exchange.scatter_positions(of_rank, counts, chunk, chunks, *where))
+            if promise.keeps_logits:
+                every_logits.append(logits)
+        statistics = [communicator.wait(each) for each in sending]
         loss, _, log_sums = head_loss(statistics, positions, labels, head.reduction, ranks)
-        ctx.save_for_backward(hidden, local, logits, every_label, every_hidden, positions, counts, log_sums)
+        kept = (hidden, local, own_bias, all_labels, positions, counts, log_sums)
+        ctx.save_for_backward(*kept, *every_hidden, *every_logits)
         ctx.head, ctx.bias = head, bias
         return loss
 
@@ -74,20 +82,27 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
-        hidden, local, logits, every_label, every_hidden, positions, counts, log_sums = ctx.saved_tensors
+        hidden, local, own_bias, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"gradient of the loss of logits of the sharded {promise.table}")
-        exchange = HeadExchange(communicator)
+        exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
         own = head_coefficients(gradient, log_sums, positions, head.reduction)
-        coefficients = communicator.wait(exchange.gather_positions(own, counts, *where))
-        of_logits = head_gradient(logits, every_label, coefficients, promise.steps, rank, ranks)
-        sending = exchange.scatter_positions(of_logits @ local, counts, *where)
-        of_table = (of_logits.t() @ (every_hidden / ranks)).to(table.local.dtype)
-        table.add_dense_gradient(of_table, unreduced=not state.synchronised)
+        all_coefficients = communicator.wait(exchange.gather_positions(own, counts, 0, 1, *where))
+        of_table, of_own_bias, sending = torch.zeros_like(local), local.new_zeros(len(local)), []
+        for chunk in range(chunks):
+            every_hidden = saved[chunk]
+            logits = saved[chunks + chunk] if promise.keeps_logits else F.linear(every_hidden, local, own_bias)
+            chunk_labels = chunk_of_positions(all_labels, counts, chunk, chunks)
+            coefficients = chunk_of_positions(all_coefficients, counts, chunk, chunks)
+            of_logits = head_gradient(logits, chunk_labels, coefficients, promise.steps, rank, ranks)
+            sending.append(exchange.scatter_positions(of_logits @ local, counts, chunk, chunks, *where))
+            of_table.addmm_(of_logits.t(), every_hidden / ranks)
+            of_own_bias += of_logits.sum(0)
+        table.add_dense_gradient(of_table.to(table.local.dtype), unreduced=not state.synchronised)
         of_bias = None
         if ctx.bias is not None:
             of_bias = torch.zeros_like(ctx.bias)
-            of_bias[rank::ranks] = of_logits.sum(0).to(of_bias.dtype)
-        of_hidden = spread_positions(communicator.wait(sending), positions, hidden, ranks)
+            of_bias[rank::ranks] = of_own_bias.to(of_bias.dtype)
+        of_hidden = spread_positions([communicator.wait(each) for each in sending], positions, hidden, ranks)
         return of_hidden, of_bias, None, None

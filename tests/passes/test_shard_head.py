@@ -47,9 +47,9 @@ def graph_of(forward: Callable[..., Any], *args: Tensor, train: bool = True) -> 
     return analysed(Tied(forward).double(), *(args or (IDS, LABELS)), train=train)
 
 
-def sharded(graph: TrainingGraph, rank: int = 1, ranks: int = 2) -> TrainingGraph:
+def sharded(graph: TrainingGraph, rank: int = 1, ranks: int = 2, chunks: int = 1) -> TrainingGraph:
     grid = {TABLE: Grid(ranks, 1)}
-    passes = ShardHeads((TABLE,), rank, ranks), ShardTables((TABLE,), (), rank, ranks, grid), Partition()
+    passes = ShardHeads({TABLE: chunks}, rank, ranks), ShardTables((TABLE,), (), rank, ranks, grid), Partition()
     return run_passes(graph, passes).graph
 
 
@@ -57,9 +57,11 @@ def plain(model: Tied, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model.logits(ids), labels)
 
 
-def test_golden() -> None:
-    graph = sharded(graph_of(plain))
-    check_golden("shard_head", "\n".join(text(graph.phases[phase]) for phase in ("forward", "backward")))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_golden(chunks: int) -> None:
+    graph = sharded(graph_of(plain), chunks=chunks)
+    name = "shard_head" if chunks == 1 else "shard_head_in_chunks"
+    check_golden(name, "\n".join(text(graph.phases[phase]) for phase in ("forward", "backward")))
 
 
 FOUND: dict[str, Callable[..., Any]] = {
@@ -113,8 +115,8 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
 
 def test_no_head_leaves_the_graph_itself() -> None:
     graph = graph_of(lambda m, x, y: m.words(x).sum())
-    assert ShardHeads((TABLE,), 0, 2)(graph) is graph
-    assert ShardHeads((), 0, 2)(graph) is graph
+    assert ShardHeads({TABLE: 1}, 0, 2)(graph) is graph
+    assert ShardHeads({}, 0, 2)(graph) is graph
 
 
 def test_counts_travel_before_the_forward_computes() -> None:
@@ -156,7 +158,7 @@ def _size_of_another_rank(graph: TrainingGraph) -> None:
 )
 def test_illegal_twins_are_refused(break_it: Callable[[TrainingGraph], None], expected: str) -> None:
     captured = graph_of(plain)
-    legal = ShardHeads((TABLE,), 1, 2)(captured)
+    legal = ShardHeads({TABLE: 1}, 1, 2)(captured)
     verify(legal, after="ShardHeads", captured=captured)
     broken = legal.edit()
     break_it(broken)
@@ -180,7 +182,7 @@ def test_columns_of_ranks_make_the_loss_and_its_gradient(steps: str, reduction: 
 
     parts = [whole.detach()[:, rank::ranks] for rank in range(ranks)]
     statistics = [head_statistics(part, labels, steps, rank, ranks) for rank, part in enumerate(parts)]
-    loss, count, log_sums = head_loss(torch.cat(statistics), torch.arange(4), labels, number, ranks)
+    loss, count, log_sums = head_loss([torch.cat(statistics)], torch.arange(4), labels, number, ranks)
     torch.testing.assert_close(loss, expected.detach())
     assert count == 4
     coefficients = torch.stack([log_sums, torch.full((4,), 0.25 if reduction == "mean" else 1.0).double()], 1)

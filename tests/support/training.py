@@ -59,7 +59,7 @@ class Way:
     """How a model is trained, apart from what it computes.
 
     Attributes:
-        strategy, schedule, backend, cluster: as in `compile`.
+        strategy, schedule, backend, cluster, memory_budget: as in `compile`.
         lookahead: batches are read through the model's `lookahead`.
         steps: how many batches are trained on.
     """
@@ -70,6 +70,7 @@ class Way:
     steps: int = STEPS
     backend: Literal["eager", "inductor"] = "eager"
     cluster: Cluster | None = None
+    memory_budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def train_compiled(
         row_updates=row_updates,
         strategy=way.strategy,
         schedule=way.schedule,
+        memory_budget=way.memory_budget,
         backend=way.backend,
         cluster=way.cluster,
     )

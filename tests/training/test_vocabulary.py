@@ -58,15 +58,25 @@ def test_ranks_optimizers_and_schedules(ranks: int, optimizer: str, schedule: Sc
     _check(CASES["tied"], ranks, optimizer, schedule)
 
 
+@pytest.mark.parametrize(("case", "ranks"), [("tied, bias, none", 2), ("tied, capped, shifted", 3)])
+def test_a_budget_computes_the_head_in_chunks(case: str, ranks: int) -> None:
+    workload = replace(CASES[case], ranks=ranks)
+    expected = expected_parameters(ranks, workload, DTYPE, "adamw", steps=STEPS)
+    way = Way({workload.table: "vocabulary"}, "2d", steps=STEPS, memory_budget=0.99)
+    for found in run_ranks(ranks, train_compiled, workload, DTYPE, "adamw", "exact", way):
+        assert found.plan[workload.table].head_chunks > 1
+        assert_same(found.parameters, expected, DTYPE)
+
+
 # ---- losses outside of the model ----
 
 
 def _train_outside(
-    rank: int, world_size: int, workload: HeadWorkload, loss: str, schedule: ScheduleName
+    rank: int, world_size: int, workload: HeadWorkload, loss: str, budget: float | None
 ) -> dict[str, Tensor]:
     model = workload.make(DTYPE, seed=rank)
     (optimizer,) = make_optimizers("adamw", model)
-    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"}, schedule=schedule)
+    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"}, schedule="2d", memory_budget=budget)
     for step in range(STEPS):
         words, labels = workload.batches(step, rank, 0)
         OF_LOGITS[loss](compiled(words, labels), labels).backward()
@@ -93,7 +103,15 @@ def _train_alone(workload: HeadWorkload, loss: str) -> dict[str, Tensor]:
 def test_losses_outside_of_the_model(case: str, loss: str) -> None:
     workload = replace(CASES[case], kind=Predicts)
     expected = _train_alone(workload, loss)
-    for found in run_ranks(2, _train_outside, workload, loss, "2d"):
+    for found in run_ranks(2, _train_outside, workload, loss, None):
+        assert_same(found, expected, DTYPE)
+
+
+@pytest.mark.parametrize("case", ["tied", "untied, bias"])
+def test_losses_outside_of_the_model_in_chunks(case: str) -> None:
+    workload = replace(CASES[case], kind=Predicts, ranks=3)
+    expected = _train_alone(workload, "next word")
+    for found in run_ranks(3, _train_outside, workload, "next word", 0.99):
         assert_same(found, expected, DTYPE)
 
 
@@ -187,10 +205,10 @@ class _MayPredict(HeadModel):
         return super().forward(words_BT, labels_BT)
 
 
-def _differs(rank: int, world_size: int, deed: str) -> None:
+def _differs(rank: int, world_size: int, deed: str, budget: float | None) -> None:
     workload = HeadWorkload(kind=_MayPredict)
     model = workload.make(DTYPE, seed=0)
-    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
+    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"}, memory_budget=budget)
     words, labels = workload.batches(0, rank, 0)
     compiled(words, labels).backward()
     if deed == "path":
@@ -201,5 +219,6 @@ def _differs(rank: int, world_size: int, deed: str) -> None:
 
 
 @pytest.mark.parametrize(("deed", "told"), [("path", "launches other collectives"), ("label", "labels from 0 to 40")])
-def test_ranks_that_differ_are_told_at_once(deed: str, told: str) -> None:
-    assert all(told in str(error) for error in run_ranks_expecting_errors(2, _differs, deed))
+@pytest.mark.parametrize("budget", [None, 0.99])
+def test_ranks_that_differ_are_told_at_once(deed: str, told: str, budget: float | None) -> None:
+    assert all(told in str(error) for error in run_ranks_expecting_errors(2, _differs, deed, budget))
