@@ -164,7 +164,8 @@ def plan(  # noqa: PLR0913
     batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _Imagined(ranks)
-    stepping = Stepping(state, communicator, lambda names, reason: None)  # no step reaches it
+    announcements = Announcements(communicator)
+    stepping = Stepping(state, announcements, lambda names, reason: None)  # no step reaches it
     for each in optimizers:
         stepping.holders.add(each)
     graphs, read = zip(*(_measured(model, state, each) for each in batches), strict=True)
@@ -176,7 +177,7 @@ def plan(  # noqa: PLR0913
     if len(batches) < ranks:
         findings = replace(findings, sparsity=_extrapolated(graph, read, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
-    context = Context(model, stepping, state, Announcements(communicator), options)
+    context = Context(model, stepping, state, announcements, options)
     return Forecast.of(fit_plan(context, planned, findings.sparsity, lambda records: storage), context, graph)
 
 

@@ -127,8 +127,7 @@ class EagerCalls:
 
         Collective where ranks share buffers. Else it needs no other rank: one may evaluate while the others wait.
         """
-        if (flow := self._programs.flow) is not None:
-            flow.leave()
+        self._programs.flow.leave()
         self._programs.synchronize()
         if not self._shares_buffers:
             return self._context.model(*args, **kwargs)

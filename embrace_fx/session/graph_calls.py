@@ -63,8 +63,8 @@ class GraphCalls:
         if self._context.announcements.asked_to_plan:
             programs.replan(entry, leaves)
         entry, program = self._runs(entry, kind, call)
-        following = self._following(kind, program, leaves) if train and program.flow is not None else None
-        if programs.flow is not None and program.flow is None:
+        following = self._following(kind, program, leaves) if train else None
+        if program.flow is not programs.flow:
             programs.flow.leave()
         programs.counters.calls += train
         inputs, hints = entry.captured.inputs(leaves), self._context.state.hints
@@ -104,7 +104,7 @@ class GraphCalls:
     def _following(self, kind: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
         """Returns the next batch, if it is known and has a program."""
         coming = self._lookahead.following(leaves)
-        if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
+        if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
         return self._of_coming(kind, leaves, coming, is_next=True)
 
@@ -124,22 +124,21 @@ class GraphCalls:
         if entry is None or program is None:
             return None  # an earlier step may still change which graph is valid
         of_ids = program.ids_program
-        if of_ids is None or not of_ids.is_pure or (is_next and not program.overlaps_steps):
+        if not of_ids.is_pure or (is_next and not program.overlaps_steps):
             return None
         try:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
                 return None  # objects, from which the other inputs are read, may change until its turn
             with torch.no_grad(), autocast_is_in_the_graph():
-                return look_ahead(of_ids, inputs, program.streams)
+                return look_ahead(of_ids, inputs, program.flow.streams)
         except Exception:  # the batch's own call will report it to all ranks
             return None
 
     def _capture(self, kind: Entries, call: Arguments) -> Entry:
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
-        if programs.flow is not None:
-            programs.flow.flush()  # a capture reads `.grad`, and could not apply a pending gradient
+        programs.flow.flush()  # a capture reads `.grad`, and could not apply a pending gradient
         try:
             with stage("capturing", rank):
                 captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)

@@ -86,6 +86,7 @@ class Programs:
         self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
+        self._no_steps = Flow.within_steps(context.announcements)
 
     @property
     def plan(self) -> Plan | None:
@@ -93,9 +94,9 @@ class Programs:
         return None if self.pipeline is None else self.pipeline.plan
 
     @property
-    def flow(self) -> Flow | None:
-        """The communication between steps; None before the first training program, and on one rank."""
-        return None if self.pipeline is None else self.pipeline.flow
+    def flow(self) -> Flow:
+        """The communication between steps."""
+        return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     def _in_use(self) -> StepPipeline:
         assert self.pipeline is not None
@@ -304,13 +305,13 @@ class Programs:
 
     def _may_change(self, entry: Entry) -> bool:
         """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
-        state, flow = self._context.state, self.flow
+        state = self._context.state
         tables = {decision.parameter for decision in self._in_use().plan if decision.is_table}
         return (
             entry.train
             and not state.unreduced
             and not state.awaiting_backward
-            and (flow is None or flow.recorder.recording is None)
+            and self.flow.recorder.recording is None
             and {table.parameter for table in entry.analysed.tables} == tables
         )
 
@@ -320,27 +321,24 @@ class Programs:
         """Makes the two kinds of pending updates between calls: of dense parameters, and of tables."""
         state, lock = self._context.state, self._context.state.pending.lock
 
-        def apply_dense() -> None:
-            if self.flow is not None:
-                self.flow.settle_buckets()
-
         def tables() -> Iterable[nn.Parameter]:
-            if not state.has_resting_rows and ((flow := self.flow) is None or not flow.has_tables_under_way):
+            if not state.has_resting_rows and not self.flow.has_tables_under_way:
                 return ()
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
             return [memory for space in state.spaces.values() for memory in space.joined]
 
-        def stepped() -> Iterable[nn.Parameter]:
-            return () if self.pipeline is None or (flow := self.pipeline.flow) is None else flow.buckets.stepped
+        def apply_dense() -> None:
+            self.flow.settle_buckets()
 
-        return Updates(stepped, apply_dense, lock), Updates(tables, self._tables_may_change, lock, joined)
+        dense = Updates(lambda: self.flow.buckets.stepped, apply_dense, lock)
+        return dense, Updates(tables, self._tables_may_change, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
         """Lists the optimizers whose last step may still be pending."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
-        return found if (flow := self.flow) is None else found + flow.buckets.optimizers
+        return found + self.flow.buckets.optimizers
 
     def synchronize(self) -> None:
         """Applies every update that an optimizer has stepped; waits for no work that other ranks have not begun."""
@@ -348,8 +346,7 @@ class Programs:
         self._apply()
 
     def _apply(self) -> None:
-        if self.flow is not None:
-            self.flow.parameters_may_change()
+        self.flow.parameters_may_change()
         self._context.state.settle_tables()
 
     def parameters_may_change(self) -> None:

@@ -109,7 +109,7 @@ class Session:
             if (session := itself()) is not None:
                 session.programs.make_whole(names, reason)
 
-        stepping = Stepping(self.state, self.communicator, make_whole)
+        stepping = Stepping(self.state, self.announcements, make_whole)
         if self.communicator.rank == 0:
             stepping.holders.on_new = _log_empty_groups
         stepping.listen()
@@ -134,14 +134,13 @@ class Session:
     def before_fork(self) -> None:
         """Applies updates, and waits for gradients; of those, this thread alone knows that nobody works with them."""
         self.state.pending.apply()
-        if (flow := self.programs.flow) is not None and threading.current_thread() is threading.main_thread():
-            flow.materialise()
+        if threading.current_thread() is threading.main_thread():
+            self.programs.flow.materialise()
 
     def in_fork(self) -> None:
         """Has a forked child use no connection to other ranks."""
         self.communicator.leave_fork()
-        if self.programs.flow is not None:
-            self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
+        self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
@@ -260,8 +259,7 @@ class Session:
 
     def _end_lookahead(self) -> None:
         """Applies every update, and expects no next batch."""
-        if self.programs.flow is not None:
-            self.programs.flow.expect_no_batch()
+        self.programs.flow.expect_no_batch()
         self.programs.synchronize()
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class StepPipeline:
 
     Attributes:
         monitor: on rank 0, the watch over the rows that batches read, if strategies depend on them.
-        flow: the communication between steps; None before the first training program, on one rank, and at the end.
+        flow: the communication between steps; within them before the first training program, and at the end.
         schedule: the schedule of the steps; None before the first training program, and if nothing is scheduled.
         decided: the same, as the cost model predicted it.
         recorder: measures the steps; None like the schedule.
@@ -85,7 +85,8 @@ class StepPipeline:
         self.findings = findings and replace(findings, schedule=plan.schedule_name)
         self.monitor: SparsityMonitor | None = None
         self.monitor_rows()
-        self.flow: Flow | None = None
+        self._aside = Flow.within_steps(context.announcements, streams_of(context.device))
+        self.flow = self._aside
         self.schedule: Schedule | None = None
         self.decided: Schedule | None = None
         self.recorder: Recorder | None = None
@@ -147,7 +148,7 @@ class StepPipeline:
                 log_graph(name, module)
         else:
             self._show_besides(compiled, "accumulating" if train else "evaluation")
-        of_steps = StepGraphs(compiled, entry.analysed) if reduce and self.flow is not None else None
+        of_steps = StepGraphs(compiled, entry.analysed) if reduce and not self.flow.is_within_steps else None
         program = entry.programs[accumulates] = self._program(joint, compiled, entry, of_steps, reduce=reduce)
         if of_steps is not None:
             self._overlapped[program] = of_steps
@@ -260,6 +261,7 @@ class StepPipeline:
         device = next(context.model.parameters()).device
         on = streams_of(device)
         self.recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
+        self.flow = Flow.within_steps(context.announcements, on, self.recorder)
         if several:
             self.flow = start_flow(
                 context,
@@ -271,14 +273,14 @@ class StepPipeline:
                 after_announcement=self._after_announcement,
                 as_gradients=as_gradients,
             )
-        context.stepping.follow(self.flow, self.recorder)
+        context.stepping.follow(self.flow)
 
     def _after_announcement(self) -> None:
         """Counts and profiles steps, then follows the order computed from all ranks' profiles, from the next window on.
 
         Called where every rank is known to continue.
         """
-        if self._profiled or self.flow is None or self._graph is None:
+        if self._profiled or self._graph is None:
             return
         self._steps += 1
         recorder = self.flow.recorder
@@ -296,10 +298,9 @@ class StepPipeline:
 
     def close(self) -> None:
         """Applies updates pending between steps, and ends the flow."""
-        flow, self.flow = self.flow, None
-        if flow is not None:
-            self._context.stepping.follow(None, flow.recorder)
-            flow.close()
+        flow, self.flow = self.flow, self._aside
+        self._context.stepping.follow(self.flow)
+        flow.close()
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()
@@ -319,11 +320,11 @@ class StepPipeline:
         log_graph("order_compute", self._shown.graph.phases["backward"])
         return self._shown.graph
 
-    def _launched(self, joint: Compiled, flow: Flow | None) -> int:
+    def _launched(self, joint: Compiled, flow: Flow) -> int:
         """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""
         if self._context.communicator.world_size == 1:
             return 0
-        launched = sequence_hash(joint.graph, ordered=flow is None)
+        launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
         return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
 
     def _program(
@@ -336,7 +337,7 @@ class StepPipeline:
             of_steps: the graphs of the steps, if it does.
         """
         analysed, train = entry.analysed, entry.train
-        flow = self.flow if train and reduce else None
+        flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
@@ -353,10 +354,9 @@ class StepPipeline:
             self._context.announcements,
             self.plan.buckets if reduce else None,
             entry.captured.result_constants,
-            head,
             flow,
+            head,
             share_buffers=share,
-            recorder=self.recorder if self.flow is None and train else None,
             links=self.plan.links,
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None and of_steps.vary else None,

@@ -1,9 +1,10 @@
 """Communication that runs from one step into the next: ids of the batch to come, rows, row gradients, buckets.
 
 Contract
-    One `Flow` per compiled model, on every rank the same calls in the same order. Compute is the calling thread's, the
-    launcher's thread only sends. What the ranks must agree on to go on (is the batch the one looked ahead to, on all of
-    them?) rides along in the announcement at the head of each step.
+    On every rank the same calls in the same order. Compute is the calling thread's, the launcher's thread only sends.
+    What the ranks must agree on to go on (is the batch the one looked ahead to, on all of them?) rides along in the
+    announcement at the head of each step.
+    Every program has a flow. One without launches leaves nothing to the next step, as on a single process.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.row_gradient import RowGradient
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.modes import outside_of_modes
-from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, OWN_CODE, START, OperationId
+from embrace_fx.vocabulary.operation_id import (
+    BETWEEN,
+    EARLY,
+    END,
+    IDS,
+    OWN_CODE,
+    START,
+    WHOLE_BACKWARD,
+    WHOLE_FORWARD,
+    OperationId,
+)
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
@@ -43,6 +56,7 @@ class Flow:
     Attributes:
         of_table: exchanges by table alone: those of a row space share one.
         awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
+        is_within_steps: whether nothing goes through the launcher.
     """
 
     def __init__(
@@ -53,8 +67,8 @@ class Flow:
         buckets: BucketUpdates,
         *,
         looks_ahead: bool,
-        warn: Callable[[], None],
-        after_announcement: Callable[[], None],
+        warn: Callable[[], None] = lambda: None,
+        after_announcement: Callable[[], None] = lambda: None,
         streams: Streams | None = None,
     ) -> None:
         self.announcements = announcements
@@ -76,6 +90,17 @@ class Flow:
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
         self.awaits_ids = False
+        self.is_within_steps = not launcher.order
+        self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
+
+    @classmethod
+    def within_steps(
+        cls, announcements: Announcements, streams: Streams | None = None, recorder: Recorder | None = None
+    ) -> Flow:
+        """Makes the flow of steps that launch each collective where it is called, and wait for it in the same step."""
+        launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
+        buckets = BucketUpdates((), lambda names: [], announcements.communicator, launcher, {})
+        return cls(announcements, launcher, {}, buckets, looks_ahead=False, streams=streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +177,7 @@ class Flow:
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
-        self.recorder.begin_segment(START)
+        self.recorder.begin_segment(self._forward)
 
     def _land_waiting(self) -> None:
         """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
@@ -170,6 +195,10 @@ class Flow:
     def _route(self, ahead: NextBatch) -> NextBatch | None:
         """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
         return ahead if ahead.route(self.launcher.wait) else None
+
+    def mark_forward(self) -> None:
+        """Records a forward that ran outside of a program."""
+        self.recorder.mark(self._forward)
 
     def end_forward(self) -> None:
         self.recorder.end_forward()
@@ -219,11 +248,16 @@ class Flow:
             exchange.gradient.begin_backward()
             if name not in program.routes or not nodes_apply:
                 exchange.gradient.apply_pending()
-        self.recorder.mark(EARLY)
+        if not self.is_within_steps:
+            self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        self.recorder.mark(END)
+        self.mark_end()
         self.launcher.leave_backward()
+
+    def mark_end(self) -> None:
+        """Records that everything since the last mark was the end of the backward."""
+        self.recorder.mark(self._backward)
 
     def give_up_forward(self) -> None:
         """Forgets a forward that has failed, all of whose launches have been submitted."""

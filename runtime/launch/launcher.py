@@ -22,13 +22,14 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import launch_of
 
 
 class Launcher:
@@ -39,6 +40,9 @@ class Launcher:
         of_forward: launches that the forward submits; the backward submits all others.
         queue: the queue that issues them, used by this launcher only.
         communicator: counts every submission, and names missing ranks in a wait that never ends.
+
+    Attributes:
+        order: the launch order of the next window.
     """
 
     def __init__(
@@ -48,13 +52,14 @@ class Launcher:
         queue: LaunchQueue,
         communicator: Communicator,
     ) -> None:
-        self._order = tuple(order)
+        self.order = tuple(order)
         self._of_forward = frozenset(of_forward)
         self.recorder = queue.recorder
         self._communicator = communicator
         self.queue = queue
-        queue.windows.append(LaunchWindow(self._order))
-        queue.start(self)
+        queue.windows.append(LaunchWindow(self.order))
+        if self.order:
+            queue.start(self)
 
     def close(self) -> None:
         """Waits until all submitted launches have completed, and ends the queue.
@@ -66,11 +71,11 @@ class Launcher:
 
     def reorder(self, order: Iterable[OperationId]) -> None:
         """Changes the launch order, from the next window on."""
-        self._order = tuple(order)
+        self.order = tuple(order)
 
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
         """Lists a window's launches of a phase, the forward or the backward, that are not in `submits`."""
-        return tuple(o for o in self._order if (o in self._of_forward) == forward and o not in submits)
+        return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
         """Ends the current window, whose unsubmitted launches will not come, and begins the next one.
@@ -78,7 +83,7 @@ class Launcher:
         Args:
             held: no launch of the next window leaves before `release_after` allows it.
         """
-        self.queue.open_window(self._order, held=held)
+        self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
         """Lets the held window's launches leave when a future has ended, or drops them.
@@ -102,6 +107,11 @@ class Launcher:
 
         self.queue.callbacks.add(ended)
         future.add_done_callback(ended)
+
+    def launch_of(self, node: fx.Node) -> OperationId | None:
+        """Returns the launch that a node submits or awaits; None: none, or one that goes through no launcher."""
+        launch = launch_of(node)
+        return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
         """Tells whether a launch of the current window may still be submitted."""

@@ -37,10 +37,9 @@ class Bindings:
 
     Args:
         buckets: what the graph reduces, in launch order; None: nothing.
-        flow: launches the exchanges; None: they are launched on the spot.
+        flow: launches the exchanges.
         links: those that exchanges are cut for.
         copies: what copies saved values out of memory and back; None: nothing does.
-        recorder: records them.
         keeps_buckets: buckets on a host keep their memory from one step to the next.
 
     Attributes:
@@ -48,22 +47,21 @@ class Bindings:
         of_forward, of_backward: the launches that other ranks wait for in these phases.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         graph: TrainingGraph,
         state: ModelState,
         announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
-        flow: Flow | None,
+        flow: Flow,
         links: Cluster,
         copies: Copies | None = None,
-        recorder: Recorder | None = None,
         *,
         keeps_buckets: bool = False,
     ) -> None:
         self._state, self._spaces = state, graph.spaces
         self._keeps_buckets = keeps_buckets
-        self._copies, self._recorder = copies, recorder if flow is None else flow.recorder
+        self._copies = copies
         self._announcements = announcements
         communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
@@ -76,11 +74,7 @@ class Bindings:
             **HeadExchange(communicator).launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             "embrace::round_rows": communicator.rounding.round_rows,
-            **(
-                {"_c10d_functional::wait_tensor": _named(partial(_wait_for, flow), "wait_for")}
-                if flow is not None
-                else {}
-            ),
+            "_c10d_functional::wait_tensor": _named(partial(_wait_for, flow), "wait_for"),
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -98,7 +92,7 @@ class Bindings:
         if op_name(node) not in COPY_OPS:
             return None
         assert self._copies is not None
-        return _named(_copy(self._copies, self._recorder, node), node.name)
+        return _named(_copy(self._copies, self._flow.recorder, node), node.name)
 
     def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
         """Rows of a table that may have skipped steps take them before they are read."""
@@ -144,7 +138,7 @@ class Bindings:
         return call and launches.add(node, call)
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = None if self._flow is None else _call_of(self._flow, node)
+        found = _call_of(self._flow, node)
         return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -168,7 +162,7 @@ def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
 
     It takes what the op takes, and has the launch that the node is of.
     """
-    op, launch = op_name(node), launch_of(node)
+    op, launch = op_name(node), flow.launcher.launch_of(node)
     if op == "embrace::join_rows":
         return partial(flow.exchanges[str(node.args[3])].join_rows)
     if op in ("embrace::hand_over", "embrace::update_bucket"):
@@ -205,20 +199,17 @@ def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
     return value
 
 
-def _copy(copies: Copies, recorder: Recorder | None, node: fx.Node) -> Callable[..., Any]:
+def _copy(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
     """Makes the function of a node that begins or awaits a copy."""
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
 
     def begin(value: Any, _: str) -> Any:
-        if recorder is not None:
-            recorder.mark(until)
+        recorder.mark(until)
         return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
 
     def end(copied: Any, _: str) -> Any:
         awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
-        if recorder is None:
-            return awaiting(copied)
         recorder.mark(until)
         with recorder.waiting(launch):
             return awaiting(copied)

@@ -80,7 +80,7 @@ class Delivery:
     """
 
     state: ModelState
-    flow: Flow | None
+    flow: Flow
     synchronised: bool
     own: bool
     _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> what they are
@@ -148,7 +148,6 @@ class Delivery:
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
         if not pending:
             return
-        assert self.flow is not None
         kept: dict[nn.Parameter, Tensor] = {}
         for role in pending:
             for name in self.state.unreduced.intersection(role.parameters):

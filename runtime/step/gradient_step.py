@@ -14,7 +14,6 @@ from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import Opened, Step
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
-from embrace_fx.vocabulary.operation_id import OWN_CODE, START, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
@@ -60,7 +59,7 @@ class GradientStep(Step):
         Where ranks share buffers, which leave before the forward, they meet here.
         """
         flow = self.program.flow
-        if flow is None or flow.streams is not None or self.program.share_buffers is not None:
+        if flow.is_within_steps or flow.streams is not None or self.program.share_buffers is not None:
             return super()._begin_forward()
         self.program.announcements.announce_ahead(flow.after_announcement)
         flow.begin_plain_forward()
@@ -68,11 +67,7 @@ class GradientStep(Step):
 
     def end_forward(self, results: Sequence[Any]) -> None:
         """Ends the forward; keeps its results, whose scalars must be finite."""
-        flow, recorder = self.program.flow, self.program.recorder
-        if flow is not None:
-            flow.recorder.mark(START)
-        elif recorder is not None:
-            recorder.mark(WHOLE_FORWARD)
+        self.program.flow.mark_forward()
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self) -> None:
@@ -82,9 +77,6 @@ class GradientStep(Step):
             PeerFailure: another rank does not, where that is known at once, or has failed before; on every rank.
         """
         self.program.state.awaiting_backward.discard(self)
-        if self.program.recorder is not None:
-            self.program.recorder.mark(OWN_CODE)
-            self.program.recorder.window()
         self.program.announcements.settle()
         self._opened = self._open({})
         self._sent, self._taken = None, {}
@@ -131,7 +123,7 @@ class GradientStep(Step):
             outputs, roles, counts = self._close(opened, {}, tangents, used, twice=False)
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
-            self._mark_end()
+            program.flow.mark_end()
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         if self._failure is not None:

@@ -22,7 +22,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
 from embrace_fx.vocabulary.graph import Saved, Values
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
 
 Call = Callable[..., Any]
 
@@ -49,10 +49,10 @@ class MissingLaunches:
     """The launches of one phase, of which a rank that fails makes those that are missing.
 
     Args:
-        flow: through whose launcher they go; None: they are launched on the spot.
+        flow: through whose launcher those go that are in its order; others are launched on the spot.
     """
 
-    def __init__(self, communicator: Communicator, flow: Flow | None) -> None:
+    def __init__(self, communicator: Communicator, flow: Flow) -> None:
         self._communicator = communicator
         self._flow = flow
         self._launches: list[_Launch] = []
@@ -61,8 +61,8 @@ class MissingLaunches:
 
     @property
     def on_the_spot(self) -> bool:
-        """Whether any launch goes through no launcher, although there is one."""
-        return self._flow is not None and any(each.id is None for each in self._launches)
+        """Whether any launch goes through no launcher."""
+        return any(each.id is None for each in self._launches)
 
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a node that launches; returns the function that the node is to call."""
@@ -73,7 +73,7 @@ class MissingLaunches:
         self._names.update(each.name for each in arguments if isinstance(each, Saved))
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
-        launch = launch_of(node) if self._flow is not None else None
+        launch = self._flow.launcher.launch_of(node)
         self._launches.append(_Launch(op, launch, call, arguments, like))
         return call if launch is not None else self._counted(call)
 
@@ -96,7 +96,7 @@ class MissingLaunches:
         Args:
             values: what `begin` returned.
         """
-        if self._flow is not None and self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
+        if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
             self._flow.await_ids()  # early and late rows are not known apart yet
         made, under_way = self._made, []
         for each in self._launches:
@@ -104,7 +104,7 @@ class MissingLaunches:
                 made -= 1
             elif each.id is None:
                 under_way.append(self._call(each, values))
-            elif self._flow is not None and self._flow.launcher.expects(each.id):
+            elif self._flow.launcher.expects(each.id):
                 self._call(each, values)
         for found in under_way:
             if isinstance(found, InFlight):

@@ -10,8 +10,6 @@ from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import Streams, streams_of
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
@@ -69,9 +67,7 @@ class Program:
         head: builds what a step on a flattened batch announces to all ranks.
         share_buffers: called once every rank has announced this same program, before anything reads a buffer; None:
             ranks share none.
-        flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step; None: they are
-            launched on the spot.
-        recorder: measures a step that no flow does.
+        flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
         variants: variant of a step -> the graph with its phase; None: the graph serves every step.
@@ -81,7 +77,7 @@ class Program:
     Attributes:
         unique, ids: the phases that the others follow on.
         has_backward: whether there is a backward; an evaluation has none.
-        ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
+        ids_program: the ids' phases as functions that can run ahead of their batch.
         overlaps_steps: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
         synchronised: whether gradients are reduced.
@@ -98,11 +94,10 @@ class Program:
         announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
+        flow: Flow,
         head: Callable[[Sequence[Any]], Announcement] = lambda leaves: Announcement(),
-        flow: Flow | None = None,
         *,
         share_buffers: Callable[[], None] | None = None,
-        recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
         variants: Callable[[StepVariant], TrainingGraph] | None = None,
@@ -116,7 +111,6 @@ class Program:
         self.announcements = announcements
         self.communicator = announcements.communicator
         self.flow = flow
-        self.recorder = recorder
         self.regions = regions
         self.constants = dict(result_constants)
         self.share_buffers = share_buffers
@@ -140,8 +134,7 @@ class Program:
         self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
         if self.has_backward:
             self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
-        asks = self.flow is not None or state.hints is not None
-        self.ids_program = ids_program(graph, state, self.unique) if asks else None
+        self.ids_program = ids_program(graph, state, self.unique)
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
         return Bindings(
@@ -152,7 +145,6 @@ class Program:
             self.flow,
             self._links,
             self.copies,
-            self.recorder,
             keeps_buckets=self._of_gradients,
         )
 
@@ -163,10 +155,10 @@ class Program:
         def lowered(part: fx.GraphModule) -> Runnable:
             return runnable(part, self.state, bound.by_op, special, self.regions, last=is_last)
 
-        in_pieces = is_last and self._of_gradients and self.flow is not None
+        launcher = self.flow.launcher
+        in_pieces = is_last and self._of_gradients and not self.flow.is_within_steps
         run = InPieces(module, lowered) if in_pieces else lowered(module)
-        absent = self.flow.launcher.absent({*submitted(module)}, forward=not is_last) if self.flow is not None else ()
-        return LoweredPhase(run, missing, absent)
+        return LoweredPhase(run, missing, launcher.absent({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
         """Returns a phase, of a step's variant; made when it is first needed."""
@@ -221,8 +213,8 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def let_go(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Drops what has been saved and no phase after this one reads; a flow reads more of it than they do."""
-        if self.flow is None:
+        """Drops what has been saved and no phase after this one reads; a step that looks ahead reads more of it."""
+        if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
@@ -241,14 +233,6 @@ class Program:
         names = {memory_of(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
         names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
-
-    @property
-    def streams(self) -> Streams | None:
-        """The streams of the model's device; None: it is on the host."""
-        if self.flow is not None:
-            return self.flow.streams
-        parameter = self.state.any_parameter()
-        return None if parameter is None else streams_of(parameter.device)
 
     @property
     def result_count(self) -> int:

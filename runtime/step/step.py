@@ -31,7 +31,6 @@ from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.promised_logits import Logits, Source
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
-from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
@@ -40,7 +39,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
     Args:
         train: whether a backward will follow, from results that require grad.
-        following: the next batch, where it is known and the program has a flow.
+        following: the next batch, where it is known.
     """
     step = Step(program, leaves, following)
     with autocast_is_in_the_graph():
@@ -98,8 +97,6 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
-        if program.recorder is not None:
-            program.recorder.mark(BETWEEN)
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
         self._announced = program.communicator.progress.step
@@ -112,10 +109,7 @@ class Step:
         results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
         keep(forward.run.roles, outputs, values)
         program.let_go(values, "forward")
-        if program.flow is not None:
-            program.flow.end_forward()
-        if program.recorder is not None:
-            program.recorder.mark(WHOLE_FORWARD)
+        program.flow.end_forward()
         self._values = values
         results, made = own_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
@@ -137,21 +131,19 @@ class Step:
             if is_of_ranks(error) or not self._shares_failures():
                 raise
             forward.missing.submit(needed)
-            if program.flow is not None:
-                program.flow.give_up_forward()
+            program.flow.give_up_forward()
             program.announcements.give_up(failure_text(error))
             error.add_note(TOLD)
             raise
 
     def _shares_failures(self) -> bool:
         """Whether this rank's failures reach others, from the middle of a phase: the hosts must know where they are."""
-        return self.program.communicator.world_size > 1 and self.program.streams is None
+        return self.program.communicator.world_size > 1 and self.program.flow.streams is None
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Returns the values of the ids' phases, and which forward follows on them."""
         program = self.program
-        if program.flow is not None and program.overlaps_steps:
-            assert program.ids_program is not None
+        if program.overlaps_steps:
             following, self._following = self._following, None
             return program.flow.begin_forward(
                 program.ids_program, self._leaves, following, lambda variant: program.phase(variant).absent
@@ -166,9 +158,8 @@ class Step:
             program.announcements.announce_step(())
         program.ids.saved(self._leaves, values)
         program.let_go(values, "ids")
-        if program.flow is not None:
-            program.flow.after_announcement()
-            program.flow.begin_plain_forward()
+        program.flow.after_announcement()
+        program.flow.begin_plain_forward()
         return values, ForwardVariant()
 
     def backward(
@@ -194,10 +185,6 @@ class Step:
             raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
-        flow, recorder = program.flow, program.recorder
-        if recorder is not None:
-            recorder.mark(OWN_CODE)  # losses, since the forward
-            recorder.window()
         assert program.has_backward
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
         state = program.state
@@ -205,21 +192,21 @@ class Step:
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
         outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
-        self._mark_end()
+        program.flow.mark_end()
         if not for_parameters:
-            if flow is not None:
-                flow.discard()
+            program.flow.discard()
             return self._of_batch(roles, outputs)
         absent = program.used.absent(counts)
         absent_here = program.used.absent(used) | program.used.left(given)
         given_away = [tangent for tangent in tangents if tangent is not None]
         program.deliver(roles, outputs, absent, absent_here, given_away)
-        self._mark_end()
+        program.flow.mark_end()
         return self._of_batch(roles, outputs)
 
     def join_backward(self) -> None:
         """Joins the backward of the other ranks, with nothing to compute or to send."""
-        self._enter(0)
+        if (gate := self._enter(0)) is not None:
+            self._check_gate(gate)
         self._launch_flags(self.program.used.words(()), 0)("", None)
 
     def _enter(self, call: int) -> Gate | None:
@@ -231,12 +218,8 @@ class Step:
         if not self._shares_failures():
             return None
         program = self.program
-        if program.flow is not None:
-            program.flow.materialise()  # of an earlier backward, which is not given up with this one
-        gate = Gate(program.announcements, call)
-        if program.flow is None:
-            self._check_gate(gate)  # what is launched here leaves at once
-        return gate
+        program.flow.materialise()  # of an earlier backward, which is not given up with this one
+        return Gate(program.announcements, call)
 
     def _open(self, values: Values) -> Opened:
         """Begins a backward: announces it to the other ranks, and opens its window.
@@ -249,10 +232,9 @@ class Step:
         variant = self._next_backward(values)
         backward = program.phase(variant)
         needed = backward.missing.begin(values)
-        if flow is not None:
-            flow.open_window(gate, backward.absent)
-            if gate is not None and backward.missing.on_the_spot:
-                self._check_gate(gate)  # what no launcher holds leaves at once
+        flow.open_window(gate, backward.absent)
+        if gate is not None and backward.missing.on_the_spot:
+            self._check_gate(gate)  # what no launcher holds leaves at once
         return Opened(gate, variant, backward, needed)
 
     def _close(
@@ -294,50 +276,34 @@ class Step:
             raise
         if gate is not None:
             self._check_gate(gate)
-        if flow is not None:
-            flow.end_backward()
+        flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
             with self._meeting():
                 reached = finish(names, None)
         except PeerFailure:
-            if flow is not None:
-                flow.give_up_backward()
+            flow.give_up_backward()
             raise
         except (FloatingPointError, RuntimeError):
-            if flow is not None:
-                flow.discard()
+            flow.discard()
             raise
         if self.program.deliver.synchronised:
             self.program.state.reached = reached
         return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        program = self.program
-        if program.flow is not None:
-            assert program.ids_program is not None
-            program.flow.begin_backward(program.ids_program, variant)
+        self.program.flow.begin_backward(self.program.ids_program, variant)
         if twice:  # the others learn of it as of any failure
             raise RuntimeError(TWICE)
 
-    def _mark_end(self) -> None:
-        """Notes that everything since the last mark was the end of the backward."""
-        flow, recorder = self.program.flow, self.program.recorder
-        if flow is not None:
-            flow.recorder.mark(END)
-        elif recorder is not None:
-            recorder.mark(WHOLE_BACKWARD)
-
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which this rank stands still until all are here; the host of a device does not."""
-        flow = self.program.flow
-        if flow is None or not self._shares_failures():
+        if not self._shares_failures():
             return contextlib.nullcontext()
-        return flow.recorder.waiting(ANNOUNCEMENT)
+        return self.program.flow.recorder.waiting(ANNOUNCEMENT)
 
     def _next_backward(self, values: Values) -> BackwardVariant:
-        flow, of_ids = self.program.flow, self.program.ids_program
-        return BackwardVariant() if flow is None or of_ids is None else flow.next_backward(of_ids, values)
+        return self.program.flow.next_backward(self.program.ids_program, values)
 
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
@@ -370,7 +336,7 @@ class Step:
         """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
         with self._meeting():
             gate.wait()
-        if self.program.flow is not None and not gate.all_are_here():
+        if not gate.all_are_here():
             self.program.flow.give_up_backward()
         gate.check()
 
@@ -381,19 +347,16 @@ class Step:
         flow = self.program.flow
         self._check_gate(gate)
         backward.missing.submit(needed)
-        if flow is not None:
-            flow.end_backward()
+        flow.end_backward()
         with contextlib.suppress(PeerFailure):
             self._launch_flags(used, FAILED)("", failure)
-        if flow is not None:
-            flow.give_up_backward()
+        flow.give_up_backward()
         failure.add_note(TOLD)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Begins the exchange of the flags of this backward; the result ends it."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        flow = self.program.flow
-        on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
+        on = streams.streams_of(scalars[0].device) if scalars else None
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:

@@ -26,8 +26,7 @@ from torch.optim.optimizer import (
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
@@ -107,21 +106,20 @@ class Stepping:
     """
 
     def __init__(
-        self, state: ModelState, communicator: Communicator, make_whole: Callable[[Sequence[str], str], None]
+        self, state: ModelState, announcements: Announcements, make_whole: Callable[[Sequence[str], str], None]
     ) -> None:
         self.holders = Holders()
         self.replicas: list[RowTable] = []
-        self.recorder = Recorder()
-        self._flow: Flow | None = None
         self.of_any_layout = False
+        self.follow(Flow.within_steps(announcements))
         self._state = state
-        self._communicator = communicator
+        self._communicator = announcements.communicator
         self._make_whole = make_whole
         self._steps: dict[int, _Step] = {}  # by the id of an optimizer
 
-    def follow(self, flow: Flow | None, recorder: Recorder) -> None:
-        """Follows another flow, where there is one, and records times by its recorder."""
-        self._flow, self.recorder = flow, recorder
+    def follow(self, flow: Flow) -> None:
+        """Follows another flow, and records times by its recorder."""
+        self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
         """Adopts every optimizer that is about to step a parameter of the model, from now on."""
@@ -184,9 +182,7 @@ class Stepping:
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            if self._flow is not None:
-                self._flow.settle()
-                self._flow.materialise()
+            self._flow.flush()
             return loss
 
         if decides:
@@ -212,14 +208,13 @@ class Stepping:
             if (gradient := table.parameter.grad) is not None:
                 step.replicas.append((table, gradient))
                 step.hide(table.parameter)
-        if self._flow is not None:
-            if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
-                hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
-                for parameter, gradient in hidden:
-                    step.buckets.add(id(parameter))
-                    step.hidden.append((parameter, gradient, None))
-            else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
-                self._flow.buckets.release(optimizer)
+        if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
+            hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
+            for parameter, gradient in hidden:
+                step.buckets.add(id(parameter))
+                step.hidden.append((parameter, gradient, None))
+        else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
+            self._flow.buckets.release(optimizer)
 
     def _held_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """Returns the sharded tables that an optimizer holds.
@@ -303,7 +298,7 @@ class Stepping:
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Tells whether torch's own step does nothing that an update in the next forward could not do."""
-        if self._flow is None or type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
+        if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # others may write into their groups as they step
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False
@@ -312,7 +307,7 @@ class Stepping:
         return all(map(hasattr, hooks, repeat("stepping")))
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
-        of_table = {} if self._flow is None else self._flow.of_table
+        of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     @staticmethod
@@ -334,7 +329,6 @@ class Stepping:
         step.restore(raised=False)
         self._count_step(optimizer)
         if step.buckets:
-            assert self._flow is not None
             self._flow.buckets.step(optimizer, step.buckets)
         is_row_wise = type(optimizer) is RowWiseAdagrad
         for exchange in () if is_row_wise else step.late:
@@ -375,7 +369,7 @@ class Stepping:
         Who has looked differs by rank: rows are in one order all the same.
         """
         found, at_once = list[Step](), list[RowsAlone]()
-        exchanges = () if self._flow is None else tuple(self._flow.exchanges.values())
+        exchanges = tuple(self._flow.exchanges.values())
         alone = [[t for t in exchange.table.members if t in step.rows] for exchange in exchanges] or [step.rows]
         for k, tables in enumerate(alone):
             found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
@@ -411,8 +405,7 @@ class Stepping:
 
     def _settle(self, *_: Any) -> None:
         self._state.pending.close()
-        if self._flow is not None:
-            self._flow.settle()
+        self._flow.settle()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -420,8 +413,7 @@ class Stepping:
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._settle()
-        if self._flow is not None:
-            self._flow.state_may_change()
+        self._flow.state_may_change()
         return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 

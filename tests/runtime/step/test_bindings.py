@@ -37,7 +37,7 @@ class Bound:
     bindings: Bindings
     state: ModelState
     table: Listening
-    flow: Flow | None
+    flow: Flow
 
     def call(self, phase: str, node: fx.Node, *args: Any) -> Any:
         found = getattr(self.bindings, phase)(node)
@@ -48,6 +48,7 @@ class Bound:
 def bound(flow: Flow | None = None, table: Listening | None = None) -> Bound:
     state, announcements = ModelState(Layer()), Announcements(Communicator(None))
     graph = TrainingGraph(fx.GraphModule(nn.Module(), fx.Graph()))
+    flow = flow or Flow.within_steps(announcements)
     bindings = Bindings(graph, state, announcements, (("weight", "bias"),), flow, Cluster())
     return Bound(bindings, state, table or Listening(), flow)
 

@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows
 
 NAMES = ("weight", "bias")
+
+
+def no_flow() -> Flow:
+    """A flow that leaves nothing to the next step."""
+    return Flow.within_steps(Announcements(Communicator(None)))
 
 
 class Case:
@@ -21,7 +29,7 @@ class Case:
     def __init__(self, *, synchronised: bool = True) -> None:
         self.layer = nn.Linear(2, 3)
         self.state = ModelState(self.layer)
-        self.deliver = Delivery(self.state, None, synchronised, own=not synchronised)
+        self.deliver = Delivery(self.state, no_flow(), synchronised, own=not synchronised)
 
     def __call__(
         self, weight: Tensor, bias: Tensor, absent: Collection[str] = (), tangents: Collection[Tensor] = ()
@@ -57,7 +65,7 @@ def test_no_two_parameters_share_a_gradient() -> None:
     found = torch.rand(3)
     roles = [Gradient(Parameter("one")), Gradient(Parameter("two"))]
 
-    Delivery(ModelState(module), None, True, False)(roles, [found, found], frozenset(), frozenset(), [])
+    Delivery(ModelState(module), no_flow(), True, False)(roles, [found, found], frozenset(), frozenset(), [])
 
     one, two = module.get_parameter("one").grad, module.get_parameter("two").grad
     assert one is not None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embrace_fx.capture import capture
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.pipeline import analyse, run_passes, training_passes
+from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -75,6 +76,7 @@ def make(check: Callable[[Any], str | None] = lambda leaves: None) -> Case:
         announcements,
         None,
         {},
+        Flow.within_steps(announcements),
         lambda leaves: Announcement(failure=check(leaves)),
         links=Cluster(),
         variants=variant_graph,
@@ -115,7 +117,8 @@ def test_a_tensor_of_the_batch_gets_its_gradient(case: Case) -> None:
     graph = analyse(capture(Words(), (BATCH[0], scale), {}, train=True).graph)
     graph = run_passes(graph, training_passes(Plan(1, (), ()), (), 0)).graph
     announcements = Announcements(Communicator(None))
-    case.program = Program(graph, ModelState(case.model), announcements, None, {}, links=Cluster())
+    flow = Flow.within_steps(announcements)
+    case.program = Program(graph, ModelState(case.model), announcements, None, {}, flow, links=Cluster())
 
     step(case, BATCH[0], scale).backward()
     case.model(BATCH[0], other).backward()
@@ -180,7 +183,3 @@ def test_a_write_between_forward_and_backward_is_refused(case: Case) -> None:
     with pytest.raises(RuntimeError, match="a tensor of the batch"):
         loss.backward()
     assert case.model.layer.weight.grad is None
-
-
-def test_a_batch_is_not_prepared_where_nothing_runs_ahead(case: Case) -> None:
-    assert case.program.ids_program is None

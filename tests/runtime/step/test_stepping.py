@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -29,7 +30,7 @@ class Case:
         self.model.register_parameter("bias", nn.Parameter(torch.ones(2)))
         self.state, self.communicator = ModelState(self.model), Communicator(None)
         self.made_whole: list[tuple[str, str]] = []
-        self.stepping = Stepping(self.state, self.communicator, self._make_whole)
+        self.stepping = Stepping(self.state, Announcements(self.communicator), self._make_whole)
         self.optimizer = make(self.model.parameters(), **{"lr": 0.5, **options})
         parameter = self.table
         layout = Layout.of_table("table", parameter.shape, None, weakref.ref(self.communicator))
