@@ -15,7 +15,7 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tiers.joined_tiers import rest_together, stacked
+from embrace_fx.runtime.tiers.joined_tiers import joined
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.context import Context
@@ -33,18 +33,14 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
         lazily = [context.state.parameter(name) for name in beyond if begins_lazily(context, name) is not None]
         made = materialise(context.model, grids, context.stepping.holders.optimizers, context.communicator, lazily)
         sets = open_working_sets(context, plan, beyond)
-        tiered: list[TieredTable] = []
         for name in plan.sharded:
             if name in sets:
-                tiered.append(place_tiered(context, name, shapes[name], made.get(name), *sets[name]))
-                tiered[-1].has_sparse_gradient = plan[name].sparse
-                context.state.tables[name] = tiered[-1]
+                table = place_tiered(context, name, shapes[name], made.get(name), *sets[name])
+                table.has_sparse_gradient = plan[name].sparse
+                context.state.tables[name] = table
             else:
                 _shard(context, name, plan, shapes[name], made.get(name))
-        for space in plan.spaces:
-            if members := [table for table in tiered if table.name in space.tables]:
-                rest_together(members)
-        if tiered:
+        if sets:
             context.state.hints = RowsAhead(context.state, context.communicator)
     if context.communicator.world_size > 1:
         buffers = context.options.shares_buffers
@@ -129,6 +125,6 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     tables = context.state.tables
     beyond = [table for table in tables.values() if isinstance(table, TieredTable)]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    context.state.spaces = {space.name: stacked([tables[name] for name in space.tables]) for space in plan.spaces}
+    context.state.spaces = {space.name: joined(space, [tables[name] for name in space.tables]) for space in plan.spaces}
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)

@@ -123,16 +123,14 @@ def fit_plan(
 
 
 def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
-    """Splits a row space: tables beyond the host's memory stay together that have the same columns, behind the first of
-    them those in memory; beyond a device's, each is by itself."""
+    """Splits a row space: tables in memory stay together, and those beyond the host's that have the same columns;
+    beyond a device's, each is by itself."""
     on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
     for name in space.tables:
-        if name in beyond:
-            sets.setdefault(tuple(beyond[name].columns.items()) if on_host else name, []).append(name)
-    in_memory = [name for name in space.tables if name not in beyond]
-    first, *others = sets.values() if on_host and sets else ([], *sets.values())
-    return [space_of(plan, tables) for tables in ([*first, *in_memory], *others) if tables]
+        columns = tuple(beyond[name].columns.items()) if name in beyond else ()
+        sets.setdefault(columns if on_host or not columns else name, []).append(name)
+    return [space_of(plan, tables) for tables in sets.values()]
 
 
 def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
@@ -274,7 +272,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
     told, directory = None, context.options.spill_to
     for first_table in [name for name in beyond if name not in among]:
         space = joined.get(first_table) or space_of(plan, [first_table])
-        first_rows = {table: space.rows_of(table).start for table in space.tables if table in beyond}
+        first_rows = {table: space.rows_of(table).start for table in space.tables}
         initial = FirstOfTables({first: _initial(context, name, plan[name]) for name, first in first_rows.items()})
         columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
         slots = sum(plan.memory[name].slots for name in first_rows)

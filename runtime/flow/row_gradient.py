@@ -34,7 +34,7 @@ from embrace_fx.runtime.tables.held import GONE, Late, Rows
 from embrace_fx.runtime.tables.held_gradient import merged
 from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
+from embrace_fx.runtime.tables.update_rule import RowsAlone
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
 
@@ -68,7 +68,7 @@ class RowGradient:
         self.batch: Routing | None = None
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
-        self.step: UpdateRule | None = None
+        self.step: RowsAlone | None = None
         self._late: Late[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
         self._how: How = (local.dtype, 0, (), 1.0)
 
@@ -185,7 +185,7 @@ class RowGradient:
             return False
         return self._table.standing(self._late) == len(self._table.members) and self._table.can_wait()
 
-    def begin_step(self) -> UpdateRule:
+    def begin_step(self) -> RowsAlone:
         """Keeps the options of this moment for its update: the optimizer has stepped."""
         self.step = self._table.begin_step()
         return self.step
@@ -208,11 +208,11 @@ class RowGradient:
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def with_rows(self) -> list[tuple[RowsAlone, Rows]]:
-        """Waits for all of it, and leaves it to the steps that have taken it, which are returned with it."""
+    def with_rows(self) -> tuple[RowsAlone, Rows]:
+        """Waits for all of it, and leaves it to the step that has taken it, which is returned with it."""
         assert self.step is not None
         rows, self.parts = self._rest(), {}
-        return self.step.alone(merged(rows))
+        return self.step, merged(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
         """Calls `update`; the shard orders nodes."""

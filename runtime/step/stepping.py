@@ -376,7 +376,7 @@ class Stepping:
             at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
             if exchanges and exchanges[k] in step.late:
                 exchanges[k].note_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
-                found += exchanges[k].gradient.with_rows()
+                found.append(exchanges[k].gradient.with_rows())
         add_up_squares(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])

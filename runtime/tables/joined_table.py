@@ -30,7 +30,7 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_state import state_of
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
+from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -59,7 +59,6 @@ class JoinedTable:
         self._state = _JoinedState(self.members, self._bounds)
         self._gradient = _JoinedGradient(self.members)
         self._resting: RestingRows | None = None  # of all tables, where they rest together
-        self._updates_differ = len({member.row_updates for member in members}) > 1
 
     @property
     def local(self) -> Tensor:
@@ -150,14 +149,9 @@ class JoinedTable:
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
-    def begin_step(self) -> UpdateRule:
+    def begin_step(self) -> RowsAlone:
         """Begins a step of every table, under the options of this moment, of tables that are one (`can_wait`)."""
-        first, *others = self.members
-        rule = first.rule
-        others = others if self._updates_differ else []
-        if Replay in {rule, *[each.rule for each in others if each.row_updates != first.row_updates]} != {Replay}:
-            return OfMembers(self.split, [member.begin_step() for member in self.members])  # some rest, and some do not
-        if rule is Replay:
+        if (rule := self.members[0].rule) is Replay:
             return Replay(self, self._rest_together())
         self.settle()
         return rule(self)

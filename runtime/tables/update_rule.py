@@ -89,10 +89,6 @@ class RowsAlone:
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # what the state counts after the step, once rows have taken it
 
-    def alone(self, rows: Rows) -> list[tuple[RowsAlone, Rows]]:
-        """Splits rows into those that one rule steps: this one does all."""
-        return [(self, rows)]
-
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d).
 
@@ -209,36 +205,6 @@ class RowWise(RowsAlone):
         state["sum"].index_copy_(0, ids, sums)
         steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
         local.index_copy_(0, ids, local.index_select(0, ids).sub_(steps))
-
-
-class OfMembers:
-    """The step of a row space whose tables, or parts of several tables, step each by itself.
-
-    Args:
-        split: yields each one's own of rows of the space.
-        rules: one for each.
-    """
-
-    def __init__(self, split: Callable[[Tensor, Tensor], Sequence[Rows]], rules: Sequence[UpdateRule]) -> None:
-        self._split, self._rules = split, rules
-        self.moves_all: bool = any(rule.moves_all for rule in rules)
-
-    def alone(self, rows: Rows) -> list[tuple[RowsAlone, Rows]]:
-        """As of `RowsAlone`."""
-        parts = zip(self._rules, self._split(*rows), strict=True)
-        return [found for rule, part in parts for found in rule.alone(part)]
-
-    def apply(self, ids: Tensor, rows: Tensor) -> None:
-        for rule, part in zip(self._rules, self._split(ids, rows), strict=True):
-            rule.apply(*part)
-
-    def finish(self, parts: Sequence[Rows]) -> None:
-        split = [self._split(*part) for part in parts]
-        for k, rule in enumerate(self._rules):
-            rule.finish([each[k] for each in split])
-
-
-UpdateRule = RowsAlone | OfMembers
 
 
 # -- which rule --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState, ToCome
+from embrace_fx.runtime.tiers.joined_tiers import JoinedTiers
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -66,10 +67,9 @@ class RowsAhead:
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
         places = {name: (sets[table.memory], table.rows) for name, table in beyond.items()}
-        for name, space in self._state.spaces.items():  # its tables beyond memory come first
-            rows = [beyond[table.name].rows for table in space.members if table.name in beyond]
-            if rows:
-                places[name] = sets[beyond[space.members[0].name].memory], range(rows[-1].stop)
+        for name, space in self._state.spaces.items():
+            if isinstance(space, JoinedTiers):
+                places[name] = sets[space.memory], range(space.shape[0])
         self._jobs.put((coming, places, len(sets), found))
         while self._coming and self._coming[0][1].done():
             due, done = self._coming.popleft()
@@ -126,7 +126,6 @@ def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
             for name, rows in ({} if coming is None else coming.rows()).items():
                 if name in places:
                     number, there = places[name]
-                    rows = rows[rows < len(there)]  # of a space, others are in memory
                     of_sets[number].append(rows.to(torch.int64) + there.start)
             own = [torch.cat(of_set) for of_set in of_sets]
             counts = torch.tensor([rows.numel() for rows in own], device="cpu")

@@ -23,7 +23,7 @@ from embrace_fx.runtime.tables.held import Held, Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, UpdateRule
+from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
@@ -115,8 +115,8 @@ class InSlots:
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         return self.memory.unless_failed(super().preview)(ids, rows) or (rows, None)  # type: ignore[misc]
 
-    def begin_step(self) -> UpdateRule:
-        rule: UpdateRule = super().begin_step()  # type: ignore[misc]
+    def begin_step(self) -> RowsAlone:
+        rule: RowsAlone = super().begin_step()  # type: ignore[misc]
         for name in ("apply", "finish"):
             setattr(rule, name, self.memory.unless_failed(getattr(rule, name)))
         return rule
