@@ -123,7 +123,7 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = context.state.tables
-    beyond = [table for table in tables.values() if isinstance(table, TieredTable)]
+    beyond = [table.memory for table in tables.values() if isinstance(table, TieredTable)]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
     context.state.spaces = {space.name: joined(space, [tables[name] for name in space.tables]) for space in plan.spaces}
     watched = tuple(name for name in plan.watched if name not in exchanged)

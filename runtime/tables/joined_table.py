@@ -22,23 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_state import state_of
-from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, suppose
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE
+from embrace_fx.runtime.tables.unit import Unit
+from embrace_fx.runtime.tables.update_rule import Options, RowsAlone
 from embrace_fx.vocabulary.row_space import RowSpace
 
 _PARAMETER, _OPTIMIZER, _GRAD = map(attrgetter, ("parameter", "optimizer", "parameter.grad"))
-_LOCAL, _RESTING, _SKIPPED = map(attrgetter, ("parameter.held.local", "resting", "resting.skipped"))
+_LOCAL = attrgetter("parameter.held.local")
 
 
-class JoinedTable:
+class JoinedTable(Unit):
     """The tables of a row space, to their exchange and their updates one table.
 
     Args:
@@ -58,11 +57,13 @@ class JoinedTable:
         self._weights = _Joined(self._bounds)
         self._state = _JoinedState(self.members, self._bounds)
         self._gradient = _JoinedGradient(self.members)
-        self._resting: RestingRows | None = None  # of all tables, where they rest together
+        self.history = self._make_history()
+
+    def _make_history(self) -> History:
+        return History(self, {first: table.history for first, table in zip(self._bounds, self.members, strict=False)})
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, (V', d)."""
         return self._weights.of([*map(_LOCAL, self.members)], self._move)
 
     def _move(self, k: int, view: Tensor) -> None:
@@ -72,9 +73,6 @@ class JoinedTable:
     def joined(self) -> tuple[Tensor, ...]:
         """Tensors besides the parameters that hold the space's memory."""
         return () if self._weights.all is None else (self._weights.all,)
-
-    def note(self, ids: Tensor, among: Tensor) -> None:
-        """As of a table: none of a space needs its host."""
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
@@ -120,17 +118,11 @@ class JoinedTable:
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
-    @property
-    def holder(self) -> Optimizer:
-        """The optimizer that steps it."""
-        return self.members[0].holder
-
     def can_wait(self) -> bool:
         """Whether a step can be left to the next forward, and be taken rows by rows."""
-        return self._is_one() and self.members[0].can_wait()
+        return self.is_one() and self.members[0].can_wait()
 
-    def _is_one(self) -> bool:
-        """Whether one update of the space is what the optimizer does to each table: options and state are alike."""
+    def is_one(self) -> bool:
         return self._has_one_group() and self._state.is_alike()
 
     def _has_one_group(self) -> bool:
@@ -141,7 +133,6 @@ class JoinedTable:
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def param_group(self) -> Options:
-        """The options of this moment."""
         return self.members[0].param_group()
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
@@ -149,67 +140,13 @@ class JoinedTable:
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
-    def begin_step(self) -> RowsAlone:
-        """Begins a step of every table, under the options of this moment, of tables that are one (`can_wait`)."""
-        if (rule := self.members[0].rule) is Replay:
-            return Replay(self, self._rest_together())
-        self.settle()
-        return rule(self)
-
-    def _rest_together(self) -> RestingRows:
-        """One history for all tables: what they have in common of steps is noted, and rows are moved, once."""
-        if (known := self._together) is not None:
-            return known
-        self.settle()
-        found = self._resting = RestingRows()
-        for member, first in zip(self.members, self._bounds, strict=False):
-            member.rest_by(found, self, first)
-        return found
-
     @property
-    def _together(self) -> RestingRows | None:
-        """The common history; None: a table has one of its own."""
-        known = self._resting
-        return known if all(map(is_, map(_RESTING, self.members), repeat(known))) else None
-
-    @property
-    def has_resting_rows(self) -> bool:
-        """Whether any row may have skipped a step."""
-        if (together := self._together) is not None:
-            return together.rest
-        return set(map(_SKIPPED, self.members)) != {None} and any(member.has_resting_rows for member in self.members)
-
-    def catch_up(self, ids: Tensor) -> bool:
-        """Lets rows (K,), in any order, take the steps they have skipped, before they are read."""
-        if not self.has_resting_rows:
-            return False
-        if (together := self._together) is not None:
-            return together.catch_up(self.local, self.state, ids)
-        ordered = ids.unique()
-        parts = self.split(ordered, ordered)
-        for member, (own, _) in zip(self.members, parts, strict=True):
-            member.catch_up(own)
-        return True
-
-    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """As `RowTable.places`."""
-        return ids
+    def rule(self) -> type[RowsAlone]:
+        return self.members[0].rule
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `RowTable.look_up`. A new forward begins: gradients that the loop has dropped need no memory."""
-        self._gradient.give_back()
-        self.catch_up(ids)
-        return lookup(self.local, ids, dtype)
-
-    def as_they_are(self, ids: Tensor) -> Tensor:
-        """As `RowTable.as_they_are`."""
-        return self.local.index_select(0, self.places(ids))
-
-    def settle(self) -> None:
-        """Has all rows take the steps they have skipped."""
-        if self.has_resting_rows:
-            for member in self.members[:1] if self._together is not None else self.members:
-                member.settle()
+        self._gradient.give_back()  # a new forward begins: gradients that the loop has dropped need no memory
+        return super().look_up(ids, dtype)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -221,16 +158,6 @@ class JoinedTable:
     def keep(self, state: Mapping[str, Any]) -> None:
         """Keeps what a step has made of state: counters, which each table has for itself."""
         self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])})
-
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """As `RowTable.preview`."""
-        first = self.members[0]
-        if type(first.optimizer) not in ELEMENT_WISE or not self._is_one() or not first.rule.moves_all:
-            return rows, None
-        step = suppose(self, ids, rows)
-        if (together := self._together) is not None:
-            together.suppose(step)
-        return step.rows, step.options
 
 
 def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:

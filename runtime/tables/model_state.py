@@ -28,7 +28,7 @@ class Hints(Protocol):
     def end_call(self) -> None: ...
 
 
-_SKIPPED = attrgetter("resting.skipped")
+_OPEN = attrgetter("history.open")
 
 
 class ToCome(Protocol):
@@ -125,12 +125,8 @@ class ModelState:
     @property
     def has_resting_rows(self) -> bool:
         """Whether any table has rows that have skipped a step."""
-        histories = set(map(_SKIPPED, self.tables.values()))  # at every call and step: without a call for each table
-        histories.discard(None)
-        for history in histories:
-            if history.count:
-                return True
-        return bool(self.spaces) and any(space.has_resting_rows for space in self.spaces.values())
+        # At every call and step: without a call for each table.
+        return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""

@@ -173,25 +173,6 @@ def step_rows(
     return {key: value for key, value in after.items() if not is_of_rows(state.get(key), total)}
 
 
-def first_rows(
-    optimizer: Optimizer,
-    options: Mapping[str, Any],
-    local: Tensor,
-    state: Mapping[str, Any],
-    parts: Sequence[tuple[Tensor, Tensor]],
-) -> State:
-    """Steps rows in a step that makes state; returns the state of rows, zeros for all others."""
-    none = (torch.empty(0, dtype=torch.int64, device=local.device), local[:0])
-    ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
-    total, values = local.shape[0], local.index_select(0, ids)
-    after = step_tensor(optimizer, options, values, rows, rows_of_state(state, ids, total))
-    local.index_copy_(0, ids, values)
-    of_rows = {key: value for key, value in after.items() if is_of_rows(value, len(ids))}
-    made = {key: value.new_zeros((total, *value.shape[1:])) for key, value in of_rows.items() if key not in state}
-    put_rows({**state, **made}, of_rows, ids, total)
-    return made
-
-
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
     """Takes a step over none of the rows of a part (V', d); returns what its state counts for all of them."""
     after = _step_nothing(optimizer, options, local, state)

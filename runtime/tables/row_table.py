@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.own_step import (
     hyperparameters,
     makes_state,
@@ -31,24 +31,15 @@ from embrace_fx.runtime.tables.own_step import (
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import keep_state, state_of
-from embrace_fx.runtime.tables.resting import PartAndState, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import (
-    Options,
-    Replay,
-    RowsAlone,
-    RowWise,
-    Sweep,
-    moving,
-    steps_rows,
-    suppose,
-)
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, Moving, RowUpdates
+from embrace_fx.runtime.tables.unit import Unit
+from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, RowWise, Sweep, moving, steps_rows
+from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
-class RowTable:
+class RowTable(Unit):
     """A table updated by rows: its part on this rank, its gradient, and its optimizer.
 
     Args:
@@ -62,7 +53,6 @@ class RowTable:
         optimizer: whichever steps it, once that is known.
         is_read_densely: whether, of a replica, rows without a gradient of a lookup have one.
         has_sparse_gradient: whether `.grad` looks sparse (COO), as its lookups ask for.
-        resting: the history by which its rows rest.
     """
 
     def __init__(
@@ -85,13 +75,10 @@ class RowTable:
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
-        self.resting = RestingRows()
-        self._stack: PartAndState | None = None  # whose history that is; None: its own
-        self._first = 0  # of its rows in the history
+        self.members, self.shape, self.history = (self,), layout.shape, History(self)
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, (V', d)."""
         parameter = self.parameter
         return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
 
@@ -100,35 +87,11 @@ class RowTable:
         assert isinstance(self.parameter, Part)
         self.parameter.held.replace(local)
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor of the size of this rank's part, whose values mean nothing."""
-        return self.local
-
-    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Where rows (K,) are in `local`, until the next call: there themselves."""
-        return ids
-
-    shown: Collection[str] = ()
-    """Entries of state that its memory keeps, besides those of the optimizer."""
-
     needs_host = False
     """Whether its host has to know which rows of a device are looked up."""
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Notes among which rows of the host (K,) ids of the device are, where it `needs_host`."""
-
-    def note(self, ids: Tensor, among: Tensor) -> None:
-        """Notes that ids are among others, likewise."""
-
-    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows (K, d), once they have taken skipped steps."""
-        self.catch_up(ids)
-        return lookup(self.local, self.places(ids), dtype)
-
-    def as_they_are(self, ids: Tensor) -> Tensor:
-        """Rows (K, d), with what they have skipped still to come."""
-        return self.local.index_select(0, self.places(ids))
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
@@ -136,19 +99,9 @@ class RowTable:
         return ()
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole table, (V, D)."""
-        return self.layout.shape
-
-    @property
     def grid(self) -> Grid | None:
         """The grid on which it lies; None: by columns."""
         return self.layout.grid
-
-    @property
-    def failure(self) -> str:
-        """What has gone wrong with its rows on this rank, for good; the next announcement tells all ranks."""
-        return ""
 
     no_dense = ""
     """Why its gradient cannot be had as a tensor of all elements; "": it can."""
@@ -171,7 +124,8 @@ class RowTable:
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
-        held = HeldGradient(self.like, self.layout, self._gradients, self.no_dense)
+        like = self.parameter.held.now() if isinstance(self.parameter, Part) else self.parameter.detach()
+        held = HeldGradient(like, self.layout, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
             if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
@@ -279,7 +233,6 @@ class RowTable:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
-        """The options of this moment."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # where it was
@@ -300,14 +253,7 @@ class RowTable:
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
-    def holder(self) -> Optimizer:
-        """The optimizer that steps it."""
-        assert self.optimizer is not None
-        return self.optimizer
-
-    @property
     def rule(self) -> type[RowsAlone]:
-        """The rule of its next step, under the options of this moment."""
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWise
@@ -321,46 +267,11 @@ class RowTable:
         kept = self.holder.state.get(self.parameter) or {}
         return Replay if form_of(self.holder, options, kept, self.parameter.dtype) else Sweep
 
-    def begin_step(self) -> RowsAlone:
-        """Begins a step under the options of this moment."""
-        rule = self.rule
-        if rule is Replay:
-            if self._stack is not None:
-                self.rest_by(RestingRows())
-            return Replay(self, self.resting)
-        self.settle()
-        return rule(self)
-
-    def rest_by(self, history: RestingRows, stack: PartAndState | None = None, first: int = 0) -> None:
-        """Has rows rest by another history from here on.
-
-        Args:
-            stack: whose it is, with this table's rows from `first` on; None: it is the table's own.
-        """
-        self.settle()
-        self.resting, self._stack, self._first = history, stack, first
-
-    @property
-    def has_resting_rows(self) -> bool:
-        """Whether any row may have skipped a step."""
-        return self.resting.rest
-
-    def catch_up(self, ids: Tensor) -> bool:
-        """Lets rows take skipped steps before they are read; returns whether any may have been written."""
-        return self.resting.rest and self.resting.catch_up(self.local, self.state, ids, self._first)
-
-    def settle(self) -> None:
-        """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
-        if self.resting.rest:
-            table = self if self._stack is None else self._stack
-            self.resting.settle(table.local, table.state)
-
     @property
     def lacks_state(self) -> bool:
-        """Whether its next step makes state, which has to be made for all rows at once."""
         options = self.param_group()
         kept: Mapping[str, Any] = self.holder.state.get(self.parameter) or {}
-        asked = plain_options(options, but="lr"), frozenset(self.shown), *kept, *map(type, kept.values())
+        asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
         if asked[0] is None or self._made != asked:
             if makes_state(self.holder, options, self.local, self.state):
                 return True
@@ -371,10 +282,8 @@ class RowTable:
         """Whether a step can be left to the next forward, and be taken rows by rows."""
         return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
 
-    @property
-    def members(self) -> tuple[RowTable, ...]:
-        """The tables that step as one: itself."""
-        return (self,)
+    def is_one(self) -> bool:
+        return True
 
     @staticmethod
     def split(ids: Tensor, rows: Tensor) -> list[Rows]:
@@ -383,11 +292,9 @@ class RowTable:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the table, this rank's parts as plain tensors; `keep` keeps others."""
         return MappingProxyType(state_of(self.holder, self.parameter))
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keeps what a step has made of its state."""
         keep_state(self.holder, self.parameter, state)
 
     def step_dense(self) -> None:
@@ -396,14 +303,3 @@ class RowTable:
         options, state = self.param_group(), self.state
         gradient = self.open_gradient().memory()
         self.keep(step_tensor(self.holder, options, self.local, gradient, state))
-
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Rows (K, d) that are up to date, as the next step will leave them if it gives them no gradient; and that
-        step's options, where it moves them and can be told."""
-        # Of another class's step a trial could leave something behind.
-        if self.optimizer is None or type(self.optimizer) not in ELEMENT_WISE or not self.rule.moves_all:
-            return rows, None
-        step = suppose(self, ids, rows)
-        if self._stack is None:
-            self.resting.suppose(step)
-        return step.rows, step.options

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from embrace_fx.runtime.tables import fused_rows
 from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.history import SupposedStep
 from embrace_fx.runtime.tables.own_step import (
     State,
     counters_after,
-    first_rows,
     hyperparameters,
     is_of_rows,
     plain_options,
@@ -39,38 +39,15 @@ from embrace_fx.runtime.tables.own_step import (
     step_tensor,
     with_own_counters,
 )
-from embrace_fx.runtime.tables.resting import PartAndState, RestingRows, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
+if TYPE_CHECKING:
+    from embrace_fx.runtime.tables.unit import Unit
+
 Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
-
-
-class Stepped(PartAndState, Protocol):
-    """A table, or a row space; its state as plain tensors; `keep` keeps others."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the whole, (V, D)."""
-
-    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Where rows are in `local` and in the state of rows, until the next call."""
-
-    @property
-    def lacks_state(self) -> bool:
-        """Whether its next step makes state, which has to be made for all rows at once."""
-
-    @property
-    def holder(self) -> Optimizer:
-        """The optimizer that steps it."""
-
-    def param_group(self) -> Options:
-        """The options of this moment."""
-
-    def keep(self, state: Mapping[str, Any]) -> None:
-        """Keeps what a step has made of state."""
 
 
 class RowsAlone:
@@ -83,7 +60,7 @@ class RowsAlone:
     moves_all = False
     """Whether rows without gradient move, too."""
 
-    def __init__(self, table: Stepped) -> None:
+    def __init__(self, table: Unit) -> None:
         self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
         # A fused kernel's bits depend on where an element lies: on which others are updated together with it.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
@@ -101,22 +78,34 @@ class RowsAlone:
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
-        table = self.table
-        made: State = {}
-        if is_first := table.lacks_state:
-            made = first_rows(self.optimizer, self._of_some, table.local, table.state, parts)
-        for ids, rows in () if is_first else parts:
+        if self.table.lacks_state:
+            self._take_first(parts)
+            return
+        for ids, rows in parts:
             self.apply(ids, rows)
-        self._count(is_first=is_first)
-        table.keep(made)
+        self._count()
 
-    def _count(self, *, is_first: bool = False) -> None:
+    def _take_first(self, parts: Sequence[Rows]) -> None:
+        """Updates rows in the step that makes state."""
+        table, none = self.table, torch.empty(0, dtype=torch.int64, device=self.table.local.device)
+        ids, rows = (torch.cat(each) for each in zip((none, table.local[:0]), *parts, strict=True))
+        places, local = table.places(ids, to_write=True), table.local
+        state, values = table.state, local.index_select(0, places)
+        after = step_tensor(self.optimizer, self._of_some, values, rows, rows_of_state(state, places, len(local)))
+        local.index_copy_(0, places, values)
+        counters: State = {key: value for key, value in after.items() if not is_of_rows(value, len(ids))}
+        if self._of_some is not self.options:
+            counters = counters_after(self.optimizer, self.options, local, state)
+        table.keep_first({key: value for key, value in after.items() if key not in counters}, places)
+        table.keep(counters)
+
+    def _count(self) -> None:
         """Has what the state counts go on: the same for all rows."""
-        if self._counted and not is_first and self._of_some is self.options:
+        if self._counted and self._of_some is self.options:
             self.table.keep(self._counted)
             return
         local, state = self.table.local, self.table.state
-        if is_first or not all(is_of_rows(value, local.shape[0]) for value in state.values()):
+        if not all(is_of_rows(value, local.shape[0]) for value in state.values()):
             self.table.keep(counters_after(self.optimizer, self.options, local, state))
 
 
@@ -125,7 +114,7 @@ class Sweep(RowsAlone):
 
     moves_all = True
 
-    def __init__(self, table: Stepped) -> None:
+    def __init__(self, table: Unit) -> None:
         super().__init__(table)
         self._applied: list[Tensor] = []  # rows that have been updated
 
@@ -148,32 +137,28 @@ class Sweep(RowsAlone):
 
 
 class Replay(RowsAlone):
-    """The step of a table whose rows without gradient take it when they are next read.
-
-    Args:
-        resting: what the table knows of them.
-    """
+    """The step of a table whose rows without gradient take it when they are next read."""
 
     moves_all = True
 
-    def __init__(self, table: Stepped, resting: RestingRows) -> None:
+    def __init__(self, table: Unit) -> None:
         super().__init__(table)
-        self._resting = resting
-        resting.begin(self.optimizer, self.options, table)
+        self._history = table.history
+        self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        ids = self.table.places(ids, to_write=True)
+        places = self.table.places(ids, to_write=True)
+        self._history.catch_up(places)
         local, state = self.table.local, self.table.state
-        self._resting.catch_up(local, state, ids)
-        self._counted = step_rows(self.optimizer, self.options, local, state, ids, rows) or self._counted
-        self._resting.took(ids)
+        self._counted = step_rows(self.optimizer, self.options, local, state, places, rows) or self._counted
+        self._history.took(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
         for ids, rows in parts:
             self.apply(ids, rows)
-        self._resting.note(self.options, self.table)
+        self._history.note(self.options)
         self._count()
-        self._resting.shorten(self.table)
+        self._history.shorten()
 
 
 class RowWise(RowsAlone):
@@ -293,7 +278,7 @@ def _stand_still(kind: type[Optimizer], facts: tuple[tuple[str, Hashable], ...])
 # -- steps to come -----------------------------------------------------------------------------------------------------
 
 
-def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> SupposedStep:
+def suppose(table: Unit, ids: Tensor, rows: Tensor) -> SupposedStep:
     """Takes the next step of a table with copies of rows `ids` (K,), (K, d), as if it gave them no gradient."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, table.places(ids), table.local.shape[0])

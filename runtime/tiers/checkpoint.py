@@ -23,10 +23,10 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_state_of
 from embrace_fx.runtime.tables.part_state import as_state
 from embrace_fx.runtime.tables.state_dicts import whole_state
-from embrace_fx.runtime.tiers.histories import NO_HISTORIES
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS
 from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
+from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 from embrace_fx.vocabulary.ops import own_columns
@@ -50,8 +50,8 @@ def save(
     with _together(communicator, room):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
-            if table.failure:
-                raise TierError(table.failure)
+            if table.memory.failure:
+                raise TierError(table.memory.failure)
             save_rows(table, folder / files[name][communicator.rank])
     others = {k: v for k, v in model.state_dict().items() if k not in beyond}
     with communicator.watching():
@@ -112,11 +112,13 @@ def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, comm
 def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
     """Loads a table, and its optimizer's state, that a checkpoint has as tensors."""
     own = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank))
-    table.forget()
+    table.memory.forget(table.rows)
     of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}
     for some in torch.arange(table.shape[0], device="cpu").split(ROWS_AT_ONCE) if not values.is_meta else ():
         cut = {key: value[some[0] : some[-1] + 1] for key, value in of_rows.items()}
-        table.store(some, {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()})
+        table.memory.store(
+            table.numbers(some), {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()}
+        )
     counters = {key: value for key, value in state.items() if key not in of_rows}
     table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": NO_HISTORIES, "counters": counters})
 

@@ -8,7 +8,7 @@ from typing import Any
 from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone
-from embrace_fx.runtime.tiers.histories import Histories, TogetherHistories
+from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.tiered_table import InSlots, TieredTable
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -29,24 +29,14 @@ class JoinedTiers(InSlots, JoinedTable):
     members: tuple[TieredTable, ...]
 
     def __init__(self, space: RowSpace, members: Sequence[TieredTable]) -> None:
-        super().__init__(space, members)
         self.memory = members[0].memory
-        known = members[0].histories.together
-        self.histories = known or TogetherHistories(self.memory, {each.rows.start: each.histories for each in members})
+        super().__init__(space, members)
 
-    def _is_one(self) -> bool:
-        return super()._is_one() and all(each.shown == self.members[0].shown for each in self.members)
+    def _make_history(self) -> SlotHistory:
+        return SlotHistory(self, self.memory, range(self.memory.num_rows), [each.history for each in self.members])
 
-    @property
-    def _together(self) -> Histories:
-        return self.histories
-
-    def _rest_together(self) -> Histories:
-        return self.histories
-
-    @property
-    def has_resting_rows(self) -> bool:
-        return self.histories.rest
+    def is_one(self) -> bool:
+        return super().is_one() and all(each.shown == self.members[0].shown for each in self.members)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -14,9 +14,7 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,30 +26,6 @@ from embrace_fx.runtime.tiers.records import Records
 
 class TierError(RuntimeError):
     """A row cannot be read from its file, or written there."""
-
-
-class MayFail:
-    """What a file stands behind.
-
-    Attributes:
-        failure: what has gone wrong with it; "": nothing.
-    """
-
-    failure = ""
-
-    def unless_failed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that yields None once the file has failed: nobody would be told of an error in it."""
-
-        def guarded(*args: Any) -> Any:
-            if self.failure:
-                return None
-            try:
-                return call(*args)
-            except TierError as error:
-                self.failure = str(error)
-                return None
-
-        return guarded
 
 
 class RecordFile:

@@ -76,7 +76,7 @@ class RowsAhead:
             if done.exception() is None and due > self._number:
                 for memory, numbers in zip(sets, done.result(), strict=True):
                     if numbers.numel():
-                        memory.unless_failed(memory.read_ahead)(numbers, due)
+                        memory.read_ahead(numbers, due)
 
     def end_call(self) -> None:
         """Ends a call: what the next lookup reads is not known."""
@@ -108,7 +108,7 @@ class RowsAhead:
             if (ids := rows.get(name)) is not None and ids.numel():
                 of_sets.setdefault(table.memory, []).append(table.numbers(ids))
         for memory, numbers in of_sets.items():
-            memory.unless_failed(memory.read_ahead)(torch.cat(numbers), due)
+            memory.read_ahead(torch.cat(numbers), due)
 
 
 _Job = tuple[ToCome | None, Mapping[str, tuple[int, range]], int, Future[list[Tensor]]]

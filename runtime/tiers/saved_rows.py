@@ -48,7 +48,7 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
     shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
     needed = [k for k in shared if shared[k]] or [0]
     count, columns = 0, table.memory.records.columns
-    table.forget()
+    table.memory.forget(table.rows)
     with ExitStack() as stack:
         chunks = [_chunks(columns, paths[k], len(cuts[k]), table.memory.part, stack) for k in needed]
         for chunk in zip(*chunks, strict=True):
@@ -62,7 +62,7 @@ def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], 
                     for k, part in zip(needed, parts, strict=True)
                 ]
                 values[key] = torch.cat(pieces, 1)
-            table.store(rows, values)
+            table.memory.store(table.numbers(rows), values)
             count += rows.numel()
     return count
 

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.held import Held, Rows
-from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
+from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
+from embrace_fx.runtime.tables.unit import Unit
 from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
-from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
+from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.vocabulary.exactness import STILL, Moving
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -64,62 +64,34 @@ class HeldInFile(Held):
         return self.now()
 
 
-class InSlots:
-    """Of a table or a row space beyond memory: rows are read and stepped in slots.
+class InSlots(Unit):
+    """A table or a row space beyond memory: rows are read and stepped in slots.
 
     Attributes:
         memory: its working set.
-        histories: of its rows.
     """
 
     memory: WorkingSet
-    histories: Histories
-
-    if TYPE_CHECKING:
-
-        @property
-        def state(self) -> Mapping[str, Any]: ...
 
     @property
     def local(self) -> Tensor:
-        """The rows in memory, (S, d)."""
         return self.memory.columns[WEIGHTS]
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of rows (K,) in the working set."""
-        return ids
-
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        return self.memory.places(self.numbers(ids), to_write=to_write)
+        return self.memory.places(ids, to_write=to_write)
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self.memory.failure:  # this rank has told, or will before the next step: others wait for rows all the same
-            return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
+        """As of any unit. Where a row cannot be read, others wait for this rank's rows all the same: it raises once.
+
+        Raises:
+            TierError: a row cannot be read.
+        """
+        failed_before = self.memory.failure
         self.memory.counts.asked += ids.numel()
-        try:
-            slots = self.places(ids, to_write=self.histories.rest)
-        except TierError as error:
-            self.memory.failure = str(error)
-            raise
-        self.histories.catch_up(self.local, self.state, slots)
-        return lookup(self.local, slots, dtype)
-
-    def catch_up(self, ids: Tensor) -> bool:
-        return self.histories.catch_up(self.local, self.state, self.places(ids, to_write=self.histories.rest))
-
-    def as_they_are(self, ids: Tensor) -> Tensor:
-        none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
-        found = self.memory.unless_failed(super().as_they_are)(ids)  # type: ignore[misc]  # of a table or a row space
-        return none if found is None else found
-
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        return self.memory.unless_failed(super().preview)(ids, rows) or (rows, None)  # type: ignore[misc]
-
-    def begin_step(self) -> RowsAlone:
-        rule: RowsAlone = super().begin_step()  # type: ignore[misc]
-        for name in ("apply", "finish"):
-            setattr(rule, name, self.memory.unless_failed(getattr(rule, name)))
-        return rule
+        found = super().look_up(ids, dtype)
+        if self.memory.failure and not failed_before:
+            raise TierError(self.memory.failure)
+        return found
 
 
 class TieredTable(InSlots, RowTable):
@@ -131,6 +103,8 @@ class TieredTable(InSlots, RowTable):
         shown: columns of state that the optimizer has made.
     """
 
+    history: SlotHistory
+
     def __init__(
         self, *args: Any, memory: WorkingSet, first: int = 0, shown: Collection[str] = (), **kwargs: Any
     ) -> None:
@@ -140,19 +114,12 @@ class TieredTable(InSlots, RowTable):
         self.rows, self._stepped = range(first, first + self.shape[0]), 0
         self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
         self._expected: Tensor | None = None
-        self.histories = self.resting = Histories(memory, self.rows)
+        self.history = SlotHistory(self, memory, self.rows)
         self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
 
     def numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of rows (K,) in the working set."""
         return ids + self.rows.start if self.rows.start else ids
-
-    @property
-    def failure(self) -> str:
-        return self.memory.failure
-
-    @property
-    def like(self) -> Tensor:
-        return self.parameter.held.now()  # type: ignore[attr-defined, no-any-return]  # a part
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         return self.memory.places(self.numbers(ids), among=self._rows_on_host(ids), to_write=to_write)
@@ -167,10 +134,10 @@ class TieredTable(InSlots, RowTable):
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
         self._on_host[ids] = rows
-        self.read_ahead(rows, self.memory.step + 1)
+        self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def note(self, ids: Tensor, among: Tensor) -> None:
-        if ids.is_cuda and not self.failure:
+        if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(among)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
@@ -183,13 +150,9 @@ class TieredTable(InSlots, RowTable):
         return rows
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self._expected is not None and not self.failure:
+        if self._expected is not None:
             self._on_host[ids], self._expected = self._expected, None
         return super().look_up(ids, dtype)
-
-    def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that the step of number `due` will ask for."""
-        self.memory.unless_failed(self.memory.read_ahead)(self.numbers(ids), due)
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -198,22 +161,18 @@ class TieredTable(InSlots, RowTable):
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if way in STILL:
-            return FirstAlone if self.lacks_state else RowsAlone
+            return RowsAlone
         if way == "either":
             if form_of(self.holder, options, self.state, self.local.dtype) is not None:
                 return Replay
             if self.lacks_state:
-                return FirstOfAll
+                return _FirstOfAll
         raise RuntimeError(not_replayable(self.name, type(self.holder)))
 
-    def keep_first(self, state: Mapping[str, Any], slots: Tensor) -> None:
-        """Stores the state that the first step has made for rows in slots (K,)."""
+    def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
         for key, value in state.items():
-            if key in self.memory.columns:
-                self.memory.columns[key].index_copy_(0, slots, value)
-                self.shown.add(key)
-            else:
-                self.keep({key: value})
+            self.memory.columns[key].index_copy_(0, places, value)
+        self.shown |= state.keys()
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -228,7 +187,7 @@ class TieredTable(InSlots, RowTable):
         """Returns all that a checkpoint holds besides rows; no update may be pending."""
         self.settle()
         first = self.memory.initial.tables[self.rows.start]
-        of_rows = {"shown": sorted(self.shown), "histories": self.histories.saved(), "seed": first.seed}
+        of_rows = {"shown": sorted(self.shown), "histories": self.history.saved(), "seed": first.seed}
         return {**of_rows, "counters": self.counters, "padding": first.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -236,27 +195,16 @@ class TieredTable(InSlots, RowTable):
         initial = self.memory.initial
         first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = initial.having(self.rows.start, first)
-        self.histories.load(saved["histories"], self.holder)
+        self.history.load(saved["histories"], self.holder)
         self.shown = self._with_made(saved["shown"])
+        self._made = None
         self.holder.state[self.parameter] = dict(saved["counters"])
-
-    def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-        """Records that the rows in slots (K,) have taken the first step, and no other row has."""
-        self.histories.took_first(slots, self.holder, options, counters)
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As of a `WorkingSet`; rows are the table's."""
         for rows, records in self.memory.moved(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
-
-    def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """As of a `WorkingSet`."""
-        self.memory.store(self.numbers(rows), values)
-
-    def forget(self) -> None:
-        """Makes all rows what they began as."""
-        self.memory.forget(self.rows)
 
     def count_step(self) -> None:
         """Counts a step of this table: those of a working set are those of the one that has taken most."""
@@ -265,7 +213,7 @@ class TieredTable(InSlots, RowTable):
 
     def begin_step(self) -> RowsAlone:
         self.count_step()
-        return super().begin_step()  # type: ignore[return-value]  # of one table
+        return super().begin_step()
 
     @property
     def remark(self) -> str:
@@ -288,30 +236,17 @@ class TieredTable(InSlots, RowTable):
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
-class FirstAlone(RowsAlone):
-    """The step that makes state, for a table beyond memory whose rows without gradient stay unchanged."""
+class _FirstOfAll(RowsAlone):
+    """The step that makes state: rows without gradient take it when they are next in memory."""
 
     table: TieredTable
+    moves_all = True
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        table = self.table
-        none = (torch.empty(0, dtype=torch.int64, device=table.local.device), table.local[:0])
-        ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
-        slots, state = table.places(ids, to_write=True), table.state
-        counters = table.counters
-        values = table.local.index_select(0, slots)
-        before = rows_of_state(state, slots, table.memory.slots)
-        after = step_tensor(self.optimizer, self._of_some, values, rows, before)
-        table.local.index_copy_(0, slots, values)
-        if self.moves_all:
-            table.took_first(slots, self._of_some, counters)
-        table.keep_first(after, slots)
-
-
-class FirstOfAll(FirstAlone):
-    """The step that makes state, where rows without gradient are updated too: when they are next in memory."""
-
-    moves_all = True
+        table, counters = self.table, self.table.counters
+        super().finish(parts)
+        slots = table.places(torch.cat([ids for ids, _ in parts]), to_write=True)
+        table.history.took_first(slots, self.optimizer, self._of_some, counters)
 
 
 def not_replayable(table: str, kind: type[Optimizer]) -> str:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.next_use import NextUse
-from embrace_fx.runtime.tiers.record_file import MayFail, RecordFile, TierError
+from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Slots
@@ -44,7 +45,7 @@ ROWS_AT_ONCE = 1 << 13
 """Of all, as one looks at them one after the other."""
 
 
-class WorkingSet(MayFail):
+class WorkingSet:
     """The rows of a table's part that are in memory.
 
     Args:
@@ -58,6 +59,7 @@ class WorkingSet(MayFail):
         device: where slots are.
 
     Attributes:
+        failure: what has gone wrong with the file, for good; the next announcement tells all ranks. "": nothing.
         initial: as given; another one after a checkpoint has been loaded.
         columns: name -> (S, ...), the slots' values.
         arrived: told of slots (K,) into which rows have come, and how many steps any of them has taken at least.
@@ -75,7 +77,7 @@ class WorkingSet(MayFail):
         recorder: Callable[[], Recorder] = Recorder,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._table, self.slots, self.initial = table, slots, initial
+        self._table, self.slots, self.initial, self.failure = table, slots, initial, ""
         self.records = Records(columns)
         device = torch.device(device)
         streams = streams_of(device)
@@ -110,20 +112,29 @@ class WorkingSet(MayFail):
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and their step
 
     def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Returns the slots (K,) of rows, after bringing missing ones into memory.
+        """Returns the slots (K,) of rows, after bringing missing ones into memory; any, once the file has failed.
 
         Args:
             among: rows of the host, of which ids (K,) are some, where these are a device's.
-
-        Raises:
-            TierError: a row cannot be read, or an evicted one written; or there are too few slots.
         """
-        slots = self._hold(ids if among is None else among, to_write=to_write)
+        slots: Tensor | None = self._unless_failed(self._hold, ids if among is None else among, to_write)
+        if slots is None:
+            return torch.zeros_like(ids)
         if self._on_device is None:
             return slots
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
-    def _hold(self, ids: Tensor, *, to_write: bool) -> Tensor:
+    def _unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls what reads or writes rows; None: the file has failed, of which nobody here would be told."""
+        if self.failure:
+            return None
+        try:
+            return call(*args)
+        except TierError as error:
+            self.failure = str(error)
+            return None
+
+    def _hold(self, ids: Tensor, to_write: bool) -> Tensor:
         """Brings rows (K,) that are missing; so many at once that what is made of their numbers is bounded."""
         parts, next_use = ids.split(self._at_once), self._next_use
         next_use.begin_call()
@@ -154,6 +165,9 @@ class WorkingSet(MayFail):
     def read_ahead(self, ids: Tensor, due: int) -> None:
         """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory. What finds no room
         beside rows whose gradients may be still to come is read at a later call, that of nearer steps first."""
+        self._unless_failed(self._read_waiting, ids, due)
+
+    def _read_waiting(self, ids: Tensor, due: int) -> None:
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
             if step > self.step:

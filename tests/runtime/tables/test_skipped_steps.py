@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.resting import RestingRows, SupposedStep
+from embrace_fx.runtime.tables.history import History, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
 from embrace_fx.runtime.tables.update_rule import Replay, suppose
 from tests.support.tiers import OPTIMIZERS
@@ -39,7 +39,7 @@ class _Table:
         self._step(torch.arange(ROWS))
         self.local = self.parameter.detach().clone()
         self.state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self._own_state.items()}
-        self.resting = RestingRows()
+        self.history = History(self)
 
     def _draw(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.randn((rows, COLUMNS), generator=self._random, dtype=torch.float64).to(dtype)
@@ -86,10 +86,10 @@ class _Table:
         ids = torch.tensor(read, dtype=torch.int64)
         with torch.enable_grad():
             rows = self._step(ids)
-        Replay(self, self.resting).finish([(ids, rows)])
+        Replay(self).finish([(ids, rows)])
 
     def check(self) -> None:
-        self.resting.settle(self.local, self.state)
+        self.history.close()
         tolerance = TOLERANCES[self.local.dtype]
         torch.testing.assert_close(self.local, self.parameter.detach(), rtol=tolerance, atol=tolerance)
         assert self.state.keys() == self._own_state.keys()
@@ -142,9 +142,9 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     table = _Table(SKIPPED["adamw"], torch.float64)
     for _ in range(3):
         table.step(1)
-    table.resting.catch_up(table.local, table.state, torch.tensor([7, 7, 2, 7]))
+    table.history.catch_up(torch.tensor([7, 7, 2, 7]))
     before = table.local.clone()
-    table.resting.catch_up(table.local, table.state, torch.tensor([2, 7]))
+    table.history.catch_up(torch.tensor([2, 7]))
 
     assert torch.equal(table.local, before)
     torch.testing.assert_close(before[[2, 7]], table.parameter.detach()[[2, 7]], rtol=1e-12, atol=1e-12)
@@ -154,9 +154,9 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
 
 def _read_a_step_ahead(table: _Table, *read: int) -> SupposedStep:
     ids = torch.tensor(read)
-    table.resting.catch_up(table.local, table.state, ids)
+    table.history.catch_up(ids)
     step = suppose(table, ids, table.local.index_select(0, ids))
-    table.resting.suppose(step)
+    table.history.suppose(step)
     return step
 
 

@@ -140,7 +140,7 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"expected rows by ids|dense gradient"):
             ask()
     with pytest.raises(TierError, match="30 rows of memory for 31"):
-        table.places(torch.arange(31))
+        table.look_up(torch.arange(31))
 
 
 def full_disk(rank: int, world_size: int) -> list[float]:
