@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from embrace_fx.session import ddp_attributes
+from embrace_fx.session.names import StateDict, named
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs
@@ -259,14 +260,20 @@ class CompiledModel(nn.Module, Joinable):
 
     # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         self._session.parameters_may_change()
-        return super().named_parameters(*args, **kwargs)
+        return self._session.model.parameters(recurse)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._session.parameters_may_change()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
+        return named(super().named_parameters(prefix, *args, **kwargs), prefix)
+
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return named(super().named_buffers(prefix, *args, **kwargs), prefix)
+
+    def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        self._session.parameters_may_change()
+        return named(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         self._session.parameters_may_change()
@@ -302,7 +309,8 @@ class CompiledModel(nn.Module, Joinable):
         Collective if a table is on a grid; its shard is then a copy, by columns.
         """
         self._session.parameters_may_change()
-        return self._session.model.state_dict(*args, **kwargs)
+        found = self._session.model.state_dict(*args, **kwargs)
+        return found if args or kwargs else StateDict.of(found)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns `state_dict()` with every table whole, as a plain tensor, on every rank.

@@ -356,7 +356,7 @@ class Session:
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
-    """Logs param groups without parameters: names have no prefix, so `name.startswith("module.emb")` finds none."""
+    """Logs param groups without parameters: names have no prefix, so `name in {"module.emb.weight"}` finds none."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
             "param group(s) %s of %s hold no parameter; names in a compiled model do not begin with 'module.'",

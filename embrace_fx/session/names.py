@@ -1,0 +1,110 @@
+"""Names that a compiled model hands out, and habits of DDP's prefix "module." that they refuse.
+
+Names are the plain model's, so that `name.startswith("module.emb")` or `name[7:]`, written for DistributedDataParallel,
+would do nothing or cut into the name, without a word. Both raise here. Where the prefix is only looked for
+(`name.startswith("module.")`, `name.removeprefix("module.")`), a name is as any other string.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import OrderedDict
+from collections.abc import ItemsView, Iterator, KeysView
+from typing import Any, TypeVar
+
+PREFIX = "module."
+T = TypeVar("T")
+
+
+class Name(str):
+    """A parameter's, buffer's or module's name: equal to the plain string, hashed alike, and pickled as one."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        found = super().startswith(prefix, *bounds)
+        if not found:
+            for each in prefix if isinstance(prefix, tuple) else (prefix,):
+                self._refuse_if_prefixed(each, super().startswith)
+        return found
+
+    def __contains__(self, part: Any) -> bool:
+        found = super().__contains__(part)
+        if not found:
+            self._refuse_if_prefixed(part, super().startswith)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        found = super().__eq__(other)
+        if found is False:
+            self._refuse_if_prefixed(other, super().__eq__)
+        return found
+
+    def __getitem__(self, index: Any) -> str:
+        if index == _CUT and len(self) > len(PREFIX) and super().__getitem__(len(PREFIX) - 1) != ".":
+            raise ValueError(
+                f"A compiled model's names have no prefix {PREFIX!r} to cut off: {str(self)!r}[{len(PREFIX)}:] cuts "
+                f"into the name. Use name.removeprefix({PREFIX!r}), which works with DistributedDataParallel too."
+            )
+        return super().__getitem__(index)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Of what torch.load(weights_only=True) may call, this alone returns a string.
+        return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
+
+    def _refuse_if_prefixed(self, asked: object, matches: Any) -> None:
+        """Raises where a name with DDP's prefix would match, and more than the prefix was asked for."""
+        if isinstance(asked, str) and len(asked) > len(PREFIX) and asked.startswith(PREFIX):
+            rest = asked[len(PREFIX) :]
+            if matches(rest):
+                raise ValueError(
+                    f"A compiled model's names have no prefix {PREFIX!r}: {str(self)!r} was compared with {asked!r}. "
+                    f"Compare it with {rest!r}; name.removeprefix({PREFIX!r}) works with DistributedDataParallel too."
+                )
+
+
+_CUT = slice(len(PREFIX), None)
+
+
+def named(found: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
+    """Yields (name, value) with each `Name`; as found, where a prefix makes them another module's names."""
+    return found if prefix else ((Name(name), value) for name, value in found)
+
+
+class StateDict(OrderedDict[str, Any]):
+    """A state dict of a compiled model: it yields each key as a `Name`, and answers keys with DDP's prefix.
+
+    Saved, it is a plain `OrderedDict` of plain strings.
+    """
+
+    @classmethod
+    def of(cls, state: Any) -> Any:
+        """Returns a state dict with these values; what a model's own `state_dict` makes otherwise, as it is."""
+        if type(state) is not OrderedDict:
+            return state
+        found = cls(state)
+        found.__dict__.update(state.__dict__)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return map(Name, super().__iter__())
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]  # a C type, which asks no subclass for its keys
+        return KeysView(self)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as keys
+        return ItemsView(self)
+
+    def __missing__(self, key: str) -> Any:
+        if key.startswith(PREFIX) and (rest := key.removeprefix(PREFIX)) in self:
+            return self[rest]
+        raise KeyError(key)
+
+    def __copy__(self) -> StateDict:
+        found = self.copy()
+        found.__dict__.update(self.__dict__)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), self.__dict__ or None, None, iter(super().items())
