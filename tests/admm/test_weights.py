@@ -74,12 +74,7 @@ def test_a_strong_pull_holds_weights_at_the_target() -> None:
     problem = random_problem(0, 3, 1)
     target = Weights(*(w + 1 for w in problem.weights.tensors()))
     weights, _ = moved_weights(
-        problem.weights,
-        Grams(),
-        forward_of(problem),
-        problem.multipliers,
-        problem.penalties,
-        Consensus(target, 1e9),
+        problem.weights, Grams(), forward_of(problem), problem.multipliers, problem.penalties, Consensus(target, 1e9)
     )
     for found, wanted in zip(weights.tensors(), target.tensors(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

@@ -67,8 +67,7 @@ def test_nodes_remember_the_users_line_forward_and_backward() -> None:
 
 
 def tied(model: Model, ids: Tensor) -> Tensor:
-    scores: Tensor = model.head(plain(model, ids))
-    return scores
+    return model.head(plain(model, ids))
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -128,8 +127,7 @@ def test_autocast_becomes_casts_of_the_graph() -> None:
 
 def test_recurrent_layers_stay_whole() -> None:
     def forward(model: Model, ids: Tensor) -> Tensor:
-        vectors: Tensor = model.rnn(model.table(ids))[0]
-        return vectors
+        return model.rnn(model.table(ids))[0]
 
     found = captured(forward, torch.zeros((2, 100), dtype=torch.int64))
 
@@ -302,8 +300,7 @@ class WritesItsInput(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
-        found: Tensor = (self.linear(x) * y).sum()
-        return found
+        return (self.linear(x) * y).sum()
 
 
 def test_an_argument_that_is_written_must_not_be_another_one_too() -> None:

@@ -25,8 +25,7 @@ def reads_scale(model: Model, ids: Tensor, batch: Mapping[str, Any], *more: Any,
 
 
 def _leaves(*args: Any, **kwargs: Any) -> list[Any]:
-    leaves: list[Any] = torch.utils._pytree.tree_leaves((args, kwargs))
-    return leaves
+    return torch.utils._pytree.tree_leaves((args, kwargs))
 
 
 def test_what_is_read_decides_and_what_is_not_read_does_not() -> None:
@@ -47,11 +46,7 @@ def test_further_positional_arguments_are_read_by_their_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [
-        lambda m, x, text: (plain(m, x), text),
-        lambda m, x, text: {"found": plain(m, x), "text": text},
-    ],
+    "forward", [lambda m, x, text: (plain(m, x), text), lambda m, x, text: {"found": plain(m, x), "text": text}]
 )
 def test_what_is_returned_is_what_was_given(forward: Callable[..., Any]) -> None:
     compiled = embrace_fx.compile(model_of(forward))

@@ -97,8 +97,7 @@ class LossOnly(nn.Module):
         self.model = model
 
     def forward(self, *batch: Any) -> Tensor:
-        loss: Tensor = self.model(*batch)[0]
-        return loss
+        return self.model(*batch)[0]
 
 
 def make(kind: Callable[[], nn.Module] = Tagger, seed: int = 0) -> nn.Module:

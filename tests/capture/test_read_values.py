@@ -94,8 +94,7 @@ def test_a_value_of_a_closure() -> None:
 
     class Inner(Scaled):
         def forward(self, x_BD: Tensor) -> Tensor:
-            found: Tensor = self.linear(x_BD).sum() * scale
-            return found
+            return self.linear(x_BD).sum() * scale
 
     def change(model: Any) -> None:
         nonlocal scale
@@ -121,8 +120,7 @@ class Random(nn.Module):
         self.draw = draw
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        found: Tensor = self.linear(x_BD).sum() * self.draw()
-        return found
+        return self.linear(x_BD).sum() * self.draw()
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"])

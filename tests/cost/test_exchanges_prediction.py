@@ -166,18 +166,9 @@ def time_ms(strategy: str, sparsity: Sparsity) -> float:
 
 WORK: dict[str, tuple[Scheme, Work]] = {
     "allreduce": ("balanced", passes_over(1000 * 8)),
-    "allgather": (
-        "balanced",
-        passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2),
-    ),
-    "ps": (
-        "balanced",
-        passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4),
-    ),
-    "zen": (
-        "balanced",
-        passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6),
-    ),
+    "allgather": ("balanced", passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
+    "ps": ("balanced", passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
+    "zen": ("balanced", passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
     "zen, hierarchical": (
         "hierarchical",
         passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),

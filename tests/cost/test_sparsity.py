@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.sparsity import (
-    even_ranges,
-    extrapolate,
-    imbalance,
-    in_blocks,
-    independent,
-    measure,
-)
+from embrace_fx.cost.sparsity import even_ranges, extrapolate, imbalance, in_blocks, independent, measure
 from tests.support.exchange_cases import random_sparsity
 
 V = 20_000

@@ -262,8 +262,7 @@ class _Critic(nn.Module):
         self.score = nn.Linear(4, 1, dtype=torch.float64)
 
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        loss: Tensor = (self.score(self.ids(ids)).mean() - scale).square()
-        return loss
+        return (self.score(self.ids(ids)).mean() - scale).square()
 
 
 def trains_two_models(rank: int, world_size: int, kind: str) -> Found:

@@ -28,8 +28,7 @@ STEPS = 20
 def gpus(count: int) -> Decorator:
     """Skips a test on machines with fewer GPUs."""
     found = torch.cuda.device_count()
-    mark: Decorator = pytest.mark.skipif(found < count, reason=f"needs {count} GPU(s), found {found}")
-    return mark
+    return pytest.mark.skipif(found < count, reason=f"needs {count} GPU(s), found {found}")
 
 
 emulated = pytest.mark.skipif(not os.environ.get("EMULATED_CUDA_FINDINGS"), reason="needs emulated devices")

@@ -36,8 +36,7 @@ def compiled(cache: Path) -> dict[str, dict[str, Any]]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,7 @@ pytestmark = [emulated, pytest.mark.timeout(600)]
 
 
 def contexts() -> int:
-    found: int = ctypes.CDLL("libcudart.so.13").emulated_cuda_contexts()
-    return found
+    return ctypes.CDLL("libcudart.so.13").emulated_cuda_contexts()
 
 
 @functools.cache
@@ -48,8 +47,7 @@ def found_by_breaking(folder: Path) -> dict[str, list[str]]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

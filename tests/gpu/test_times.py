@@ -35,8 +35,7 @@ def moments() -> dict[str, list[dict[str, float]]]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, list[dict[str, float]]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

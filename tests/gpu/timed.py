@@ -29,8 +29,7 @@ class Watch:
         now = torch.cuda.Event(enable_timing=True)
         now.record()
         now.synchronize()
-        ms: float = self._began.elapsed_time(now)
-        return ms
+        return self._began.elapsed_time(now)
 
     def host_ms(self) -> float:
         return (time.perf_counter() - self._began_s) * 1e3

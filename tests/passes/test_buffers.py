@@ -14,25 +14,21 @@ from tests.support.graphs import IDS, Tables, analysed, tables_model
 
 
 def normalised(model: Tables, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.get_submodule("norm")(model.linear(model.table(ids)).flatten(0, 1))
-    return vectors
+    return model.get_submodule("norm")(model.linear(model.table(ids)).flatten(0, 1))
 
 
 def counted_and_used(model: Tables, ids: Tensor) -> Tensor:
     model.get_buffer("calls").add_(1)
-    vectors: Tensor = model.table(ids) * model.get_buffer("calls")
-    return vectors
+    return model.table(ids) * model.get_buffer("calls")
 
 
 def counted(model: Tables, ids: Tensor) -> Tensor:
     model.get_buffer("calls").add_(1)
-    vectors: Tensor = model.table(ids)
-    return vectors
+    return model.table(ids)
 
 
 def only_read(model: Tables, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.table(ids) * model.get_buffer("calls")
-    return vectors
+    return model.table(ids) * model.get_buffer("calls")
 
 
 STATISTICS = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")

@@ -15,14 +15,7 @@ from embrace_fx.vocabulary.graph import Gradient, Parameter, Tangent, TrainingGr
 from embrace_fx.vocabulary.operation_id import OperationId
 from tests.support.graphs import IDS, analysed, tables_model
 from tests.support.graphs import D as WIDTH
-from tests.support.hand_built_graphs import (
-    B,
-    Builder,
-    D,
-    dense_graph,
-    partitioned_graph,
-    table_graph,
-)
+from tests.support.hand_built_graphs import B, Builder, D, dense_graph, partitioned_graph, table_graph
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -29,9 +29,7 @@ from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, text
 from tests.support.lookups import Lookups, LookupsWorkload
 from tests.support.ranks import run_ranks
-from tests.support.training import (
-    whole_parameters,
-)
+from tests.support.training import whole_parameters
 
 DTYPE = torch.float64
 

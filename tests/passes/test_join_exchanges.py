@@ -28,19 +28,16 @@ BUCKETS = (("linear.weight", "linear.bias"),)
 
 
 def both(model: Tables, ids: Tensor) -> Tensor:
-    found: Tensor = model.linear(model.table(ids) + model.other(ids))
-    return found
+    return model.linear(model.table(ids) + model.other(ids))
 
 
 def one(model: Tables, ids: Tensor) -> Tensor:
-    found: Tensor = model.table(ids) * 2
-    return found
+    return model.table(ids) * 2
 
 
 def unread(model: Tables, ids: Tensor) -> Tensor:
     """The second table is read, and gets no gradient."""
-    found: Tensor = model.linear(model.table(ids) + model.other(ids).detach())
-    return found
+    return model.linear(model.table(ids) + model.other(ids).detach())
 
 
 def completed(graph: TrainingGraph) -> TrainingGraph:

@@ -63,8 +63,7 @@ def below_each_other(model: Tables, outputs: Outputs) -> Outputs:
 
 
 def both(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
-    pairs: Tensor = model.linear(model.table(ids)) * model.other(others)
-    return pairs
+    return model.linear(model.table(ids)) * model.other(others)
 
 
 def without_gradient(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
@@ -161,8 +160,7 @@ def test_plain_lookups_are_one() -> None:
 
 def test_lookups_that_are_all_cast_are_cast_as_one() -> None:
     def forward(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
-        product: Tensor = (model.table(ids).bfloat16() * model.other(others).bfloat16()).double()
-        return product
+        return (model.table(ids).bfloat16() * model.other(others).bfloat16()).double()
 
     model = model_of(forward)
     before, after = joined(model, IDS, OTHER_IDS)

@@ -120,8 +120,7 @@ class _Noisy(torch.autograd.Function):
 
 
 def _noisy(x: Tensor) -> Tensor:
-    found: Tensor = _Noisy.apply(x)  # type: ignore[no-untyped-call]
-    return found
+    return _Noisy.apply(x)  # type: ignore[no-untyped-call]
 
 
 def draws_in(nodes: list[fx.Node]) -> list[str]:

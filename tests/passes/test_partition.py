@@ -162,8 +162,7 @@ def result_is_an_id(model: Tables, ids: Tensor) -> tuple[Tensor, Tensor]:
 def ids_in_all_phases(model: Tables, ids: Tensor) -> Tensor:
     shifted = ids % 7
     weights = model.vector[shifted % 3]  # the backward reads these ids too
-    vectors: Tensor = model.table(shifted) * weights.unsqueeze(-1) * shifted.unsqueeze(-1)
-    return vectors
+    return model.table(shifted) * weights.unsqueeze(-1) * shifted.unsqueeze(-1)
 
 
 def test_a_result_that_is_an_id_passes_through_the_forward() -> None:
@@ -201,8 +200,7 @@ def test_a_gradient_that_the_forward_has_computed() -> None:
 
 def counting(model: Tables, ids: Tensor) -> Tensor:
     model.get_buffer("calls").add_(1)
-    vectors: Tensor = model.linear(model.table(ids)) * model.get_buffer("calls")
-    return vectors
+    return model.linear(model.table(ids)) * model.get_buffer("calls")
 
 
 def test_mutated_state_is_written_back_in_place_at_the_end_of_the_forward() -> None:

@@ -98,8 +98,7 @@ def test_buckets_leave_in_the_given_order() -> None:
 
 
 def bias_without_gradient(model: Tables, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.table(ids) + model.linear.bias.detach()
-    return vectors
+    return model.table(ids) + model.linear.bias.detach()
 
 
 def one_rank_trains_no_bias(rank: int, world_size: int) -> tuple[list[str], Tensor]:

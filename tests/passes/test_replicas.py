@@ -16,17 +16,7 @@ from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from tests.support.golden import check_golden
-from tests.support.graphs import (
-    IDS,
-    Tables,
-    analysed,
-    averaged,
-    run_graph,
-    tables_model,
-    tangent,
-    targets,
-    text,
-)
+from tests.support.graphs import IDS, Tables, analysed, averaged, run_graph, tables_model, tangent, targets, text
 from tests.support.ranks import run_ranks
 
 TABLE = "table.weight"

@@ -22,8 +22,7 @@ IDS = torch.arange(6).reshape(2, 3)
 
 
 def both(model: Tables, ids: Tensor) -> Tensor:
-    loss: Tensor = (model.table(ids) * model.other(ids)).sum()
-    return loss
+    return (model.table(ids) * model.other(ids)).sum()
 
 
 def sharded(rank: int = 0, grid: Grid | None = None, rows: dict[str, RowCounts] = ROWS) -> TrainingGraph:

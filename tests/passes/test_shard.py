@@ -84,11 +84,7 @@ def shards_compute_the_same(rank: int, world_size: int, dims: tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     ("world_size", "dims"),
-    [
-        pytest.param(2, (4, 5, 1), marks=pytest.mark.long),
-        pytest.param(3, (4, 2), marks=pytest.mark.long),
-        (4, (5,)),
-    ],
+    [pytest.param(2, (4, 5, 1), marks=pytest.mark.long), pytest.param(3, (4, 2), marks=pytest.mark.long), (4, (5,))],
     ids=str,
 )
 def test_values_on_several_ranks(world_size: int, dims: tuple[int, ...]) -> None:
@@ -98,8 +94,7 @@ def test_values_on_several_ranks(world_size: int, dims: tuple[int, ...]) -> None
 def test_golden_of_two_tables_one_of_them_with_padding_and_two_lookups() -> None:
     def forward(model: Tables, ids: Tensor) -> Tensor:
         pairs = model.table(ids) * model.table((ids + 1) % 10)
-        vectors: Tensor = pairs + model.other(ids)
-        return vectors
+        return pairs + model.other(ids)
 
     graph = analysed(tables_model(forward, padding_idx=0), IDS)
     before = text(graph.module)
@@ -133,8 +128,7 @@ def test_ids_looked_up_twice_are_sent_once() -> None:
 
 def test_rows_are_launched_once_the_ids_are_known_and_awaited_at_the_first_lookup() -> None:
     def forward(model: Tables, ids: Tensor, x: Tensor) -> Tensor:
-        vectors: Tensor = model.linear(x) * model.table(ids)
-        return vectors
+        return model.linear(x) * model.table(ids)
 
     graph = checked(analysed(tables_model(forward), IDS, torch.ones(1, 4).double()), sharding(TABLE))
     order = [n.name for n in graph.graph.nodes]

@@ -41,8 +41,7 @@ def _calls(count: int) -> int:
     profiler = cProfile.Profile()
     with profiler:
         assert memory_of([gradient, *nodes], 0, nodes[2:]).peak_bytes == (count + 1) * 32
-    found: int = pstats.Stats(profiler).total_calls  # type: ignore[attr-defined]
-    return found
+    return pstats.Stats(profiler).total_calls  # type: ignore[attr-defined]
 
 
 def test_what_a_bucket_holds_is_found_in_proportion_to_its_gradients() -> None:

@@ -96,8 +96,7 @@ def story(model: Tables, x: Tensor, offsets: Tensor) -> Tensor:
     words: Tensor = model.table(x) + model.table((x + 1) % 10)
     tags = F.embedding_bag(x, model.other.weight, offsets, mode="mean", padding_idx=3)
     logits = model.linear(tags) @ model.other.weight.t()
-    loss: Tensor = words.sum() + logits.sum()
-    return loss
+    return words.sum() + logits.sum()
 
 
 def listing(table: Table) -> str:
@@ -135,8 +134,7 @@ def run(module: fx.GraphModule, batch: Tensor) -> list[Tensor]:
 
 def two_tables(model: Tables, x: Tensor) -> Tensor:
     shifted = (x + 1).clamp(max=9)
-    rows: Tensor = model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
-    return rows
+    return model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
 
 
 def test_golden_of_the_extracted_ids() -> None:
@@ -176,10 +174,7 @@ def test_ids_that_are_the_batch_itself() -> None:
 
 @pytest.mark.parametrize(
     ("forward", "expected"),
-    [
-        (lambda m, x: m.table(x + torch.randint(2, (3,))), True),
-        (lambda m, x: F.dropout(m.table(x)), False),
-    ],
+    [(lambda m, x: m.table(x + torch.randint(2, (3,))), True), (lambda m, x: F.dropout(m.table(x)), False)],
     ids=["random ids", "random elsewhere"],
 )
 def test_whether_ids_are_drawn_at_random(forward: Callable[..., Tensor], expected: bool) -> None:

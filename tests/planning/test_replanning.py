@@ -149,10 +149,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    long_but(("2-sgd-2d-True",), {name: (case,) for name, case in CASES.items()}),
-)
+@pytest.mark.parametrize("case", long_but(("2-sgd-2d-True",), {name: (case,) for name, case in CASES.items()}))
 def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
     by_rank = run_ranks(case.world_size, train, case)
 

@@ -131,11 +131,7 @@ def test_a_link_inside_machines_speeds_up_what_stays_inside() -> None:
 
 @pytest.mark.parametrize(
     ("batches", "world_size", "found"),
-    [
-        ([batch(0), batch(1)], 1, r"2 batch\(es\) do not fit world_size=1"),
-        ([], None, r"0 batch"),
-        (batch(0), 0, "0"),
-    ],
+    [([batch(0), batch(1)], 1, r"2 batch\(es\) do not fit world_size=1"), ([], None, r"0 batch"), (batch(0), 0, "0")],
 )
 def test_ranks_that_make_no_sense_are_refused(batches: Any, world_size: int | None, found: str) -> None:
     with pytest.raises(ValueError, match=rf"plan\(\): .*{found}"):
@@ -263,8 +259,7 @@ class Large(nn.Module):
         self.mix = nn.Linear(128, 1024, device="meta")
 
     def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.mix(self.table(ids)).square().mean()
-        return loss
+        return self.mix(self.table(ids)).square().mean()
 
 
 def on_paper(memory: float, host_bytes: float = 200e9) -> Forecast:
@@ -317,8 +312,7 @@ class Pair(nn.Module):
         self.large, self.small = nn.EmbeddingBag(50_000, 16, mode="sum"), nn.EmbeddingBag(2_000, 8, mode="sum")
 
     def forward(self, ids: Tensor) -> Tensor:
-        total: Tensor = self.large(ids).sum() + self.small(ids % 2_000).sum()
-        return total
+        return self.large(ids).sum() + self.small(ids % 2_000).sum()
 
 
 @pytest.mark.long

@@ -65,8 +65,7 @@ class Words(nn.Module):
         self.rnn = nn.LSTM(D, D, batch_first=True)
 
     def encode(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.rnn(self.words(ids_BT))[0].mean(1)
-        return found
+        return self.rnn(self.words(ids_BT))[0].mean(1)
 
 
 class OfDataclass(Words):
@@ -92,8 +91,7 @@ class OfObjects(Words):
 class OfPacked(Words):
     def forward(self, ids: PackedSequence) -> Tensor:
         _, (last, _) = self.rnn(PackedSequence(self.words(ids.data), *ids[1:]))
-        found: Tensor = last.square().mean()
-        return found
+        return last.square().mean()
 
 
 class OfJagged(Words):
@@ -183,8 +181,7 @@ class PacksItself(Words):
     def forward(self, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
         packed = pack_padded_sequence(self.words(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)
         _, (last, _) = self.rnn(packed)
-        found: Tensor = last.square().mean()
-        return found
+        return last.square().mean()
 
 
 class OfOneValue(Words):

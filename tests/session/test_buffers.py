@@ -32,8 +32,7 @@ class Buffered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.mul_(0.9).add_(x.detach().mean(0))
-        found: Tensor = self.norm(self.linear(x) * self.scale) + self.seen
-        return found
+        return self.norm(self.linear(x) * self.scale) + self.seen
 
 
 def _losses(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:

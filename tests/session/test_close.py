@@ -152,8 +152,7 @@ def lanes_of(rank: int, world_size: int, strategy: str, schedule: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "schedule", "groups"),
-    [("alltoall", "2d", 6), ("alltoall", "horizontal", 4), ("allreduce", "2d", 3)],
+    ("strategy", "schedule", "groups"), [("alltoall", "2d", 6), ("alltoall", "horizontal", 4), ("allreduce", "2d", 3)]
 )
 def test_only_classes_that_send_have_groups(strategy: str, schedule: str, groups: int) -> None:
     """And one is the calling thread's, and one carries what ranks tell each other about a step."""

@@ -28,12 +28,12 @@ def clamped(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     size = dist.get_world_size(group)
     sent: Any = dist.all_reduce(bucket.buffer().div_(size), group=group, async_op=True)
     if not bucket.is_last():
-        return sent.get_future()  # type: ignore[no-any-return]
-    return sent.get_future().then(lambda done: done.value()[0].clone())  # type: ignore[no-any-return]
+        return sent.get_future()
+    return sent.get_future().then(lambda done: done.value()[0].clone())
 
 
 def unreduced(state: Any, bucket: Any) -> Tensor:
-    return bucket.buffer()  # type: ignore[no-any-return]
+    return bucket.buffer()
 
 
 HOOKS: dict[str, Callable[..., Any]] = {

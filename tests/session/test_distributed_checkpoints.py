@@ -154,8 +154,7 @@ class Large(nn.Module):
         self.linear = nn.Linear(WIDTH, 1)
 
     def forward(self, ids_B: Tensor) -> Tensor:
-        loss: Tensor = self.linear(self.table(ids_B)).square().mean()
-        return loss
+        return self.linear(self.table(ids_B)).square().mean()
 
 
 def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]:

@@ -77,16 +77,14 @@ class Weighed(torch.autograd.Function):
         gradient = gradient.clone()
         dist.all_reduce(gradient)
         (weight,) = ctx.saved_tensors
-        found: Tensor = gradient * weight
-        return found
+        return gradient * weight
 
 
 def weighed_by_function(x: Tensor) -> Tensor:
     y = Weighed.apply(x)  # type: ignore[no-untyped-call]
     least = y.detach().mean(0)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    found: Tensor = (y * least).mean()
-    return found
+    return (y * least).mean()
 
 
 COMMON = (reduced_in_place, gathered_with_gradient, weighed_by_function)
@@ -149,8 +147,7 @@ def asynchronous(x: Tensor) -> Tensor:
 def objects(x: Tensor) -> Tensor:
     found: list[Any] = [None, None]
     dist.all_gather_object(found, dist.get_rank())
-    total: Tensor = x.square().sum() * sum(found)
-    return total
+    return x.square().sum() * sum(found)
 
 
 def send(x: Tensor) -> Tensor:

@@ -14,10 +14,7 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.messages import assert_says
 from tests.support.ranks import run_ranks
-from tests.support.words import (
-    words_batch,
-    words_model,
-)
+from tests.support.words import words_batch, words_model
 
 
 def test_a_model_without_a_table_says_so_in_its_report() -> None:
@@ -129,8 +126,7 @@ class Choosy(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if ids.shape[0] > 2:
             raise KeyError("too many")
-        found: Tensor = self.words(ids).sum()
-        return found
+        return self.words(ids).sum()
 
 
 def _raises_by_itself(rank: int, world_size: int) -> list[str]:

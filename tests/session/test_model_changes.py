@@ -38,8 +38,7 @@ class Tagger(nn.Module):
             hidden = hidden * scale
         if os.environ.get("SQUARED", "0") == "1":
             hidden = hidden * hidden
-        found: Tensor = self.out(hidden).square().mean()
-        return found
+        return self.out(hidden).square().mean()
 
 
 class Negated(nn.Module):
@@ -201,8 +200,7 @@ class Local(nn.Module):
 
     def forward(self, ids_B: Tensor, *, with_last: bool) -> Tensor:
         found = self.norm(self.shared(self.words(ids_B))) * self.own(ids_B) + self.seen[0]
-        loss: Tensor = self.last(found).sum() if with_last else found.square().sum()
-        return loss
+        return self.last(found).sum() if with_last else found.square().sum()
 
 
 IGNORED = ("own.weight", "seen", "last.weight", "last.bias", "norm.running_mean")

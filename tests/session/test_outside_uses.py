@@ -20,8 +20,7 @@ from tests.support.sides import DTYPE, draw_batch
 
 
 def scaled(model: Any, step: int, rank: int) -> Tensor:
-    found: Tensor = model(*draw_batch(step, rank)) * model.module.logit_scale.exp()
-    return found
+    return model(*draw_batch(step, rank)) * model.module.logit_scale.exp()
 
 
 def train(model: Any, rank: int) -> list[Tensor]:

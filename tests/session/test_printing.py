@@ -30,8 +30,7 @@ class Words(nn.Module):
     def forward(self, ids_BT: Tensor) -> Tensor:
         x = self.words(ids_BT).square()
         self.tell(x)
-        found: Tensor = x.sum() / x.detach().max().item()
-        return found
+        return x.sum() / x.detach().max().item()
 
     def tell(self, x: Tensor) -> None: ...
 

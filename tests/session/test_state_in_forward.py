@@ -25,8 +25,7 @@ class Words(nn.Module):
         self.inner = nn.Linear(6, 6)
 
     def encode(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.inner(self.words(ids_BT)).mean((0, 1))
-        return found
+        return self.inner(self.words(ids_BT)).mean((0, 1))
 
 
 class Carried(Words):
@@ -88,8 +87,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
         self.aux = weights.square().sum()
-        found: Tensor = x * weights[..., :1]
-        return found
+        return x * weights[..., :1]
 
 
 class Experts(Words):
@@ -100,8 +98,7 @@ class Experts(Words):
         self.router = Router()
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.router(self.encode(ids_BT)).square().sum()
-        return found
+        return self.router(self.encode(ids_BT)).square().sum()
 
     def state(self) -> Any:
         return self.router.aux.detach()
@@ -133,8 +130,7 @@ class Switching(Words):
     def forward(self, ids_BT: Tensor) -> Tensor:
         self.odd = not self.odd
         x = self.words(ids_BT)
-        found: Tensor = (self.inner(x) if self.odd else self.other(x)).square().sum()
-        return found
+        return (self.inner(x) if self.odd else self.other(x)).square().sum()
 
     def state(self) -> Any:
         return torch.tensor([self.odd])

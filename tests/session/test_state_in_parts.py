@@ -31,8 +31,7 @@ class OneTable(nn.Module):
         self.table, self.linear = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, ids_B: Tensor) -> Tensor:
-        loss: Tensor = self.linear(self.table(ids_B)).square().mean()
-        return loss
+        return self.linear(self.table(ids_B)).square().mean()
 
 
 class Largest(TorchDispatchMode):
@@ -117,12 +116,7 @@ def _save_and_load(
         parts = {name for name, value in held.items() if _own_shape(value) == (ROWS, WIDTH // world_size)}
         assert parts == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
         assert not any(isinstance(value, DTensor) for value in held.values())
-    watched = {
-        "training": training,
-        "saving": saving,
-        "loading a file": loading_file,
-        "loading shards": loading_shards,
-    }
+    watched = {"training": training, "saving": saving, "loading a file": loading_file, "loading shards": loading_shards}
     return {what: (watch.bytes, watch.made_by) for what, watch in watched.items()}
 
 

@@ -59,8 +59,7 @@ class Training:
     @property
     def state(self) -> State:
         """Of the model."""
-        found: State = self.model.module.state_dict()
-        return found
+        return self.model.module.state_dict()
 
     @property
     def moments(self) -> dict[str, Tensor]:

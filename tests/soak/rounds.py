@@ -37,12 +37,7 @@ class Held:
         while threads != (threads := _count("task")) and time.monotonic() < deadline_s:
             time.sleep(0.2)  # one that has ended may still be there
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return Held(
-            round(pages * 4096 / 2**20, 2),
-            threads,
-            _count("fd"),
-            len(dist.distributed_c10d._world.pg_map),
-        )
+        return Held(round(pages * 4096 / 2**20, 2), threads, _count("fd"), len(dist.distributed_c10d._world.pg_map))
 
 
 def _count(what: str) -> int:

@@ -73,20 +73,13 @@ class CompiledSide(PlainSide):
         super().__init__(life)
         mixed = {"words.weight": "alltoall", "items.weight": "allreduce"}
         strategy: Any = {"mixed": mixed, "zen": {"words.weight": "zen"}}.get(life.strategy, life.strategy)
-        self.model = embrace_fx.compile(
-            self.plain,
-            optimizer=self.optimizer,
-            strategy=strategy,
-            schedule=life.schedule,
-        )
+        self.model = embrace_fx.compile(self.plain, optimizer=self.optimizer, strategy=strategy, schedule=life.schedule)
 
     def lookahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        found: Iterator[Batch] = iter(self.model.lookahead(batches))
-        return found
+        return iter(self.model.lookahead(batches))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.model.no_sync()
-        return found
+        return self.model.no_sync()
 
     def reduce(self) -> None:
         pass

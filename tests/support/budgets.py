@@ -7,12 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.support.checkpointed import (
-    WORDS,
-    Model,
-    all_in_one,
-    gradients,
-)
+from tests.support.checkpointed import WORDS, Model, all_in_one, gradients
 from tests.support.counted_memory import CountedMemory
 
 IDS = torch.randint(WORDS, (16, 24), generator=torch.Generator().manual_seed(0))

@@ -55,8 +55,7 @@ def captured(forward: Callable[..., Any], *args: Any, train: bool = True, **kwar
 
 
 def plain(model: Model, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.linear(model.table(ids))
-    return vectors
+    return model.linear(model.table(ids))
 
 
 def inputs(found: Captured) -> set[Any]:

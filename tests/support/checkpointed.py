@@ -32,8 +32,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(self.norm(x).mul_(2.0))
         h = self.dropout(h.tanh())
-        y: Tensor = x + self.dropout(self.down(h.view(-1, 4 * WIDTH)).view_as(x))
-        return y
+        return x + self.dropout(self.down(h.view(-1, 4 * WIDTH)).view_as(x))
 
 
 class Model(nn.Module):
@@ -73,13 +72,11 @@ def nested(model: Model, ids: Tensor) -> Tensor:
             x = checkpoint(block, x, use_reentrant=False) + 1.0
         return x
 
-    y: Tensor = checkpoint(outer, model.table(ids), use_reentrant=False)
-    return y
+    return checkpoint(outer, model.table(ids), use_reentrant=False)
 
 
 def lookup_within(model: Model, ids: Tensor) -> Tensor:
-    y: Tensor = checkpoint(lambda i: all_in_one(model, model.table(i)), ids, use_reentrant=False)
-    return y
+    return checkpoint(lambda i: all_in_one(model, model.table(i)), ids, use_reentrant=False)
 
 
 FORMS: dict[str, Callable[[Model, Tensor], Tensor]] = {
@@ -122,8 +119,7 @@ class Normalised(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.norm(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
-        return y
+        return x + self.norm(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
 
 
 class Recurrent(nn.Module):
@@ -132,8 +128,7 @@ class Recurrent(nn.Module):
         self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.1, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.rnn(x)[0]
-        return y
+        return self.rnn(x)[0]
 
 
 @torch.library.custom_op("embrace_tests::doubled", mutates_args=())

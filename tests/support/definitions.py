@@ -27,7 +27,7 @@ class Definition:
     def __call__(self, parameter: nn.Parameter) -> Optimizer:
         make: Any = self.kind
         # A tensor lr is written in place by schedulers: every optimizer gets one of its own.
-        return make([parameter], **hyperparameters(self.options))  # type: ignore[no-any-return]
+        return make([parameter], **hyperparameters(self.options))
 
     def __str__(self) -> str:
         return "-".join([self.kind.__name__, *(f"{k}={v}" for k, v in self.options.items())])

@@ -33,8 +33,7 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
         x = self.linear(self.drifting(ids)).tanh()
-        loss: Tensor = (x.mean(0) * self.steady(steady_ids)).sum(-1).square().mean() + x.square().mean()
-        return loss
+        return (x.mean(0) * self.steady(steady_ids)).sum(-1).square().mean() + x.square().mean()
 
 
 class Together(Words):
@@ -47,8 +46,7 @@ class Together(Words):
     def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
         rows, steady = self.drifting(ids), self.steady(steady_ids)
         x = self.linear(rows).tanh()
-        loss: Tensor = (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
-        return loss
+        return (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
 
 
 Batch = tuple[Tensor, Tensor]

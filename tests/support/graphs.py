@@ -240,9 +240,5 @@ def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float 
     assert found.keys() == expected.keys()
     for role, value in expected.items():
         torch.testing.assert_close(
-            found[role],
-            value,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=f"{role}: found {found[role]}, expected {value}",
+            found[role], value, rtol=tolerance, atol=tolerance, msg=f"{role}: found {found[role]}, expected {value}"
         )

@@ -12,8 +12,7 @@ def session_of(model: Any) -> Any:
 
 def captures_of(model: Any) -> int:
     """How many captures a compiled model has made."""
-    found: int = session_of(model).programs.cache.captures
-    return found
+    return session_of(model).programs.cache.captures
 
 
 def pipeline_of(model: Any) -> Any:

@@ -71,8 +71,7 @@ class ManyUses(nn.Module):
         first = self.table(a) * torch.sigmoid(self.again(a))
         second = self.mix(F.embedding(b, self.table.weight)).mean(1)
         third = F.embedding_bag(b, self.table.weight, mode="sum")
-        loss: Tensor = (first.mean(1) * second - third).square().mean()
-        return loss
+        return (first.mean(1) * second - third).square().mean()
 
 
 @dataclass(frozen=True)

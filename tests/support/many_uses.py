@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from embrace_fx.vocabulary.plan import Decision, Plan
-from tests.support.graphs import (
-    Tables,
-)
+from tests.support.graphs import Tables
 
 TABLE, OTHER = "table.weight", "other.weight"
 

@@ -41,8 +41,7 @@ class Parts:
     def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
         layout = self._of(whole)
-        made: Any = nn.Parameter(Part(Held(layout.cut(whole).clone()), layout), requires_grad=False)
-        return made  # type: ignore[no-any-return]
+        return nn.Parameter(Part(Held(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
 
     def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
@@ -55,8 +54,7 @@ class Parts:
 
     def state(self, whole: Tensor) -> Part:
         """As an optimizer makes it of a parameter."""
-        made: Any = torch.zeros_like(self.parameter(whole)).copy_(whole)
-        return made  # type: ignore[no-any-return]
+        return torch.zeros_like(self.parameter(whole)).copy_(whole)  # type: ignore[return-value]
 
     def close(self) -> None:
         self.communicator.close()
@@ -77,21 +75,18 @@ class Shown:
         """Of the model's state dict."""
         name = self._names[whole.shape]
         self._model.load_state_dict({name: whole}, strict=False)
-        found: Part = self._model.state_dict()[name]
-        return found
+        return self._model.state_dict()[name]
 
     def state(self, whole: Tensor) -> Part:
         """Of the optimizer's state dict."""
         number = int(self._names[whole.shape].split(".")[0])
-        found: Part = self._optimizer.state_dict()["state"][number]["exp_avg"].copy_(whole)
-        return found
+        return self._optimizer.state_dict()["state"][number]["exp_avg"].copy_(whole)
 
     def kept(self, whole: Tensor) -> Part:
         """Of the optimizer's state."""
         self.state(whole)
         number = int(self._names[whole.shape].split(".")[0])
-        found: Part = self._optimizer.state[self._model.module.get_parameter(f"{number}.weight")]["exp_avg"]
-        return found
+        return self._optimizer.state[self._model.module.get_parameter(f"{number}.weight")]["exp_avg"]
 
     def close(self) -> None:
         self._model.close()
@@ -102,8 +97,7 @@ class _Tables(nn.Sequential):
         super().__init__(*tables)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = torch.stack([table(ids).square().sum() for table in self]).sum()
-        return found
+        return torch.stack([table(ids).square().sum() for table in self]).sum()
 
 
 def whole_of(value: Any) -> Any:

@@ -39,8 +39,7 @@ class QuestionAnswering(nn.Module):
 
     def forward(self, ids_BL: Tensor, mask_BL: Tensor, starts_B: Tensor, ends_B: Tensor) -> Tensor:
         answered = self.bert(input_ids=ids_BL, attention_mask=mask_BL, start_positions=starts_B, end_positions=ends_B)
-        loss: Tensor = answered.loss
-        return loss
+        return answered.loss
 
 
 @dataclass(frozen=True)

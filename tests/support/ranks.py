@@ -276,8 +276,7 @@ def _receive(rank: int, worker: _Worker) -> Outcome[Any]:
     except (EOFError, ConnectionResetError):
         worker.process.join()
         return Outcome(exception=RankDied(rank, worker.process.exitcode))
-    outcome: Outcome[Any] = pickle.loads(payload)
-    return outcome
+    return pickle.loads(payload)
 
 
 def _dump_stacks(processes: Sequence[ForkServerProcess]) -> None:

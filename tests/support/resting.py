@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.models import (
-    BagRecommenderWorkload,
-    Batch,
-    TransformerEncoderWorkload,
-    TwoTableLMWorkload,
-    Workload,
-)
+from tests.support.models import BagRecommenderWorkload, Batch, TransformerEncoderWorkload, TwoTableLMWorkload, Workload
 
 STEPS = 50
 

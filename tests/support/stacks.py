@@ -20,5 +20,4 @@ class Many(nn.Module):
     def forward(self, ids_BT: Tensor, wanted_B: Tensor) -> Tensor:
         rows = [table(ids_BT[:, k : k + 1]).flatten(1) for k, table in enumerate(self.tables)]
         rows.append(self.tables[0](ids_BT[:, -1]))
-        loss: Tensor = (self.linear(torch.cat(rows, -1)).squeeze(-1).sigmoid() - wanted_B).square().sum()
-        return loss
+        return (self.linear(torch.cat(rows, -1)).squeeze(-1).sigmoid() - wanted_B).square().sum()

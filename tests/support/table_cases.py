@@ -40,13 +40,11 @@ def shared_arithmetic(model: Tables, ids: Tensor) -> Tensor:
     """The ids of two lookups share a step on the way, and the third one's are computed from the first one's."""
     shared = ids + 1
     first = shared % 10
-    vectors: Tensor = model.table(first) * model.table(shared * 2 % 10) * model.table((first + ids) % 10)
-    return vectors
+    return model.table(first) * model.table(shared * 2 % 10) * model.table((first + ids) % 10)
 
 
 def plain(model: Tables, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.linear(model.table(ids))
-    return vectors
+    return model.linear(model.table(ids))
 
 
 OFFSET_BAG = (BAG, OFFSETS)
@@ -64,9 +62,7 @@ LEGAL: dict[str, Case] = {
         lambda m, x: m.table(x) + 2 * m.table(x + 1) + 3 * m.table(x * 0), None, (("embedding", 1),) * 3
     ),
     "one of two lookups without gradient": Case(
-        lambda m, x: m.table(x).detach() + m.table(x + 1),
-        None,
-        (("embedding", 0), ("embedding", 1)),
+        lambda m, x: m.table(x).detach() + m.table(x + 1), None, (("embedding", 0), ("embedding", 1))
     ),
     "a lookup without gradient": Case(lambda m, x: m.linear(m.table(x).detach()), None, (("embedding", 0),)),
     "only its shape besides": Case(lambda m, x: m.table(x) * m.weight.shape[0]),

@@ -14,8 +14,7 @@ WORKLOADS = pytest.mark.parametrize("workload", [w for _, w in MODELS], ids=[nam
 
 
 def _varying(workload: Any) -> Workload:
-    twin: Workload = replace(workload, vary=True)
-    return twin
+    return replace(workload, vary=True)
 
 
 @WORKLOADS

@@ -25,8 +25,7 @@ ALL_WORKLOADS = pytest.mark.parametrize("name", list(WORKLOADS))
 
 def _varying(name: str) -> Workload:
     workload: Any = WORKLOADS[name]
-    twin: Workload = replace(workload, vary=True)
-    return twin
+    return replace(workload, vary=True)
 
 
 def _make(workload: Workload) -> nn.Module:

@@ -86,8 +86,7 @@ class OneTable(nn.Module):
         self.linear = nn.Linear(COLUMNS, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.linear(torch.tanh(self.table(ids))).square().mean()
-        return found
+        return self.linear(torch.tanh(self.table(ids))).square().mean()
 
 
 def batches(rank: int, steps: int, *, zipf: bool = True, rows: int = ROWS) -> list[tuple[Tensor]]:
@@ -249,8 +248,7 @@ class Alike(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         read = ((self.tags, second), (self.words, first), (self.sites, first), (self.bags, second))
         found = torch.cat([table(ids % table.num_embeddings) for table, ids in read], -1)
-        loss: Tensor = self.linear(self.dropout(torch.tanh(found))).square().sum() / 12
-        return loss
+        return self.linear(self.dropout(torch.tanh(found))).square().sum() / 12
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ def _calls(model: nn.Module) -> int:
     with profiler:
         planned = embrace_fx.plan(model, ids, cluster=embrace_fx.Cluster(1e4, 0.1), world_size=2)
         _ = planned.schedule
-    found: int = pstats.Stats(profiler).total_calls  # type: ignore[attr-defined]
-    return found
+    return pstats.Stats(profiler).total_calls  # type: ignore[attr-defined]
 
 
 @pytest.mark.long

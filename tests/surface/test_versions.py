@@ -17,8 +17,7 @@ def text(path: str) -> str:
 
 
 def metadata() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads(text("pyproject.toml"))["project"]
-    return found
+    return tomllib.loads(text("pyproject.toml"))["project"]
 
 
 def pythons() -> list[str]:

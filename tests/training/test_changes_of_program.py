@@ -307,11 +307,7 @@ def _trained(rank: int, world_size: int, loop: Callable[[Side], Any], strategy: 
     return differs(found, expected)
 
 
-BY_DEFAULT = (
-    _inference_after_the_first_step,
-    _another_route_on_one_rank_as_a_plan_begins,
-    _gradients_kept_over_plans,
-)
+BY_DEFAULT = (_inference_after_the_first_step, _another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans)
 
 
 @pytest.mark.parametrize(

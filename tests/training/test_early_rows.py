@@ -24,8 +24,7 @@ class Words(nn.Module):
         self.words, self.out = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.out(self.words(ids).mean(1)).square().mean()
-        return found
+        return self.out(self.words(ids).mean(1)).square().mean()
 
 
 def batches(rank: int) -> list[Tensor]:

@@ -27,8 +27,7 @@ def run(script: str, system: str, output: Path, *options: str, ranks: int = 2) -
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found: list[Any] = json.loads((output / LOSSES[script]).read_text())
-    return found
+    return json.loads((output / LOSSES[script]).read_text())
 
 
 def assert_near(found: Sequence[Any], expected: Sequence[Any], within: float = 1e-6) -> None:

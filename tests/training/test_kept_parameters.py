@@ -18,8 +18,7 @@ Shown = dict[str, list[Tensor]]
 
 def _whole(value: Any) -> Tensor:
     """All of a tensor, of which a rank may have a part."""
-    found: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return found
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _shown(kept: dict[str, nn.Parameter], into: Shown) -> None:

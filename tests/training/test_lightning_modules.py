@@ -44,12 +44,10 @@ def test_a_step_that_does_not_call_the_forward_is_refused() -> None:
             self.words, self.top = parts().values()
 
         def forward(self, words: Tensor) -> Tensor:
-            found: Tensor = self.top(self.words(words)).square().mean()
-            return found
+            return self.top(self.words(words)).square().mean()
 
         def training_step(self, words: Tensor) -> Tensor:
-            loss: Tensor = self(words) if self.calls_forward else self.top(self.words(words)).mean()
-            return loss
+            return self(words) if self.calls_forward else self.top(self.words(words)).mean()
 
     module, words = Apart(), torch.arange(6)
     expected = module(words)

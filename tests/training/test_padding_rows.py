@@ -39,8 +39,7 @@ class Padded(nn.Module):
         nn.init.normal_(self.words.weight)
 
     def forward(self, bags: Tensor, words: Tensor) -> Tensor:
-        found: Tensor = self.out(torch.tanh(self.bags(bags) + self.words(words).mean(1))).square().mean()
-        return found
+        return self.out(torch.tanh(self.bags(bags) + self.words(words).mean(1))).square().mean()
 
 
 def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,7 @@ class Words(nn.Module):
 
     def forward(self, words: Tensor, users: Tensor, wanted: Tensor) -> Tensor:
         read = torch.cat([self.words(words).mean(1), self.users(users)], 1)
-        loss: Tensor = (self.out(self.hidden(read).relu()).squeeze(1) - wanted).square().mean()
-        return loss
+        return (self.out(self.hidden(read).relu()).squeeze(1) - wanted).square().mean()
 
 
 @dataclass(frozen=True)

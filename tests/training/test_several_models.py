@@ -31,8 +31,7 @@ class Mixed(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         narrow = self.middle(self.narrow(ids))
-        loss: Tensor = self.out((torch.tanh(self.hidden(self.ids(ids))) + narrow).double()).square().mean()
-        return loss
+        return self.out((torch.tanh(self.hidden(self.ids(ids))) + narrow).double()).square().mean()
 
 
 class Critic(nn.Module):
@@ -42,8 +41,7 @@ class Critic(nn.Module):
         self.score = nn.Linear(DIM, 1)
 
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        loss: Tensor = (self.score(self.ids(ids)).mean() - scale).square()
-        return loss
+        return (self.score(self.ids(ids)).mean() - scale).square()
 
 
 def _trained(rank: int, wrap: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
@@ -92,8 +90,7 @@ class Half(nn.Module):
         self.ids, self.out = ids, nn.Linear(DIM, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.out(self.ids(ids)).square().mean()
-        return loss
+        return self.out(self.ids(ids)).square().mean()
 
 
 def _of_one_table(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:

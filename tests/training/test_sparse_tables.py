@@ -36,8 +36,7 @@ class Words(nn.Module):
         self.out = nn.Linear(DIM, 3)
 
     def encode(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.emb(ids).mean(1)
-        return found
+        return self.emb(ids).mean(1)
 
     def forward(self, ids: Tensor, wanted: Tensor) -> Tensor:
         return F.cross_entropy(self.out(self.encode(ids)), wanted)
@@ -60,8 +59,7 @@ class Bags(Words):
 
     def encode(self, ids: Tensor) -> Tensor:
         weights = torch.linspace(0.0, 1.0, ids.numel(), dtype=self.out.weight.dtype).view(ids.shape)
-        found: Tensor = super().encode(ids) - self.emb(ids.flip(0)).sum(1) + self.bags(ids, per_sample_weights=weights)
-        return found
+        return super().encode(ids) - self.emb(ids.flip(0)).sum(1) + self.bags(ids, per_sample_weights=weights)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:

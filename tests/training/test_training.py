@@ -61,8 +61,7 @@ class Case:
     @property
     def workload(self) -> Workload:
         found: Any = WORKLOADS[self.model]
-        workload: Workload = replace(found, vary=True) if self.vary and self.model in dict(MODELS) else found
-        return workload
+        return replace(found, vary=True) if self.vary and self.model in dict(MODELS) else found
 
     @property
     def asked(self) -> Any:

@@ -17,13 +17,7 @@ from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.heads import OF_LOGITS, HeadModel, HeadWorkload, Predicts, PredictsBoth
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
-from tests.support.training import (
-    Way,
-    expected_parameters,
-    make_optimizers,
-    train_compiled,
-    whole_parameters,
-)
+from tests.support.training import Way, expected_parameters, make_optimizers, train_compiled, whole_parameters
 
 DTYPE = torch.float64
 STEPS = 7
@@ -201,7 +195,7 @@ class _MayPredict(HeadModel):
 
     def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
-            return self.body(self.words(words_BT)).square().mean()  # type: ignore[no-any-return]
+            return self.body(self.words(words_BT)).square().mean()
         return super().forward(words_BT, labels_BT)
 
 

@@ -24,15 +24,7 @@ from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.vocabulary.graph import written_by
 from tests.support.budgets import IDS, make, measured, plain
-from tests.support.checkpointed import (
-    FORMS,
-    Block,
-    Normalised,
-    Odd,
-    Recurrent,
-    assert_equal_gradients,
-    gradients,
-)
+from tests.support.checkpointed import FORMS, Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
 from tests.support.inside import memory_limit_of, pipeline_of
@@ -81,8 +73,7 @@ class Scored(nn.Module):
         x = self.words(words)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        loss: Tensor = (x * self.items(items)).sum()
-        return loss
+        return (x * self.items(items)).sum()
 
 
 def scored(rank: int, most: int) -> tuple[Scored, tuple[Tensor, Tensor]]:
@@ -103,8 +94,7 @@ class Looped(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         output, _ = self.layer(self.words(ids))
-        loss: Tensor = output.square().mean()
-        return loss
+        return output.square().mean()
 
 
 @pytest.mark.parametrize(("cell", "steps"), [("projected", 2), ("GRU", 30), ("RNN", 2)])

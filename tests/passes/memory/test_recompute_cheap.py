@@ -43,8 +43,7 @@ class FeedForward(nn.Module):
         x = self.table(ids)
         for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
             x = x + down(F.dropout(self.activation(up(norm(x))), 0.1))
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
 
 
 WORDS = torch.randint(100, (16, 64), generator=torch.Generator().manual_seed(0))
@@ -91,8 +90,7 @@ def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() 
             self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 1)  # beside which `relu` takes no time
 
         def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-            loss: Tensor = self.down(self.up(self.table(ids) * torch.relu(scale))).square().mean()
-            return loss
+            return self.down(self.up(self.table(ids) * torch.relu(scale))).square().mean()
 
     plain = Scaled()
     compiled = embrace_fx.compile(copy.deepcopy(plain))

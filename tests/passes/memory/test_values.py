@@ -58,8 +58,7 @@ def uses_a_storage_twice(h: Tensor) -> Tensor:
 
 
 def calls_a_custom_op(h: Tensor) -> Tensor:
-    y: Tensor = doubled(doubled(h).sigmoid()).square()
-    return y
+    return doubled(doubled(h).sigmoid()).square()
 
 
 def computes_without_gradients(h: Tensor) -> Tensor:

@@ -22,10 +22,7 @@ def test_patterns_are_applied_in_order() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (
-            "all_to_all",
-            r"no strategy 'all_to_all', which '\*' asks for",
-        ),
+        ("all_to_all", r"no strategy 'all_to_all', which '\*' asks for"),
         ({TABLE: "sharded"}, r"no strategy 'sharded', which 'table\.weight' asks for"),
         ({"words": "alltoall"}, r"the pattern 'words' matches no table.*table\.weight"),
         ({"word*": "zen"}, r"the pattern 'word\*' matches no table or another.*table\.weight"),

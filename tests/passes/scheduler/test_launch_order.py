@@ -98,9 +98,7 @@ def test_a_link_that_nothing_waits_for_is_the_bottleneck_all_the_same() -> None:
 def test_windows_that_take_turns_are_averaged() -> None:
     """`b` needs what was launched two windows ago: 10 and 2 ms in turn."""
     alternating = StepGraph(
-        (compute("a", 1), compute("b", 1), launch("x", 8)),
-        (Dependence("b", "x"), Dependence("x", "a", 2)),
-        ("a", "b"),
+        (compute("a", 1), compute("b", 1), launch("x", 8)), (Dependence("b", "x"), Dependence("x", "a", 2)), ("a", "b")
     )
 
     assert simulate(alternating, ("x",), windows=40).step_ms == pytest.approx(8.0, rel=0.05)

@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.passes.verifier.invariants import (
-    INVARIANTS,
-    VerificationError,
-    verify,
-)
+from embrace_fx.passes.verifier.invariants import INVARIANTS, VerificationError, verify
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
 from embrace_fx.vocabulary.graph import (
     BatchInput,

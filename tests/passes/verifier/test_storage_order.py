@@ -19,12 +19,10 @@ UPDATE, ROWS = compute_id("update", "t"), compute_id("rows", "t")
 SENT = {rows_id("t", "early"): EARLY, rows_id("t", "late"): UPDATE}
 COMPUTE = (EARLY, END, BETWEEN, START, UPDATE, ROWS)
 STEPS = StepGraph(
-    tuple(
-        [Operation.of(each, 1.0) for each in COMPUTE] + [Operation.of(each, 0.1, 100, ("t",)) for each in SENT],
-    ),
+    tuple([Operation.of(each, 1.0) for each in COMPUTE] + [Operation.of(each, 0.1, 100, ("t",)) for each in SENT]),
     tuple(
         [Dependence(str(block), str(sent)) for sent, block in SENT.items()]
-        + [Dependence(str(sent), str(ROWS), int(sent.part == "early")) for sent in SENT],
+        + [Dependence(str(sent), str(ROWS), int(sent.part == "early")) for sent in SENT]
     ),
     tuple(map(str, COMPUTE)),
 )

@@ -54,8 +54,7 @@ Phases = dict[str, fx.GraphModule]
 def of(phases: Phases, phase: str, op: str, launch: OperationId | None = None) -> fx.Node:
     """The node of an op, for a launch where several have one."""
     found = [n for n in phases[phase].graph.nodes if op_name(n) == f"embrace::{op}" and launch in (None, launch_of(n))]
-    first: fx.Node = found[0]
-    return first
+    return found[0]
 
 
 def erase(node: fx.Node) -> None:

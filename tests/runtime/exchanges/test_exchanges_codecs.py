@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.cost.blocks import record_bytes
-from embrace_fx.runtime.exchanges.blocks import (
-    SHORT_BLOCK,
-    block_bitmap,
-    cut_blocks,
-    write_blocks_,
-)
+from embrace_fx.runtime.exchanges.blocks import SHORT_BLOCK, block_bitmap, cut_blocks, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate, mean_by_id
-from embrace_fx.runtime.exchanges.hashing import (
-    hash_bitmap,
-    ids_of_bitmap,
-    index_sets,
-    murmur,
-    server_of,
-)
+from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, murmur, server_of
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 CPU = torch.device("cpu")

@@ -42,8 +42,7 @@ def _program(module: str, *arguments: str, **environment: str) -> Any:
 
 @cache
 def _interpreted(examples: int) -> dict[str, str]:
-    results: dict[str, str] = _program("tests.support.kernel_interpreter", str(examples), TRITON_INTERPRET="1")
-    return results
+    return _program("tests.support.kernel_interpreter", str(examples), TRITON_INTERPRET="1")
 
 
 @needs_triton

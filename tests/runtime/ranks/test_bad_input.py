@@ -142,8 +142,7 @@ class Mapped(nn.Module):
         self.linear = nn.Linear(DIM, 1)
 
     def forward(self, keys_B: Tensor) -> Tensor:
-        loss: Tensor = self.linear(self.table(self.map[keys_B])).square().mean()  # type: ignore[index]
-        return loss
+        return self.linear(self.table(self.map[keys_B])).square().mean()  # type: ignore[index]
 
 
 def _mapped_batch(step: int, rank: int) -> tuple[Tensor]:

@@ -62,16 +62,8 @@ def tells(rank: int, world_size: int, value: object, kind: object, most_bytes: i
 @pytest.mark.parametrize(
     ("value", "most_bytes", "says"),
     [
-        (
-            "y" * 200,
-            100,
-            "Rank 1 sends 202 bytes to the other ranks, and at most 100",
-        ),
-        (
-            5,
-            100,
-            "Rank 1 sent something other than a str: it is",
-        ),
+        ("y" * 200, 100, "Rank 1 sends 202 bytes to the other ranks, and at most 100"),
+        (5, 100, "Rank 1 sent something other than a str: it is"),
     ],
     ids=["too much", "of another type"],
 )

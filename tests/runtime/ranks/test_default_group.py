@@ -23,8 +23,7 @@ class Tagger(nn.Module):
         self.out = nn.Linear(8, 3)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.out(self.words(ids_BT)).square().mean()
-        return found
+        return self.out(self.words(ids_BT)).square().mean()
 
 
 def _train(model: nn.Module, rank: int) -> list[float]:
@@ -76,8 +75,7 @@ def _normalised(rank: int, world_size: int) -> list[float]:
     with torch.no_grad():
         model.eval()(torch.randn(5, 3))
     assert norm.running_mean is not None
-    found: list[float] = norm.running_mean.tolist()
-    return found
+    return norm.running_mean.tolist()
 
 
 def test_a_model_compiled_before_the_group_shares_its_buffers() -> None:

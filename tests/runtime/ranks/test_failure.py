@@ -52,8 +52,7 @@ class Model(nn.Module):
         self.table = nn.Embedding(30, 6)
 
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        total: Tensor = (self.table(ids).sum(0) * may_exit(scale)).sum()
-        return total
+        return (self.table(ids).sum(0) * may_exit(scale)).sum()
 
 
 def _exit_in_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -72,11 +71,7 @@ def _store(port: int, *, host: bool) -> Any:
 
 
 def _train_until_death(
-    rank: int,
-    world_size: int,
-    victim: int,
-    die: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
-    port: int | None,
+    rank: int, world_size: int, victim: int, die: Callable[[nn.Module, tuple[Tensor, Tensor]], None], port: int | None
 ) -> None:
     hosts = port is None and rank == 0
     store = _store(port or 0, host=hosts) if port is not None or hosts else None
@@ -182,10 +177,7 @@ def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("where", "launch"),
-    [("before its step", "'announcement'"), ("before its backward", "'.+'")],
-)
+@pytest.mark.parametrize(("where", "launch"), [("before its step", "'announcement'"), ("before its backward", "'.+'")])
 def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str) -> None:
     waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
 
@@ -221,16 +213,7 @@ def _leave_in(rank: int, world_size: int, where: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "where",
-    [
-        "set-up",
-        "placement",
-        "the optimizer's state",
-        "the whole state",
-        "a grid's state",
-    ],
-)
+@pytest.mark.parametrize("where", ["set-up", "placement", "the optimizer's state", "the whole state", "a grid's state"])
 def test_a_rank_that_dies_while_tables_move_is_named(where: str) -> None:
     living, dead = fresh_ranks(2, _leave_in, where)
 

@@ -20,8 +20,7 @@ def _model() -> nn.Module:
 
 
 def _ranks_of(model: embrace_fx.CompiledModel) -> int:
-    found: int = session_of(model).communicator.world_size
-    return found
+    return session_of(model).communicator.world_size
 
 
 def _in_two_groups(rank: int, world_size: int, late_s: float) -> None:

@@ -57,8 +57,7 @@ class NotedStreams(Streams):
 
     def read(self, event: str, copy: Tensor) -> list[Any]:
         self.reach(event)
-        values: list[Any] = copy.tolist()
-        return values
+        return copy.tolist()
 
     def clock(self) -> Clock:
         return Clock()

@@ -17,15 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from tests.support.streams.stream_program import (
-    HostRead,
-    Kernels,
-    Launch,
-    Record,
-    Step,
-    StreamProgram,
-    WaitEvent,
-)
+from tests.support.streams.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 Clock = dict[str, int]
 """By stream, how many of its records have certainly ended."""

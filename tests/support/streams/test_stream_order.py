@@ -6,19 +6,8 @@ import re
 
 import pytest
 
-from tests.support.streams.stream_order import (
-    hazards,
-    too_many_in_flight,
-)
-from tests.support.streams.stream_program import (
-    HostRead,
-    Kernels,
-    Launch,
-    Record,
-    Step,
-    StreamProgram,
-    WaitEvent,
-)
+from tests.support.streams.stream_order import hazards, too_many_in_flight
+from tests.support.streams.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 
 def program(*steps: Step) -> StreamProgram:
