@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 def test_what_is_submitted_returns_at_once_and_takes_its_turn() -> None:
     now = [100.0]
     queue = DeviceQueue(lambda: now[-1], lambda seconds: now.append(now[-1] + seconds))
-
     first, second = queue.submit(5.0), queue.submit(3.0)
-
     assert (first, second, *now) == pytest.approx((100.005, 100.008, 100.0))
     queue.wait(first)
     assert now[-1] == pytest.approx(100.005)  # the second piece is still under way

@@ -45,7 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 @pytest.mark.parametrize("model", PUBLISHED_MIB)
 def test_a_model_has_its_published_size_and_the_labs_form_of_it_the_same_share_of_tables(model: str) -> None:
     paper, (total_mib, tables_mib) = sizes(on_meta(MODELS[model]["paper"])), PUBLISHED_MIB[model]
-
     assert (paper.total_bytes, paper.table_bytes) == pytest.approx((total_mib * 2**20, tables_mib * 2**20), rel=0.02)
     assert sizes(on_meta(MODELS[model]["lab"])).table_share == pytest.approx(tables_mib / total_mib, abs=0.03)
 
@@ -54,7 +53,6 @@ def test_a_model_has_its_published_size_and_the_labs_form_of_it_the_same_share_o
 def test_a_batch_is_a_pure_function_of_its_place(model: str) -> None:
     places = ((3, 1, 0), (3, 1, 0), (3, 2, 0))
     first, again, other = (torch.cat([*map(torch.flatten, MODELS[model]["tiny"].batch(*place))]) for place in places)
-
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

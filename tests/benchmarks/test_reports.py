@@ -181,7 +181,6 @@ def test_the_page_of_emulated_cuda_says_whose_time_a_step_is() -> None:
 
 def test_the_cheapest_exchange_and_the_longest_cycle_by_hand() -> None:
     read = {"left": ("words", torch.tensor([5, 6, 5])), "right": ("words", torch.tensor([[6]]))}
-
     assert unique_rows(read) == {"words": 2}
     # AlltoAll, half a row being 8 bytes: rank 0 sends 3 half rows forward, 2 back and 2 ids; rank 1 2, 3 and 3 ids.
     assert all_to_all_bytes([2, 3], width=4) == max(3 * 8 + 2 * 8 + 2 * 8, 2 * 8 + 3 * 8 + 3 * 8)

@@ -24,7 +24,6 @@ from tests.support.graphs import IDS, V, classifier, run_graph, targets, text
 
 def test_golden() -> None:
     model = classifier()
-
     check_golden("captured", text(capture(model, (IDS,), {}, train=True).graph.module))
 
 
@@ -35,9 +34,7 @@ def test_values_are_eagers() -> None:
 def test_nothing_of_the_model_runs() -> None:
     with torch.device("meta"):
         model = Model(lambda m, x: m.norm(plain(m, x).flatten(0, 1)))
-
     found = capture(model, (IDS.to("meta"),), {}, train=True)
-
     assert Mutation(Buffer("norm.running_mean")) in outputs(found)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -47,9 +44,7 @@ def test_a_capture_leaves_no_marks() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = (IDS.clone(), torch.ones(4).double())
     attributes = [set(vars(each)) for each in batch]
-
     capture(model, batch, {}, train=True, dynamic=frozenset({(0, 0), (0, 1)}))
-
     assert [set(vars(each)) for each in batch] == attributes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -57,7 +52,6 @@ def test_a_capture_leaves_no_marks() -> None:
 
 def test_nodes_remember_the_users_line_forward_and_backward() -> None:
     graph = captured(plain, IDS).graph
-
     line = plain.__code__.co_firstlineno + 1
     for name in ("embedding", "embedding_dense_backward"):
         assert source_of(graph.node(name)).endswith(f"captures.py:{line} in plain")
@@ -72,7 +66,6 @@ def tied(model: Model, ids: Tensor) -> Tensor:
 
 def test_tied_parameters_stay_tied() -> None:
     found = check_values(tied, IDS)
-
     assert not any("head" in role.name for role in inputs(found) if isinstance(role, Parameter))
     assert outputs(found).count(Gradient(Parameter("table.weight"))) == 1
 
@@ -80,9 +73,7 @@ def test_tied_parameters_stay_tied() -> None:
 def test_unused_and_frozen_parameters() -> None:
     model = model_of(plain)
     model.linear.weight.requires_grad_(False)
-
     found = capture(model, (IDS,), {}, train=True)
-
     assert {role.name for role in inputs(found) if isinstance(role, Parameter)} == {
         "table.weight",
         "linear.weight",
@@ -96,9 +87,7 @@ def test_batch_norm_updates_its_statistics() -> None:
     found = capture(model, (IDS,), {}, train=True)
     names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
     assert outputs(found)[:4] == [*(Mutation(Buffer(name)) for name in names), Result(0)]
-
     values = run_graph(found.graph, model, IDS)
-
     model(IDS)
     for name in names:
         torch.testing.assert_close(values[Mutation(Buffer(name))], model.get_buffer(name))
@@ -106,7 +95,6 @@ def test_batch_norm_updates_its_statistics() -> None:
 
 def test_a_batch_tensor_written_in_place_comes_back_as_a_mutation() -> None:
     found = captured(lambda m, x, y: m.table(x) * y.add_(1).sum(), IDS, torch.ones(3))
-
     assert Mutation(BatchInput(1)) in outputs(found)
 
 
@@ -116,9 +104,7 @@ def test_autocast_becomes_casts_of_the_graph() -> None:
             return plain(model, ids)
 
     model = Model(forward)
-
     found = capture(model, (IDS,), {}, train=True)
-
     assert targets(found.graph.graph).count("aten::_to_copy") == 6  # table's rows, weight and bias, there and back
     (result,) = (node for node, role in found.graph.outputs() if role == Result(0))
     assert result is not None
@@ -130,7 +116,6 @@ def test_recurrent_layers_stay_whole() -> None:
         return model.rnn(model.table(ids))[0]
 
     found = captured(forward, torch.zeros((2, 100), dtype=torch.int64))
-
     called = targets(found.graph.graph)
     assert called.count("embrace::rnn_layer") == 2
     assert len(found.graph.graph.nodes) < 200
@@ -141,7 +126,6 @@ def test_lookups_and_bags_keep_their_own_ops() -> None:
         return F.embedding(ids, model.table.weight, sparse=True) + F.embedding_bag(ids, model.table.weight)[0]
 
     found = captured(forward, IDS)
-
     called = targets(found.graph.graph)
     assert {"aten::embedding", "aten::_embedding_bag"} < set(called)
     assert {"aten::embedding_dense_backward", "aten::_embedding_bag_backward"} < set(called)
@@ -152,7 +136,6 @@ def test_lookups_and_bags_keep_their_own_ops() -> None:
 
 def test_an_evaluation_captures_the_forward_alone() -> None:
     found = captured(plain, IDS, train=False)
-
     assert outputs(found) == [Result(0)]
     assert not any(isinstance(role, Tangent) for role in inputs(found))
     assert not any("backward" in name for name in targets(found.graph.graph))
@@ -160,9 +143,7 @@ def test_an_evaluation_captures_the_forward_alone() -> None:
 
 def test_an_evaluation_uses_the_running_statistics() -> None:
     model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1))).eval()
-
     found = capture(model, (IDS,), {}, train=False)
-
     assert outputs(found) == [Result(0)]
     assert Buffer("norm.running_mean") in inputs(found)
 
@@ -186,7 +167,6 @@ def test_where_the_batch_goes(
 ) -> None:
     """Batch inputs are numbered as the flattened arguments, those that are not tensors included."""
     found = captured(forward, *args, **kwargs)
-
     leaves = pytree.tree_leaves((args, kwargs))
     read = {role.index: node.meta["val"].shape for node, role in found.graph.inputs() if isinstance(role, BatchInput)}
     assert set(read) == set(indices)
@@ -195,14 +175,12 @@ def test_where_the_batch_goes(
 
 def test_numbers_are_constants_of_the_graph() -> None:
     found = captured(lambda m, x, scale: m.table(x) * scale, IDS, 2.5)
-
     assert [role for role in inputs(found) if isinstance(role, BatchInput)] == [BatchInput(0)]
     assert "2.5" in text(found.graph.module)
 
 
 def test_a_batch_tensor_that_requires_grad_gets_one() -> None:
     found = captured(lambda m, x, y: m.table(x) * y, IDS, torch.ones(4, dtype=torch.float64, requires_grad=True))
-
     assert Gradient(BatchInput(1)) in outputs(found)
 
 
@@ -219,7 +197,6 @@ def test_a_graph_accepts_what_it_is_valid_for() -> None:
         return [found.accepts([torch.zeros(shape, dtype=torch.int64)]) for shape in ((2, 3), (2, 7), (5, 3), (5, 7))]
 
     model = model_of(varying)
-
     assert accepted() == [True, False, False, False]
     assert accepted((0, 1)) == [True, True, False, False]
     assert accepted((0, 0), (0, 1)) == [True, True, True, True]
@@ -229,7 +206,6 @@ def test_sizes_that_must_agree_are_guarded() -> None:
     model = model_of(lambda m, x, y: (m.table(x) + m.table(y)).sum(1))
     free = frozenset({(0, 1), (1, 1)})
     found = capture(model, (IDS, IDS.clone()), {}, train=True, dynamic=free)
-
     assert found.accepts([torch.zeros(2, 5, dtype=torch.int64)] * 2)
     assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int64)])
 
@@ -240,7 +216,6 @@ def test_a_question_about_a_size_is_guarded() -> None:
         return vectors * 2 if ids.shape[1] > 4 else vectors
 
     found = capture(model_of(forward), (IDS,), {}, train=True, dynamic=frozenset({(0, 1)}))
-
     assert found.accepts([torch.zeros(2, 4, dtype=torch.int64)])
     assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64)])
 
@@ -249,9 +224,7 @@ def test_values_of_another_size() -> None:
     model = model_of(varying)
     found = capture(model, (IDS,), {}, train=False, dynamic=frozenset({(0, 0), (0, 1)}))
     batch = torch.randint(V, (4, 9))
-
     values = run_graph(found.graph, model, batch)
-
     torch.testing.assert_close(values[Result(0)], model(batch).detach())
 
 
@@ -274,7 +247,6 @@ def asks_for_values(model: Model, ids: Tensor) -> Tensor:
 def test_the_error_names_the_users_line_and_the_reason(forward: Callable[..., Any], line: int) -> None:
     with pytest.raises(CaptureError) as raised:
         captured(forward, IDS)
-
     message = str(raised.value)
     where = forward.__code__.co_firstlineno + line
     assert f"test_capture.py:{where} in {forward.__name__}" in message

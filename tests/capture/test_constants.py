@@ -31,7 +31,6 @@ def _leaves(*args: Any, **kwargs: Any) -> list[Any]:
 def test_what_is_read_decides_and_what_is_not_read_does_not() -> None:
     batch = {"by": 2, "text": "one", "at": np.array([1]), "when": datetime.date(2020, 1, 1)}
     found = capture(model_of(reads_scale), (IDS, batch), {"scale": 0.5}, train=True)
-
     assert set(found.constants.values()) == {2, 0.5}
     other = {"by": 2, "text": "another", "at": np.array([2, 3]), "when": None}
     assert found.accepts(_leaves(IDS, other, scale=0.5))
@@ -41,7 +40,6 @@ def test_what_is_read_decides_and_what_is_not_read_does_not() -> None:
 
 def test_further_positional_arguments_are_read_by_their_places() -> None:
     found = capture(model_of(reads_scale), (IDS, {"by": 1}, 3), {}, train=True)
-
     assert list(found.constants.values()) == [1, 3]
 
 
@@ -64,7 +62,6 @@ def test_texts_and_arrays_that_change_at_each_step_need_one_capture() -> None:
 
 def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
     array = np.ones(2)
-
     assert agree(array, array)
     assert agree("a text", "a text"[:])
     assert not agree(1, 1.0)

@@ -154,7 +154,6 @@ def test_a_parametrized_weight_is_read_by_the_forward_alone() -> None:
     plain = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)))
     expected, batch = copy.deepcopy(plain), torch.randn(5, 4)
     model = embrace_fx.compile(plain)
-
     for _ in range(3):
         assert torch.equal(model(batch), expected(batch))
         for (name, own), (_, wanted) in zip(plain.named_buffers(), expected.named_buffers(), strict=True):

@@ -44,7 +44,6 @@ def test_an_object_is_made_again_of_other_tensors() -> None:
     cache = Cache([Layer(torch.zeros(2), torch.float32), Layer(torch.ones(2), torch.float64)])
     leaves, spec = pytree.tree_flatten(open_objects({"loss": torch.ones(()), "cache": cache}))
     assert [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves] == [(), (2,), (2,), 3]
-
     made = pytree.tree_unflatten([torch.ones(()), torch.full((4,), 5.0), torch.full((4,), 6.0), 7], spec)["cache"]
     assert type(made) is Cache
     assert made is not cache

@@ -28,5 +28,4 @@ def bench() -> Iterator[Bench]:
 )
 def test_a_body_does_what_the_table_says(name: str, bench: Bench) -> None:
     verdict, line = judged(name, bench)
-
     assert verdict == RECORDED.get(name), f"{line}\nRun `python -m tests.conformance` and look at what it changes."

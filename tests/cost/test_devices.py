@@ -21,7 +21,6 @@ def test_compute_takes_the_time_of_its_products_and_of_its_bytes() -> None:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
 def test_a_device_passes_over_its_own_memory_at_what_is_attained_of_its_rate(device: Device) -> None:
     handling, compute = device.handling, device.compute
-
     assert handling.pass_bytes_per_ms == compute.moved_bytes_per_ms == ATTAINED * device.memory_bytes_per_ms
     assert compute.flops_per_ms == ATTAINED * device.flops_per_ms
     assert handling.pass_bytes_per_ms > Handling().pass_bytes_per_ms
@@ -31,7 +30,6 @@ def test_a_device_passes_over_its_own_memory_at_what_is_attained_of_its_rate(dev
 def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> None:
     device = DEVICES["RTX 3090"]
     alone, four = (device.cluster(12.5e6, 0.01, devices_per_machine=k) for k in (1, 4))
-
     assert alone.inside is None
     assert four.inside == device.inside
     assert four.among(4).link("all_reduce") == Link(device.inside.bandwidth_bytes_per_ms, device.inside.latency_ms)
@@ -60,9 +58,7 @@ def planned(cluster: Cluster, world_size: int) -> embrace_fx.Plan:
 
 def test_a_model_on_the_meta_device_is_planned_for_many_devices() -> None:
     cluster = DEVICES["RTX 3090"].cluster(12.5e6, devices_per_machine=4)
-
     plan = planned(cluster, 1024)
-
     assert plan["table.weight"].strategy == "alltoall"
     assert plan.world_size == 1024
 
@@ -71,12 +67,10 @@ def test_on_a_device_links_are_what_an_allreduce_of_a_table_waits_for() -> None:
     """A core takes seconds to update a gigabyte; a device, the time of its memory."""
     links = Cluster(12.5e6, 0.01)
     device = DEVICES["A100"].cluster(12.5e6, 0.01)
-
     of_core, of_device = (
         next(c for c in planned(each, 4)["table.weight"].candidates if c.strategy == "allreduce").predicted_ms
         for each in (links, device)
     )
-
     transfer_ms = links.transfer_ms(2 * 3 / 4 * 500_000 * 512 * 4, 6)
     assert transfer_ms < of_device < 1.2 * transfer_ms
     assert of_core > 5 * of_device

@@ -181,17 +181,14 @@ def test_work_by_hand(variant: str) -> None:
     """Two ranks have 40 and 60 units of 8 bytes of 1000, and together 80."""
     scheme, expected = WORK[variant]
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
-
     assert predict(variant.split(",", maxsplit=1)[0], sparsity, scheme=scheme).work == expected
 
 
 def test_work_of_streams_by_hand() -> None:
     """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
-
     with Way("omnireduce", slots=1).chosen():
         prediction = predict("omnireduce", sparsity)
-
     values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
     lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
     assert prediction.work == values + Work(1000 * 8, units=50) + lanes
@@ -200,9 +197,7 @@ def test_work_of_streams_by_hand() -> None:
 def test_skew_makes_a_server_add_up_more() -> None:
     even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
     skewed = replace(even, push_imbalance=4.0)
-
     more = {name: _added(name, skewed) - _added(name, even) for name in ("ps", "omnireduce", "zen", "allgather")}
-
     assert more["zen"] == more["allgather"] == 0
     assert more["ps"] == more["omnireduce"] == pytest.approx(3 * 1000)
 

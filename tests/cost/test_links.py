@@ -59,7 +59,6 @@ def test_exchanges_one_after_the_other() -> None:
 
 def test_time_is_the_start_ups_and_the_bytes() -> None:
     cluster = Cluster(bandwidth_bytes_per_ms=1000.0, latency_ms=0.5)
-
     assert Exchange(3000, 4).time_ms(cluster) == 3000 / 1000 + 4 * 0.5
     assert Exchange(0, 0).time_ms(cluster) == 0.0
 
@@ -67,7 +66,6 @@ def test_time_is_the_start_ups_and_the_bytes() -> None:
 def test_large_messages_hide_start_up() -> None:
     link = Link(1000.0, 0.1, least_ms=2.0)
     cluster = Cluster(links=(("all_reduce", link),))
-
     assert Exchange(3_000, 4).time_ms(cluster, "all_reduce") == 4 * 2.0
     assert Exchange(30_000, 4).time_ms(cluster, "all_reduce") == pytest.approx(30 + 4 * 0.1)
     assert link.start_up_ms == 2.0
@@ -81,7 +79,6 @@ def test_the_default_link_is_25_gigabits_per_second() -> None:
 @given(RANKS, st.integers(0, 10**9))
 def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes: int) -> None:
     sent = all_reduce(tensor_bytes, ranks).sent_bytes
-
     assert tensor_bytes <= sent <= 2 * tensor_bytes or tensor_bytes == 0 == sent
 
 
@@ -131,7 +128,6 @@ def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
         scan_bytes_per_ms=1000.0, pass_bytes_per_ms=100.0, claim_bytes_per_ms=10.0, unit_ms=0.5, round_ms=7.0
     )
     cluster = Cluster(handling=rates)
-
     assert Work(scanned_bytes=2000).time_ms(cluster) == 2.0
     assert passes_over(300, times=2).time_ms(cluster) == 6.0
     assert (Work(scanned_bytes=2000, claimed_bytes=40) + Work(units=3, rounds=2)).time_ms(
@@ -168,7 +164,6 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
 def test_pairwise_messages_are_split_by_where_they_go() -> None:
     """Of 7 peers 3 are inside; what goes to the 4 others shares a link with what 3 neighbours send."""
     expected = 3 * (1000 / 8000 + 0.125) + 4 * (1000 * 4 / 1000 + 0.5)
-
     assert launch_ms(MACHINES, "all_to_all", 8000, 8) == pytest.approx(expected)
     assert launch_ms(MACHINES, "all_gather", 1000, 8) == pytest.approx(expected)
 
@@ -177,14 +172,12 @@ def test_pairwise_messages_are_split_by_where_they_go() -> None:
 def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, least_ms: float) -> None:
     outside = tuple((collective, Link(1000.0, 0.0, 1.0)) for collective in COLLECTIVES)
     machines = Cluster(1000.0, 0.5, outside, ranks_per_machine=4, inside=Link(8000.0, 0.0, 2.0))
-
     assert machines.among(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
     assert machines.among(ranks).link("all_reduce").least_ms == 2.0
 
 
 def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
     size = chunk_bytes(MACHINES, 8, "all_to_all")
-
     start_up_ms = launch_ms(MACHINES, "all_to_all", 0, 8)
     assert size == MIN_CHUNK_BYTES or launch_ms(MACHINES, "all_to_all", size, 8) == pytest.approx(10 * start_up_ms)
     assert chunk_bytes(MACHINES, 4) == chunk_bytes(Cluster(8000.0, 0.125), 4)
@@ -241,5 +234,4 @@ def test_buckets_that_the_end_of_the_backward_awaits_are_as_many_as_end_first(
 
 def test_chunks_are_cut_for_one_launch_alone_whatever_a_row_of_them_reaches() -> None:
     in_a_row = Cluster(SLOW.bandwidth_bytes_per_ms, SLOW.latency_ms, (("all_reduce", Link(25_000.0, 0.0)),))
-
     assert chunk_bytes(in_a_row, 4) == chunk_bytes(SLOW, 4)

@@ -25,9 +25,7 @@ def batch(rank: int, skew: float) -> Tensor:
 def test_unions_grow_from_a_ranks_own_to_all(ranks: int, num_units: int, data: st.DataObject) -> None:
     sets = data.draw(st.lists(st.sets(st.integers(0, num_units - 1)), min_size=ranks, max_size=ranks))
     ids = [torch.tensor(sorted(own), dtype=torch.int64) for own in sets]
-
     sparsity = measure(ids, num_units, width=4, itemsize=4)
-
     assert sparsity.units_by_rank == tuple(own.numel() for own in ids)
     assert sparsity.unions[-1] == torch.cat(ids).unique().numel()
     assert list(sparsity.unions) == sorted(sparsity.unions)
@@ -39,7 +37,6 @@ def test_unions_grow_from_a_ranks_own_to_all(ranks: int, num_units: int, data: s
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_extrapolated_unions_are_about_what_ranks_would_have(skew: float, ranks: int) -> None:
     true = measure([batch(rank, skew).unique() for rank in range(ranks)], V, 8, 4)
-
     for known in (1, 2):
         found = extrapolate([batch(rank, skew) for rank in range(known)], V, 8, 4, ranks)
         assert found.mean_units == pytest.approx(true.mean_units, rel=0.05)
@@ -54,16 +51,13 @@ def test_extrapolation_without_ids_is_empty() -> None:
 
 def test_independent_ranks_by_hand() -> None:
     sparsity = independent(100, 8, 4, (50, 20))
-
     assert sparsity.unions == pytest.approx((50.0, 100 * (1 - 0.5 * 0.8)))
     assert random_sparsity(100, 8, 4, 0.5, 2).unions == pytest.approx((50.0, 75.0))
 
 
 def test_what_was_measured_in_one_line() -> None:
     ids = [torch.tensor([0, 1, 2, 3]), torch.tensor([2, 3, 4, 7])]
-
     found = str(measure(ids, 8, 4, 4, draws=20))
-
     assert found == (
         "density 50.00%, ids per row 2.5, overlap of two ranks 50%, g(2) 1.50, skew 1.5 (of the union 1.3)"
     )
@@ -72,9 +66,7 @@ def test_what_was_measured_in_one_line() -> None:
 
 def test_rows_in_blocks() -> None:
     rows = independent(100, 8, 4, (20, 20))
-
     same, shorter, longer = (in_blocks(rows, size) for size in (8, 4, 16))
-
     assert (same.num_units, same.units_by_rank) == (100, (20, 20))
     assert (shorter.num_units, shorter.units_by_rank) == (200, (40, 40))
     # Of 50 blocks of two rows, each has at least one with probability 1 - 0.8 * 0.8.

@@ -48,7 +48,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("model", WORKLOADS)
 def test_regions_become_cubins(model: str, precision: str, cache: Path) -> None:
     found = compiled(cache)[f"{model}{precision}"]
-
     assert found["regions"] >= 1
     assert found["cubins"] >= 1
     assert found["apart"] <= (1e-2 if precision else 1e-5)

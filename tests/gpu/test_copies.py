@@ -18,12 +18,10 @@ def test_what_comes_back_is_what_left() -> None:
     copies = PinnedCopies(Streams(device))
     value = torch.randn(1000, 1000, device=device).t()
     expected = value.clone()
-
     stored = copies.await_offload(copies.offload(value, offload_id("value"), None))
     del value
     torch.full((1000, 1000), 7.0, device=device)  # may take the memory that has become free
     back = copies.await_reload(copies.reload(stored, reload_id("value"), None))
-
     assert stored.place.is_pinned()
     assert torch.equal(back, expected)
     assert back.stride() == expected.stride()

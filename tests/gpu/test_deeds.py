@@ -40,7 +40,6 @@ def check(deed: Callable[[int, int, str], Found], ranks: int) -> list[Found]:
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
 def test_on_two_devices(deed: Callable[[int, int, str], Found]) -> None:
     others = check(deed, 2)
-
     if deed is fails_on_one_rank:
         assert others[0] == {"failed": [(3, [1])]}
     if deed is plans_anew:

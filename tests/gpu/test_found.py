@@ -97,7 +97,6 @@ def begins_in_another_order(rank: int, world_size: int) -> None:
 def test_two_orders_are_a_deadlock_that_is_named(findings: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(2, begins_in_another_order, timeout_s=120.0)
-
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
     assert "DEADLOCK" in text
@@ -121,7 +120,6 @@ def sends_less(rank: int, world_size: int) -> None:
 def test_a_send_that_no_receive_fits(findings: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(2, sends_less, timeout_s=120.0)
-
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
     assert "MISMATCH" in text
@@ -154,7 +152,6 @@ def models_are_in_no_order(rank: int, world_size: int) -> None:
 def test_collectives_in_no_order_are_found(way: Callable[[int, int], None], findings: Path) -> None:
     with suppress(RankError):  # where ranks are not equally fast, it ends in a deadlock
         run_ranks(2, way, timeout_s=300.0)
-
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
     assert re.search(r"HAZARD: .* on communicator \d+, .* writes memory that .* on communicator \d+,", text), text

@@ -14,7 +14,5 @@ pytestmark = pytest.mark.timeout(900)
 def test_a_training_equals_the_reference(case: Case) -> None:
     if torch.cuda.device_count() < case.devices:
         pytest.skip(f"needs {case.devices} GPU(s), found {torch.cuda.device_count()}")
-
     distance = farthest(case)
-
     assert distance.is_right, distance

@@ -16,7 +16,6 @@ from tests.gpu.needs import gpus
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
 def test_a_stress_of_memory_across_streams(caching: bool) -> None:
     environment = os.environ | ({} if caching else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-
     ended = subprocess.run(
         [sys.executable, "-m", "tests.gpu.stress"],
         env=environment,
@@ -26,5 +25,4 @@ def test_a_stress_of_memory_across_streams(caching: bool) -> None:
         timeout=100,
         check=False,
     )
-
     assert ended.returncode == 0, ended.stderr

@@ -56,7 +56,6 @@ def test_sequences_are_turned_without_the_host() -> None:
     walk, device = Walk([2, 1], reverse=True), torch.device("cuda", 0)
     found = [walk.mirror(device), *walk.ends(device)]
     set_sync_debug_mode("default")
-
     assert [each.tolist() for each in found] == [[2, 1, 0], [2, 1], [0, 1]]
 
 
@@ -67,7 +66,6 @@ def test_the_loss_is_checked_without_a_synchronisation() -> None:
     streams = streams_of(device)
     assert streams is not None
     losses = [torch.full((), value, device=device) for value in (1.0, float("nan"))]
-
     with pytest.raises(FloatingPointError, match=r"rank\(s\) 0"):
         launch_flags(losses, [1], 0, Communicator(None), streams)("", None)
 

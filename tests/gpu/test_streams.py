@@ -46,7 +46,6 @@ def test_a_recording_takes_the_devices_time() -> None:
     torch.cuda._sleep(CYCLES)
     recorder.mark(compute_id("forward", "slept"))
     recorder.mark(compute_id("forward", "nothing"))
-
     (_, _, began), (_, _, slept), (_, _, nothing) = recorder.stop().marks
     assert slept - began > 1e-3
     assert nothing - slept < slept - began

@@ -176,7 +176,6 @@ def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
 def test_a_wait_that_is_left_out_is_found(findings: Path) -> None:
     with suppress(RankError):  # values are those of whatever is there
         run_ranks(1, does_not_wait, replace(ON_DEVICE, memory=0.1, rows=200, steps=6, ahead=2), timeout_s=400.0)
-
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
     assert "nothing orders the two" in text

@@ -53,7 +53,6 @@ def moments() -> dict[str, list[dict[str, float]]]:
 )
 def test_moments(moment: str, what: str, naps: int, moments: dict[str, list[dict[str, float]]]) -> None:
     shortest_ms = min(found[what] for found in moments[moment])
-
     assert naps * SLEEP_MS <= shortest_ms < (naps + 0.5) * SLEEP_MS
 
 
@@ -63,7 +62,6 @@ def test_a_query_says_no_until_the_time_has_come(moments: dict[str, list[dict[st
 
 def test_a_product_takes_the_data_sheets_time_and_ids_are_computed(moments: dict[str, list[dict[str, float]]]) -> None:
     expected_ms = TIMES.slow * 2 * SIDE**3 / (float(TIMES.variables()["EMULATED_CUDA_TFLOPS"]) * 1e9)
-
     assert expected_ms < min(found["device"] for found in moments["multiplies"]) < expected_ms + SLEEP_MS / 2
     assert all(found["ids"] for found in moments["multiplies"])
 

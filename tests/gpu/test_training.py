@@ -25,7 +25,6 @@ pytestmark = pytest.mark.timeout(300)
 def check(model: str, ranks: int, schedule: ScheduleName, backend: str, gpus_used: int) -> None:
     workload = WORKLOADS[model]
     expected = expected_parameters(ranks, workload, torch.float64, "adagrad", "exact", STEPS)
-
     for found in run_ranks(ranks, trains_on_gpu, workload, schedule, backend, gpus_used, timeout_s=TIMEOUT_S):
         assert_same(found, expected, torch.float64)
 

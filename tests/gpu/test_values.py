@@ -39,7 +39,6 @@ CASES: list[tuple[str, str, ScheduleName]] = [
 def test_two_gpus(model: str, optimizer: str, schedule: ScheduleName) -> None:
     workload = WORKLOADS[model]
     expected = expected_parameters(2, workload, torch.float64, optimizer, "exact", STEPS)
-
     arguments = (workload, schedule, "nccl", 2, None, optimizer)
     for found in run_ranks(2, trains_on_gpu, *arguments, timeout_s=400.0):
         assert_same(found, expected, torch.float64)
@@ -72,7 +71,6 @@ def trains_narrowly(rank: int, world_size: int, precision: str, compiles: bool) 
 def test_a_precision_has_the_values_of_the_plain_model(precision: str) -> None:
     (expected,) = run_ranks(1, trains_narrowly, precision, False, timeout_s=400.0)
     (found,) = run_ranks(1, trains_narrowly, precision, True, timeout_s=400.0)
-
     bound = 1e-5 if precision == "float32" else 2e-3
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=bound, atol=bound), name

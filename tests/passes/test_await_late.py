@@ -66,7 +66,6 @@ def awaits(node: fx.Node, table: str) -> bool:
 
 def test_the_output_tables_rows_are_awaited_behind_the_last_layer() -> None:
     before, after = overlapped()
-
     assert [products_before(before, table) for table in TABLES] == [0, 0]
     assert [products_before(after, table) for table in TABLES] == [0, LAYERS]
 
@@ -97,7 +96,6 @@ def texts(nodes: Iterable[fx.Node]) -> list[str]:
 
 def test_rows_that_are_read_at_once_stay() -> None:
     before, after = overlapped(read_at_once=True)
-
     assert after is before
 
 

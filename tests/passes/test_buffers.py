@@ -48,9 +48,7 @@ def test_buffers(forward: Callable[[Tables, Tensor], Tensor], mutated: tuple[str
     model = tables_model(forward)
     model.register_module("norm", nn.BatchNorm1d(4).double())
     model.register_buffer("calls", torch.ones((), dtype=torch.float64))
-
     graph = analysed(model, IDS)
-
     assert sorted(mutated_buffers(graph)) == sorted(mutated)
     assert live_buffers(graph) == live
 
@@ -58,7 +56,6 @@ def test_buffers(forward: Callable[[Tables, Tensor], Tensor], mutated: tuple[str
 def test_an_evaluation_changes_no_statistics() -> None:
     model = tables_model(normalised)
     model.register_module("norm", nn.BatchNorm1d(4).double().eval())
-
     assert mutated_buffers(analysed(model, IDS, train=False)) == ()
 
 

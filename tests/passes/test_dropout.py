@@ -36,7 +36,6 @@ def transposed(model: Tables, ids: Tensor) -> Tensor:
 def test_golden() -> None:
     graph = analysed(tables_model(once), IDS)
     before = text(graph.module)
-
     check_golden("eager_dropout", text(EagerDropout()(graph).module))
     assert text(graph.module) == before
 
@@ -47,9 +46,7 @@ def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> Non
     graph = analysed(model, IDS)
     after = EagerDropout()(graph)
     verify(after, after="EagerDropout", captured=graph, previous=graph)
-
     found = run_graph(after, model, IDS, seed=3)
-
     torch.manual_seed(3)
     expected = model(IDS)
     expected.backward(tangent(expected))
@@ -71,5 +68,4 @@ def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> Non
 )
 def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> None:
     graph = analysed(tables_model(forward), IDS)
-
     assert EagerDropout()(graph) is graph

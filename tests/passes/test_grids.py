@@ -67,7 +67,6 @@ def test_golden() -> None:
     sharded = run_passes(graph, passes).graph
     overlapped = SubmitRows()(sharded)
     verify(overlapped, after="SubmitRows", captured=sharded, previous=sharded)
-
     check_golden("grid_shard", text(sharded.module))
     phases = (f"# {name}\n{text(overlapped.phases[name])}" for name in ("forward", "backward"))
     check_golden("grid_overlap", "\n".join(phases))
@@ -82,7 +81,6 @@ def test_ranks_of_a_grid_launch_the_same() -> None:
         }
         for grid in (Grid(2, 2), Grid(4, 1))
     }
-
     assert [len(found) for found in hashes.values()] == [1, 1]
     assert hashes[Grid(2, 2)] != hashes[Grid(4, 1)]
 
@@ -137,7 +135,6 @@ def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, na
 def test_whatever_else_a_training_does_is_as_on_columns(grid: Grid, backend: str, narrow: bool) -> None:
     ranks = grid.rows * grid.columns
     on_grid, on_columns = (run_ranks(ranks, _everything_else, each, backend, narrow) for each in (grid, "alltoall"))
-
     for found, expected in zip(on_grid, on_columns, strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():

@@ -106,9 +106,7 @@ def test_values(name: str, shards: bool) -> None:
     model = model_of(forward)
     before, after = joined(model, *args)
     expected = below_each_other(model, run_graph(before, model, *args))
-
     after = sharding(SPACE.name)(after) if shards else after
-
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
@@ -122,9 +120,7 @@ def test_padding_rows_get_no_gradient(name: str) -> None:
     model.other = nn.Embedding(V + 3, D, padding_idx=5).double()
     before = analysed(model, *args)
     expected = below_each_other(model, run_graph(before, model, *args))
-
     after = sharding(SPACE.name)(JoinTables((PADDED,))(before))
-
     verify(after, after="ShardTables", captured=before, previous=before)
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
@@ -133,7 +129,6 @@ def test_values_of_a_forward_alone_that_reads_one_of_the_tables() -> None:
     model = model_of(lambda m, x: m.linear(m.other(x)))
     before, after = joined(model, OTHER_IDS, train=False)
     expected = below_each_other(model, run_graph(before, model, OTHER_IDS))
-
     assert_equal_outputs(run_graph(sharding(SPACE.name)(after), model, OTHER_IDS), expected)
 
 
@@ -144,13 +139,11 @@ def test_values_of_a_batch_of_another_size() -> None:
     joined = JoinTables((SPACE,))(graph)
     verify(joined, after="JoinTables", captured=graph, previous=graph)
     expected = below_each_other(model, run_graph(graph, model, *shorter))
-
     assert_equal_outputs(run_graph(joined, model, *shorter), expected)
 
 
 def test_plain_lookups_are_one() -> None:
     _, after = joined(model_of(CASES["three lookups"][0]), IDS, OTHER_IDS)
-
     found = targets(after.graph)
     for target in ("embrace::join_ids", "aten::embedding", "aten::embedding_dense_backward"):
         assert found.count(target) == 1
@@ -165,7 +158,6 @@ def test_lookups_that_are_all_cast_are_cast_as_one() -> None:
     model = model_of(forward)
     before, after = joined(model, IDS, OTHER_IDS)
     expected = below_each_other(model, run_graph(before, model, IDS, OTHER_IDS))
-
     assert targets(after.graph).count("aten::_to_copy") == 4  # two of the product, one of rows, one of gradients
     assert_equal_outputs(run_graph(after, model, IDS, OTHER_IDS), expected)
 
@@ -173,12 +165,10 @@ def test_lookups_that_are_all_cast_are_cast_as_one() -> None:
 def test_golden_of_two_tables() -> None:
     graph = analysed(model_of(both), IDS, OTHER_IDS)
     before = text(graph.module)
-
     check_golden("join_tables", text(JoinTables((SPACE,))(graph).module))
     assert text(graph.module) == before
 
 
 def test_a_graph_that_reads_none_of_the_tables_is_unchanged() -> None:
     graph = analysed(tables_model(lambda m, x: m.linear(x)), torch.ones(1, 4).double())
-
     assert JoinTables((SPACE,))(graph) is graph

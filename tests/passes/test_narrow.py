@@ -118,9 +118,7 @@ def legal(name: str) -> tuple[Tables, TrainingGraph]:
 def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
     _, graph = legal(name)
     dtype = exchange_dtype(graph, table_of(graph))
-
     after = narrowed(graph)
-
     launches = [n for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")]
     assert dtype.itemsize == 2
     # float16 does not hold what sums of its values are: gradients stay wide.
@@ -132,7 +130,6 @@ def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
 def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> None:
     graph = analysed(tables_model(forward), IDS)
     sharded = sharding(TABLE, world_size=2)(graph)
-
     assert NarrowExchange()(sharded) is sharded
     assert exchange_dtype(graph, table_of(graph)) == torch.float32
 
@@ -141,14 +138,12 @@ def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> N
 def test_a_table_that_is_narrow_already(used: torch.dtype) -> None:
     model = tables_model(lambda m, x: m.table(x).to(used).sum()).to(HALF)
     sharded = sharding(TABLE, world_size=2)(analysed(model, IDS))
-
     assert NarrowExchange()(sharded) is sharded
 
 
 def test_bags_sum_in_the_wide_dtype() -> None:
     graph = analysed(tables_model(bag_under_autocast), BAG, OFFSETS)
     sharded = sharding(TABLE, world_size=2)(graph)
-
     assert NarrowExchange()(sharded) is sharded
     assert exchange_dtype(graph, table_of(graph)) == torch.float32
 
@@ -156,9 +151,7 @@ def test_bags_sum_in_the_wide_dtype() -> None:
 def test_one_table_of_two_is_narrowed() -> None:
     graph = analysed(tables_model(lambda m, x: (m.table(x).to(HALF).float() * m.other(x)).sum()), IDS)
     sharded = sharding(TABLE, "other.weight", world_size=2)(graph)
-
     after = NarrowExchange()(sharded)
-
     verify(after, after="NarrowExchange", captured=graph, previous=sharded)
     dtypes = {n.name: n.meta["val"].dtype for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")}
     assert dtypes == {
@@ -171,15 +164,12 @@ def test_one_table_of_two_is_narrowed() -> None:
 
 def test_a_forward_alone_is_narrowed_too() -> None:
     graph = analysed(tables_model(autocast), IDS, train=False)
-
     launches = [n for n in narrowed(graph).graph.nodes if n.name == "table_rows"]
-
     assert [n.meta["val"].dtype for n in launches] == [HALF]
 
 
 def test_without_sharded_tables_nothing_is_exchanged() -> None:
     graph = analysed(tables_model(autocast), IDS)
-
     assert NarrowExchange()(graph) is graph
 
 
@@ -205,7 +195,6 @@ def test_values(name: str) -> None:
 def test_gradients_of_one_row_are_summed_before_they_are_rounded() -> None:
     _, graph = legal("one lookup")
     order = targets(narrowed(graph).graph)
-
     summed, split = order.index("aten::embedding_dense_backward"), order.index("embrace::split_columns")
     assert order[summed:split] == ["aten::embedding_dense_backward", "aten::_to_copy"]
     received = order.index("embrace::all_to_all_gradients")
@@ -218,10 +207,8 @@ def narrow_rows_cross_ranks(rank: int, world_size: int) -> None:
         model = tables_model(forward)
         batch = (IDS + rank) % 10
         sharded = sharding(TABLE, rank=rank, world_size=world_size)(analysed(model, batch))
-
         expected = run_graph(sharded, model, batch, communicator=communicator)
         found = run_graph(NarrowExchange()(sharded), model, batch, communicator=communicator)
-
         assert_equal_outputs(found, expected, tolerance=2**-7)
         assert torch.equal(found[Result(0)], expected[Result(0)])
 
@@ -233,6 +220,5 @@ def test_values_on_several_ranks() -> None:
 def test_golden() -> None:
     graph = analysed(tables_model(autocast), IDS)  # of its own: symbols are numbered as they are made
     before = text(graph.module)
-
     check_golden("narrow_exchange", text(narrowed(graph).module))
     assert text(graph.module) == before

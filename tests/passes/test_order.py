@@ -84,7 +84,6 @@ def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(overlapped: T
     found = OrderCompute(("words.weight",))(overlapped)
     names = [op_name(node) for node in found.phases["backward"].graph.nodes]
     before = names[: names.index("embrace::submit_gradients")]
-
     assert "embrace::rnn_layer_backward" in before
     assert "embrace::pack_bucket" not in before
     assert before.count("aten::mm") == 1  # of the output layer: the gradient of its input alone
@@ -93,7 +92,6 @@ def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(overlapped: T
 def test_the_head_stays_ahead_of_all(overlapped: TrainingGraph) -> None:
     found = OrderCompute(tuple(reversed(units_of(overlapped).units)))(overlapped)
     head = [op_name(n) for n in found.phases["backward"].graph.nodes if n.op == "call_function"][:7]
-
     assert set(head) == {"embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"}
 
 
@@ -134,7 +132,6 @@ def test_random_draws_keep_their_order() -> None:
     graph = run_passes(captured, (*training_passes(plan, (), 0), *overlap_passes(plan, "horizontal", 0, cuts))).graph
     backward = graph.phases["backward"]
     found = OrderCompute(("bucket 1", "bucket 0"))(graph).phases["backward"]
-
     assert len(draws_in(list(backward.graph.nodes))) == 2
     assert draws_in(list(found.graph.nodes)) == draws_in(list(backward.graph.nodes))
 
@@ -188,7 +185,6 @@ def test_any_order_of_a_small_graph_is_legal_and_exact(drawn: tuple[fx.GraphModu
 def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(overlapped: TrainingGraph) -> None:
     units, memory = units_of(overlapped), step_memory(overlapped)
     peaks = {memory.backward_peak(units.ordered(order)) for order in list(permutations(units.units))[::40]}
-
     assert len(peaks) > 1
     assert min(peaks) > 0
 

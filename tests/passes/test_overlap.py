@@ -75,9 +75,7 @@ def test_golden(schedule: str) -> None:
     buckets = (("classify.weight", "classify.bias"),)
     plan = plan_of("words.weight", world_size=2, buckets=buckets)
     graph = run_passes(analysed(classifier(), IDS), training_passes(plan, {"words.weight"}, 0)).graph
-
     result = overlapped(graph, buckets, schedule, tables=("words.weight",))
-
     phases = (f"# {name}\n{text(result.phases[name])}" for name in ("forward", "backward"))
     check_golden(f"overlap_{schedule}", "\n".join(phases))
 
@@ -85,7 +83,6 @@ def test_golden(schedule: str) -> None:
 def test_a_graph_without_a_backward_is_left_alone() -> None:
     graph = partitioned(TABLE, buckets=())
     graph = TrainingGraph(graph.module, graph.tables, {n: graph.phases[n] for n in ("unique", "ids", "forward")})
-
     for each in overlap_passes(plan_of(TABLE, buckets=()), "2d", 0, Cuts((), ((TABLE, 1),))):
         assert each(graph) is graph
 
@@ -94,7 +91,6 @@ def test_a_graph_without_a_backward_is_left_alone() -> None:
 def test_which_schedule_overlaps_what(schedule: str) -> None:
     cuts = Cuts(((10,),), ((TABLE, 3),))
     passes = overlap_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
-
     rows, chunks = [SubmitRows()], ChunkBuckets(cuts.chunks)
     split, updates = SplitRows(cuts.pieces), UpdateBeforeRead((DENSE,), cuts.chunks)
     moved = [AwaitRowsLate(), SubmitGradientsEarly()]
@@ -186,9 +182,7 @@ def test_what_stays_as_it_was() -> None:
     buckets = (("vector", *DENSE),)
     graph = partitioned(TABLE, OTHER, buckets=buckets)
     before = {name: text(module) for name, module in graph.phases.items()}
-
     result = overlapped(graph, buckets, "horizontal")
-
     assert {name: text(module) for name, module in graph.phases.items()} == before  # a pass changes copies
     assert result.module is graph.module
     assert all(text(result.phases[name]) == before[name] for name in ("unique", "ids"))
@@ -200,14 +194,11 @@ def test_what_stays_as_it_was() -> None:
 
 def test_without_tables_and_buckets_nothing_is_overlapped() -> None:
     graph = partitioned(buckets=(), forward=plain)
-
     result = overlapped(graph, (), "horizontal")
-
     assert {name: text(m) for name, m in result.phases.items()} == {n: text(m) for n, m in graph.phases.items()}
 
 
 def test_an_unread_table_is_no_input_of_the_backward() -> None:
     result = overlapped(partitioned(TABLE, OTHER, buckets=(("vector", *DENSE),)), (("vector", *DENSE),), "2d")
-
     for module in result.phases.values():
         assert all(node.users for node, role in inputs_of(module) if isinstance(role, Parameter | Shard))

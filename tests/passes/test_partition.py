@@ -84,9 +84,7 @@ CUT = (
 def test_the_phases_share_the_nodes_and_compute_what_the_joint_graph_does(name: str) -> None:
     (model, graph), args = example(name), LEGAL[name].args
     joint = sharding(TABLE)(graph)
-
     cut = partitioned(joint)
-
     assert_equal_outputs(run_graph(cut, model, *args), run_graph(joint, model, *args))
     in_phases = Counter(name for module in cut.phases.values() for name in computed(module))
     assert in_phases == Counter(computed(joint.module))
@@ -96,9 +94,7 @@ def test_golden() -> None:
     """One table, one dense layer, and the joint graph left as it was."""
     joint = sharding("words.weight", world_size=2)(analysed(classifier(), IDS))
     before = text(joint.module)
-
     graph = partitioned(joint)
-
     check_golden("partition", "\n\n".join(f"# {name}\n{text(module)}" for name, module in graph.phases.items()))
     assert graph.module is joint.module
     assert text(joint.module) == before
@@ -110,7 +106,6 @@ def test_the_ids_come_from_the_batch_alone_and_the_forward_reads_no_tangent() ->
         return model.linear(model.table((ids + 1) % 10)) * model.other(ids)
 
     graph = partitioned(sharding(TABLE, "other.weight")(analysed(tables_model(forward), IDS)))
-
     early = before_the_forward(graph)
     read = {role for phase in early for _, role in inputs_of(phase) if not isinstance(role, Saved)}
     assert read == {BatchInput(0)}
@@ -123,7 +118,6 @@ def test_the_ids_come_from_the_batch_alone_and_the_forward_reads_no_tangent() ->
 def test_a_size_of_what_the_forward_has_is_taken_there() -> None:
     """Saving the size keeps no table of rows alive until the backward."""
     graph = partitioned(sharding(TABLE)(analysed(tables_model(plain), IDS)))
-
     names = saved(graph.phases["forward"])
     assert "table_table_rows" in names
     assert "table_table" not in names
@@ -132,9 +126,7 @@ def test_a_size_of_what_the_forward_has_is_taken_there() -> None:
 def test_without_tables_nothing_comes_before_the_forward() -> None:
     model = tables_model(plain)
     joint = analysed(model, IDS)
-
     graph = partitioned(joint)
-
     assert not any(computed(phase) for phase in before_the_forward(graph))
     assert_equal_outputs(run_graph(graph, model, IDS), run_graph(joint, model, IDS))
 
@@ -146,7 +138,6 @@ def test_without_tables_nothing_comes_before_the_forward() -> None:
 )
 def test_without_gradients_there_is_no_backward(forward: Callable[..., Any], train: bool) -> None:
     phases = partitioned(sharding(TABLE)(analysed(tables_model(forward), IDS, train=train))).phases
-
     assert list(phases)[-1] == "forward"
     assert saved(phases["forward"]) == []
 
@@ -168,9 +159,7 @@ def ids_in_all_phases(model: Tables, ids: Tensor) -> Tensor:
 def test_a_result_that_is_an_id_passes_through_the_forward() -> None:
     model = tables_model(result_is_an_id)
     graph = partitioned(sharding(TABLE)(analysed(model, IDS)))
-
     (node,) = (n for n, role in outputs_of(graph.phases["forward"]) if role == Result(1))
-
     assert node is not None
     assert node.op == "placeholder"
     assert node.meta["role"] == Saved("add")
@@ -179,9 +168,7 @@ def test_a_result_that_is_an_id_passes_through_the_forward() -> None:
 
 def test_ids_that_later_phases_read_are_saved_once() -> None:
     graph = partitioned(sharding(TABLE)(analysed(tables_model(ids_in_all_phases), IDS)))
-
     names = saved(*graph.phases.values())
-
     assert "remainder" in names
     assert len(names) == len(set(names))
     assert any(role == Saved("remainder") for _, role in inputs_of(graph.phases["forward"]))
@@ -191,7 +178,6 @@ def test_a_gradient_that_the_forward_has_computed() -> None:
     """d/dw of (w * x.sum()).sum() is what the forward has, times the tangent."""
     model = tables_model(lambda m, x: (m.vector * x.sum()).sum() + m.table(x).sum())
     joint = sharding(TABLE)(analysed(model, IDS))
-
     assert_equal_outputs(run_graph(partitioned(joint), model, IDS), run_graph(joint, model, IDS))
 
 
@@ -223,8 +209,6 @@ def test_mutated_state_is_written_back_in_place_at_the_end_of_the_forward() -> N
 
 def test_the_backward_reads_parameters_where_they_are() -> None:
     graph = partitioned(sharding(TABLE)(analysed(tables_model(lambda m, x: m.table(x) * m.vector[0]), IDS)))
-
     roles = {role for _, role in inputs_of(graph.phases["backward"])}
-
     assert Parameter("vector") not in roles  # the forward saves the part that it has read
     assert Saved("select") in roles

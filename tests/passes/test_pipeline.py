@@ -31,10 +31,8 @@ from tests.support.table_cases import plain
 
 def test_a_snapshot_after_each_pass_and_the_phases_last() -> None:
     graph = analysed(classifier(), IDS)
-
     passes = training_passes(plan_of("words.weight"), {"words.weight"}, 0)
     compiled = run_passes(graph, passes)
-
     names = [re.sub(r"(?<!^)(?=[A-Z])", "_", type(each).__name__).lower() for each in passes]
     assert list(compiled.graphs) == ["captured", *names, *compiled.graph.phases]
     assert names[-1] == "partition"
@@ -46,16 +44,13 @@ def test_a_snapshot_after_each_pass_and_the_phases_last() -> None:
 
 def test_each_snapshot_can_be_printed() -> None:
     compiled = run_passes(analysed(classifier(), IDS), training_passes(plan_of("words.weight"), {"words.weight"}, 0))
-
     for module in compiled.graphs.values():
         assert module.print_readable(print_output=False).startswith("class GraphModule")
 
 
 def test_a_plan_that_shards_and_reduces_nothing_changes_nothing() -> None:
     graph = analysed(classifier(), IDS)
-
     compiled = run_passes(graph, training_passes(plan_of(), {"words.weight"}, 0))
-
     assert all(found is graph.module for name, found in compiled.graphs.items() if name not in compiled.graph.phases)
     assert compiled.graph.module is graph.module
 
@@ -63,16 +58,13 @@ def test_a_plan_that_shards_and_reduces_nothing_changes_nothing() -> None:
 def test_tables_that_a_graph_does_not_read_are_left_out() -> None:
     """An evaluation may read fewer tables than the training for which the plan was made."""
     passes = training_passes(plan_of(TABLE, OTHER, renormed=("third.weight",)), {OTHER}, 0)
-
     assert ShardTables((OTHER,), (), 0, 1) in passes
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [(True, 1), (False, 0)])
 def test_gradients_are_left_alone_where_they_are_accumulated(reduce: bool, expected: int) -> None:
     plan = plan_of(world_size=2, buckets=(("linear.weight", "linear.bias"),))
-
     compiled = run_passes(analysed(tables_model(plain), IDS), training_passes(plan, {TABLE}, 0, reduce=reduce))
-
     assert targets(compiled.graph.graph).count("_c10d_functional::all_reduce_") == expected
 
 
@@ -97,7 +89,6 @@ class Copies:
 @pytest.mark.parametrize("behind", [(), (Copies(),)], ids=["last", "not last"])
 def test_a_broken_pass_is_named(behind: tuple[Copies, ...]) -> None:
     shard = next(each for each in training_passes(plan_of(TABLE), {TABLE}, 0) if isinstance(each, ShardTables))
-
     with pytest.raises(VerificationError, match="; in pass DropsWaits"):
         run_passes(analysed(tables_model(plain), IDS), (shard, Copies(), DropsWaits(), *behind))
 
@@ -109,9 +100,7 @@ def the_whole_pipeline(rank: int, world_size: int) -> None:
     graph = analysed(model, batch)
     replicas = ("linear.bias", "linear.weight", OTHER)
     plan = plan_of(TABLE, world_size=world_size, buckets=(replicas[:1], replicas[1:]))
-
     compiled = run_passes(graph, training_passes(plan, {TABLE, OTHER}, rank))
-
     whole = averaged(run_graph(graph, model, batch), [*replicas, TABLE], communicator)
     found = run_graph(compiled.graph, model, batch, communicator=communicator)
     assert_equal_outputs(found, own_part(whole, [TABLE], communicator))

@@ -43,9 +43,7 @@ def checked(graph: TrainingGraph, buckets: Buckets, world_size: int = 2) -> Trai
 def test_golden() -> None:
     graph = analysed(classifier(), IDS)
     before = text(graph.module)
-
     after = checked(graph, (("classify.bias", "classify.weight"), ("words.weight",)))
-
     check_golden("reduce_gradients", text(after.module))
     assert text(graph.module) == before
 
@@ -59,9 +57,7 @@ def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:
     model = tables_model(plain)
     batch = (IDS + rank) % 10
     graph = analysed(model, batch)
-
     found = run_graph(checked(graph, buckets, world_size), model, batch, communicator=communicator)
-
     names = {name for bucket in buckets for name in bucket}
     assert_equal_outputs(found, averaged(run_graph(graph, model, batch), names, communicator))
 
@@ -78,9 +74,7 @@ def test_values_on_several_ranks(world_size: int, buckets: Buckets) -> None:
 def test_a_bucket_leaves_once_its_last_gradient_is_there_and_all_waits_stand_at_the_end() -> None:
     graph = checked(analysed(tables_model(plain), IDS), BUCKETS)
     order = [node.name for node in graph.graph.nodes]
-
     early, late = (order.index(launch.name) for launch in launches(graph))
-
     assert order[early - 2 : early] == ["t_4", "bucket_0"]  # the weight's gradient is the later of the two
     assert order[late - 2 : late] == ["embedding_dense_backward", "bucket_1"]
     waits = targets(list(graph.graph.nodes)[late + 1 :])
@@ -90,9 +84,7 @@ def test_a_bucket_leaves_once_its_last_gradient_is_there_and_all_waits_stand_at_
 def test_buckets_leave_in_the_given_order() -> None:
     """Equal on all ranks, even where this rank's gradients come in another one."""
     graph = checked(analysed(tables_model(plain), IDS), BUCKETS[::-1])
-
     first, second = launches(graph)
-
     assert (first.name, second.name) == ("bucket_0_reduced", "bucket_1_reduced")
     assert str(first.all_input_nodes[0].args[0]) == "[embedding_dense_backward]"
 
@@ -110,7 +102,6 @@ def one_rank_trains_no_bias(rank: int, world_size: int) -> tuple[list[str], Tens
 
 def test_a_parameter_without_gradient_on_one_rank_takes_part_with_zeros() -> None:
     (first, mean), (second, same_mean) = run_ranks(2, one_rank_trains_no_bias)
-
     assert ("aten::zeros_like" in first, "aten::zeros_like" in second) == (True, False)
     assert torch.equal(mean, same_mean)
     own = tangent(torch.empty((*IDS.shape, 4), dtype=torch.float64))
@@ -120,7 +111,6 @@ def test_a_parameter_without_gradient_on_one_rank_takes_part_with_zeros() -> Non
 def test_gradients_outside_the_buckets_stay_as_they_are() -> None:
     graph = analysed(tables_model(plain), IDS)
     after = checked(graph, (("linear.bias",),))
-
     before, kept = ({role: node.name for node, role in each.outputs() if node is not None} for each in (graph, after))
     assert kept.pop(Gradient(Parameter("linear.bias"))) == "mean_linear_bias"
     before.pop(Gradient(Parameter("linear.bias")))
@@ -129,13 +119,10 @@ def test_gradients_outside_the_buckets_stay_as_they_are() -> None:
 
 def test_no_buckets_leave_the_graph_itself() -> None:
     graph = analysed(tables_model(plain), IDS)
-
     assert ReduceGradients((), 2)(graph) is graph
 
 
 def test_dense_buckets_and_sharded_rows_travel_in_groups_of_their_own() -> None:
     sharded = sharding("table.weight", world_size=2)(analysed(tables_model(plain), IDS))
-
     graph = checked(sharded, BUCKETS[:1])
-
     assert [launch.args[2] for launch in launches(graph)] == ["dense"]

@@ -42,7 +42,6 @@ def checked(graph: TrainingGraph, world_size: int) -> TrainingGraph:
 def test_golden() -> None:
     graph = analysed(tables_model(one_lookup, scale_grad_by_freq=True), IDS)
     before = text(graph.module)
-
     check_golden("global_frequency", text(checked(graph, 2).module))
     assert text(graph.module) == before
 
@@ -50,19 +49,16 @@ def test_golden() -> None:
 @pytest.mark.parametrize(("scaled", "world_size"), [(False, 2), (True, 1)], ids=["not scaled", "one rank"])
 def test_nothing_to_count_leaves_the_graph_itself(scaled: bool, world_size: int) -> None:
     graph = analysed(tables_model(one_lookup, scale_grad_by_freq=scaled), IDS)
-
     assert GlobalFrequency(world_size)(graph) is graph
 
 
 def test_each_lookup_has_counts_of_its_own() -> None:
     graph = checked(analysed(tables_model(two_lookups), IDS), 2)
-
     assert targets(graph.graph).count("_c10d_functional::all_reduce_") == 2
 
 
 def test_a_forward_alone_counts_nothing() -> None:
     graph = analysed(tables_model(two_lookups), IDS, train=False)
-
     assert GlobalFrequency(2)(graph) is graph
 
 
@@ -73,12 +69,10 @@ def gradients_of_one_great_batch(rank: int, world_size: int) -> None:
     batches = [(IDS + 3 * r) % 10 for r in range(world_size)]
     graph = analysed(model, batches[rank])
     counted = run_graph(checked(graph, world_size), model, batches[rank], communicator=communicator)
-
     result = two_lookups(model, torch.cat(batches))
     tangents = torch.cat([tangent(each) for each in result.chunk(world_size)])
     (expected,) = torch.autograd.grad(result, model.weight, tangents)
     total = averaged(counted, [TABLE], communicator)[Gradient(Parameter(TABLE))] * world_size
-
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -88,7 +82,5 @@ def test_values_on_several_ranks() -> None:
 
 def test_the_scaled_gradients_are_what_is_reduced() -> None:
     graph = ReduceGradients(((TABLE,),), 2)(checked(analysed(tables_model(two_lookups), IDS), 2))
-
     order = targets(graph.graph)
-
     assert order.index("embrace::pack_bucket") > max(k for k, name in enumerate(order) if name == "aten::div")

@@ -61,7 +61,6 @@ def test_columns_of_two_ranks() -> None:
 
 def test_a_grid_has_its_part_of_the_rows() -> None:
     found = sizes_of(sharded(rank=3, grid=Grid(2, 2)))
-
     d = D // 2
     assert found["table_route"] == [(6,), (4, 2), (7,)]
     assert found["table_columns"] == [(6, d)]
@@ -88,20 +87,17 @@ def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> N
 
 def test_ranks_count_alike() -> None:
     first, second = (step_memory(sharded(rank)) for rank in range(2))
-
     assert first.by_time == second.by_time
     assert first.peak_bytes > step_memory(sharded(rows={name: RowCounts(1, 2, 1) for name in TABLES})).peak_bytes
 
 
 def test_what_is_proved_is_not_what_is_expected() -> None:
     many = {name: RowCounts(10**6, 10**6, 10**6) for name in TABLES}
-
     few, more = (step_memory(sharded(rows=rows)) for rows in (ROWS, many))
     assert few.known_peak_bytes == more.known_peak_bytes < few.peak_bytes < more.peak_bytes
 
 
 def test_later_passes_keep_what_is_expected() -> None:
     graph = apply(sharded(), Partition(), SubmitRows())
-
     (rows,) = (node for node in graph.phases["forward"].graph.nodes if node.name == "table_table")
     assert tuple(map(graph.expected.number, tuple(rows.meta["val"].shape))) == (7, D)

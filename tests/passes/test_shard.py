@@ -46,9 +46,7 @@ def checked(graph: TrainingGraph, rewrite: ShardTables) -> TrainingGraph:
 @pytest.mark.parametrize("name", LEGAL)
 def test_values_on_one_rank(name: str) -> None:
     (model, graph), args = example(name), LEGAL[name].args
-
     sharded = checked(graph, sharding(TABLE))
-
     assert_equal_outputs(run_graph(sharded, model, *args), run_graph(graph, model, *args))
 
 
@@ -98,16 +96,13 @@ def test_golden_of_two_tables_one_of_them_with_padding_and_two_lookups() -> None
 
     graph = analysed(tables_model(forward, padding_idx=0), IDS)
     before = text(graph.module)
-
     check_golden("shard_tables", text(checked(graph, sharding(*BOTH, rank=1, world_size=2)).module))
     assert text(graph.module) == before
 
 
 def test_the_ids_of_all_tables_travel_in_one_exchange_at_the_head() -> None:
     graph = analysed(tables_model(many_uses), *own_batch(0))
-
     nodes = [n for n in checked(graph, sharding(*BOTH)).graph.nodes if n.op == "call_function"]
-
     launches = [n for n in nodes if n.name == "ids"]
     assert [n.meta["tables"] for n in launches] == [BOTH]
     before = targets(nodes[: nodes.index(launches[0])])
@@ -118,9 +113,7 @@ def test_the_ids_of_all_tables_travel_in_one_exchange_at_the_head() -> None:
 
 def test_ids_looked_up_twice_are_sent_once() -> None:
     graph = checked(analysed(tables_model(LEGAL["two lookups of the same ids"].forward), IDS), sharding(TABLE))
-
     (unique,) = graph.graph.find_nodes(op="call_function", target=torch.ops.embrace.unique_ids.default)
-
     assert [n.name for n in unique.args[0]] == ["batch_0"]
     assert targets(graph.graph).count("embrace::all_to_all_rows") == 1
     assert targets(graph.graph).count("embrace::all_to_all_gradients") == 1
@@ -132,7 +125,6 @@ def test_rows_are_launched_once_the_ids_are_known_and_awaited_at_the_first_looku
 
     graph = checked(analysed(tables_model(forward), IDS, torch.ones(1, 4).double()), sharding(TABLE))
     order = [n.name for n in graph.graph.nodes]
-
     places = [order.index(name) for name in ("table_counts", "table_rows", "addmm", "table_rows_done", "embedding")]
     assert places == sorted(places)
 
@@ -140,7 +132,6 @@ def test_rows_are_launched_once_the_ids_are_known_and_awaited_at_the_first_looku
 def test_the_whole_table_leaves_the_graph() -> None:
     before = analysed(tables_model(plain), IDS)
     after = checked(before, sharding(TABLE, rank=1, world_size=3))
-
     roles = {role: node.meta["val"].shape for node, role in after.inputs()}
     assert Parameter(TABLE) not in roles
     assert roles[Shard(TABLE)] == (10, 2)
@@ -154,16 +145,13 @@ def test_the_whole_table_leaves_the_graph() -> None:
 
 def test_nothing_to_shard_leaves_the_graph_itself() -> None:
     graph = analysed(tables_model(plain), IDS)
-
     assert sharding()(graph) is graph
 
 
 def test_a_forward_alone_sends_no_gradients() -> None:
     model = tables_model(plain)
     graph = analysed(model, IDS, train=False)
-
     sharded = checked(graph, sharding(TABLE))
-
     assert "embrace::all_to_all_gradients" not in targets(sharded.graph)
     assert_equal_outputs(run_graph(sharded, model, IDS), run_graph(graph, model, IDS))
 
@@ -181,7 +169,6 @@ def replicas_rescale_the_same_rows(rank: int, world_size: int) -> Tensor:
     batch = torch.tensor([[rank, 3 * rank]])
     graph = analysed(model, batch)
     rewritten = checked(graph, ShardTables((), (TABLE,), rank, world_size))
-
     alone = run_graph(graph, model, batch)
     together = run_graph(rewritten, model, batch, communicator=communicator)
     assert together.keys() == alone.keys()
@@ -191,7 +178,6 @@ def replicas_rescale_the_same_rows(rank: int, world_size: int) -> Tensor:
 
 def test_max_norm_rescales_on_every_rank_what_any_rank_reads() -> None:
     first, second = run_ranks(2, replicas_rescale_the_same_rows)
-
     assert torch.equal(first, second)
     norms = first.norm(dim=1)
     read = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([0, 1, 2, 3, 4]), True)

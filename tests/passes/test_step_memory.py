@@ -57,10 +57,8 @@ def test_what_an_lstm_saves_for_its_backward(steps: int, sequences: int, width: 
     state = torch.zeros(1, sequences, own)
     weights = [torch.zeros(4 * own, *rest) for rest in ((width,), (own,), (), ())]
     input_TBI = torch.zeros(steps, sequences, width)
-
     *_, workspace = torch.ops.aten.mkldnn_rnn_layer(
         input_TBI, *weights, state, state, False, [], 2, own, 1, True, False, False, True
     )
-
     found = lstm_workspace_bytes(steps, sequences, width, own, 4)
     assert found == pytest.approx(workspace.nbytes, rel=0.03)  # to the byte where its pages and cache lines are ours

@@ -53,7 +53,6 @@ def told(module: fx.GraphModule) -> list[str]:
 
 def test_golden() -> None:
     lines = [line for v in VARIANTS for line in (f"# {v}", *told(graph_of(v).phases[v.phase]), "")]
-
     check_golden("step_variants", "\n".join(lines))
 
 
@@ -62,7 +61,6 @@ def test_golden() -> None:
 def test_each_variant_is_verified(variant: StepVariant, schedule: str) -> None:
     steady, _ = translator(schedule)
     found = graph_of(variant, schedule)
-
     verify(found, after="the test", previous=steady)
     assert (told(found.phases[variant.phase]) == told(steady.phases[variant.phase])) == variant.is_steady
 
@@ -171,8 +169,6 @@ def test_broken_variants_are_refused(
     graph = graph_of(variant)
     phases = Phases(graph.phases)
     broken(phases[variant.phase])
-
     found = list(under_way_agrees(replace(graph, phases={**graph.phases, **phases.copied})))
-
     assert any(reason in f"{each.expected} {each.found}" for each in found), found
     assert list(under_way_agrees(graph)) == []

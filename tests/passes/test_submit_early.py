@@ -42,7 +42,6 @@ def share_of_backward(graph: TrainingGraph, table: str) -> float:
 
 def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() -> None:
     before, after = overlapped()
-
     assert share_of_backward(before, "output.weight") > 0.9
     assert share_of_backward(after, "output.weight") < 0.1
     assert share_of_backward(after, "words.weight") > 0.9
@@ -51,7 +50,6 @@ def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() 
 def test_nothing_else_moves() -> None:
     before, after = overlapped()
     first, second = (graph.phases["backward"].graph.nodes for graph in (before, after))
-
     assert sorted(node.name for node in first) == sorted(node.name for node in second)
     submissions = [node for node in second if op_name(node) == "embrace::submit_gradients"]
     moved = {node.name for node in made_for(submissions)}
@@ -83,9 +81,7 @@ def test_nothing_moves_before_the_head() -> None:
     plan = Plan(2, (decision,), ())
     passes = overlap_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
     captured = analysed(Sum(), torch.randint(WORDS, (BATCH, LENGTH)))
-
     graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph  # verified
-
     ops = [op_name(node) for node in graph.phases["backward"].graph.nodes if op_name(node).startswith("embrace::")]
     assert ops[:3] == ["embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"]
 
@@ -96,7 +92,6 @@ def test_random_draws_stay() -> None:
     drawn = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.5))
     scaled = graph.call_function(torch.ops.aten.mul.Tensor, (drawn, 2.0))
     reader = graph.call_function(torch.ops.aten.sum.default, (scaled,))
-
     assert made_for([reader]) == {reader, scaled}
 
 
@@ -107,11 +102,9 @@ def test_what_others_read_stays() -> None:
     mine = graph.call_function(torch.ops.aten.neg.default, (shared,))
     reader = graph.call_function(torch.ops.aten.sum.default, (mine,))
     graph.output((reader, shared))
-
     assert made_for([reader]) == {reader, mine}
 
 
 def test_tables_whose_gradients_can_be_had_at_different_places_are_no_space() -> None:
     graph = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
-
     assert plan_spaces(graph, [Joinable(table, 0, 1000) for table in graph.tables], overlaps=True) == ()

@@ -23,9 +23,7 @@ from tests.support.table_cases import ILLEGAL, LEGAL, bag, example
 def test_what_is_found_of_a_table(name: str) -> None:
     case = (LEGAL | ILLEGAL)[name]
     _, graph = example(name)
-
     table = table_of(graph)
-
     assert table.use == case.use
     assert tuple((use.kind, len(use.backward)) for use in table.uses) == case.uses
     blocker = shard_blocker(table)
@@ -34,7 +32,6 @@ def test_what_is_found_of_a_table(name: str) -> None:
 
 def test_max_norm_is_seen_through_its_copies() -> None:
     table = table_of(analysed(tables_model(lambda m, x: m.table(x) + m.table(x + 1), max_norm=1.0), IDS))
-
     assert (table.use, table.max_norm, len(table.uses)) == ("sparse", True, 2)
     assert shard_blocker(table) == "max_norm rescales whole rows at each lookup"
 
@@ -54,9 +51,7 @@ def test_max_norm_is_seen_through_its_copies() -> None:
 )
 def test_what_the_ids_depend_on(ids: Callable[..., Tensor], constant: bool, from_batch: bool) -> None:
     model = tables_model(lambda m, x: m.table(ids(m, x)))
-
     (use,) = table_of(analysed(model, IDS.clone())).uses
-
     assert (use.constant_ids, use.ids_from_batch) == (constant, from_batch)
 
 
@@ -72,7 +67,6 @@ def test_a_buffer_that_the_forward_changes_is_no_constant() -> None:
     (changed,) = table_of(analysed(model, IDS)).uses
     model.own_forward = lambda m, x: m.table(m.get_buffer("position") + x)
     (read,) = table_of(analysed(model, IDS)).uses
-
     assert (changed.ids_from_batch, read.ids_from_batch) == (False, True)
 
 
@@ -80,9 +74,7 @@ def test_what_a_lookup_reads_besides_its_weight_is_no_table() -> None:
     """A weighted bag's weights and frozen ids are parameters that a lookup reads too."""
     model = tables_model(lambda m, x, o: bag(m, m.get_parameter("fixed"), o, per_sample_weights=m.vector))
     model.fixed = nn.Parameter(BAG, requires_grad=False)
-
     (table,) = analysed(model, BAG, OFFSETS).tables
-
     assert table.parameter == "table.weight"
     assert table.uses[0].ids_from_batch is False
 
@@ -110,15 +102,12 @@ def listing(table: Table) -> str:
 
 def test_golden() -> None:
     graph = analysed(tables_model(story), BAG, OFFSETS)
-
     check_golden("find_tables", "\n\n".join([text(graph.module), *map(listing, graph.tables)]))
 
 
 def test_a_use_names_the_users_line() -> None:
     graph = analysed(tables_model(story), BAG, OFFSETS)
-
     first, second = (table.uses[0].source for table in graph.tables)
-
     line = story.__code__.co_firstlineno
     assert first.endswith(f"test_tables.py:{line + 2} in story")
     assert second.endswith(f"test_tables.py:{line + 3} in story")
@@ -139,15 +128,12 @@ def two_tables(model: Tables, x: Tensor) -> Tensor:
 
 def test_golden_of_the_extracted_ids() -> None:
     graph = analysed(tables_model(two_tables), IDS)
-
     check_golden("extract_ids", text(extract_ids(graph, graph.tables)))
 
 
 def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
     graph = analysed(tables_model(two_tables), IDS)
-
     extracted = extract_ids(graph, graph.tables)
-
     assert [role.name for _, role in outputs_of(extracted)] == [u.ids for t in graph.tables for u in t.uses]  # type: ignore[union-attr]
     for batch in (IDS, IDS * 3):
         shifted = (batch + 1).clamp(max=9)
@@ -158,7 +144,6 @@ def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
 def test_the_extracted_function_reads_the_batch_alone() -> None:
     graph = analysed(tables_model(two_tables), IDS)
     before = text(graph.module)
-
     assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables))] == ["batch_0"]
     assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables[1:]))] == ["batch_0"]
     assert text(graph.module) == before
@@ -166,9 +151,7 @@ def test_the_extracted_function_reads_the_batch_alone() -> None:
 
 def test_ids_that_are_the_batch_itself() -> None:
     graph = analysed(tables_model(lambda m, x: m.table(x)), IDS)
-
     (ids,) = run(extract_ids(graph, graph.tables), IDS)
-
     assert torch.equal(ids, IDS)
 
 
@@ -179,7 +162,6 @@ def test_ids_that_are_the_batch_itself() -> None:
 )
 def test_whether_ids_are_drawn_at_random(forward: Callable[..., Tensor], expected: bool) -> None:
     graph = analysed(tables_model(forward), IDS)
-
     assert any(map(draws, extract_ids(graph, graph.tables).graph.nodes)) == expected
 
 
@@ -193,9 +175,7 @@ def lookup_node(graph: TrainingGraph) -> fx.Node:
 def test_arguments_by_name_with_their_defaults() -> None:
     node = lookup_node(analysed(tables_model(lambda m, x: m.table(x)), IDS).edit())
     assert (argument(node, "padding_idx"), argument(node, "scale_grad_by_freq")) == (-1, False)
-
     set_argument(node, "scale_grad_by_freq", True)
-
     assert node.args[2:] == (-1, True)
     assert argument(node, "scale_grad_by_freq") is True
     with pytest.raises(KeyError, match=r"aten\.embedding\.default has no argument 'pad': aten::embedding"):

@@ -61,7 +61,6 @@ def _samples_until_wanted(drift: SparsityMonitor, rows: Callable[[int], int], li
 
 def test_a_shift_that_stays_is_answered_soon() -> None:
     found = _samples_until_wanted(_drift(), lambda sample: 115)
-
     assert found is not None
     assert found <= LOOK_EVERY * (CONFIRMED_BY + 1)
 
@@ -106,9 +105,7 @@ def test_ranks_have_as_much_in_common_with_other_numbers_of_rows(ranks: int, uni
     random = torch.Generator().manual_seed(seed)
     ids = [torch.randperm(200, generator=random)[:units] for _ in range(ranks)]
     found = measure(ids, 200, 4, 8)
-
     same, moved = with_units(found, (units,) * ranks), with_units(found, (other,) * ranks)
-
     assert same.unions == pytest.approx(found.unions)
     assert moved.unions[0] == pytest.approx(other)
     assert all(other <= union <= min(200, k * other) + 1e-6 for k, union in enumerate(moved.unions, start=1))

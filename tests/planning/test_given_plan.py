@@ -77,7 +77,6 @@ def save(rank: int, world_size: int, path: Path) -> None:
 @pytest.mark.long
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, save, tmp_path / "plan.json")
-
     for case, told in REFUSALS.items():
         for error in run_ranks_expecting_errors(2, repeat_elsewhere, tmp_path / "plan.json", case):
             assert isinstance(error, ValueError), case

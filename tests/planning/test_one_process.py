@@ -36,7 +36,6 @@ def trained(steps: int, *, recorded: bool) -> embrace_fx.CompiledModel:
 
 def test_the_schedule_of_one_process_is_its_compute_and_is_saved(tmp_path: Path) -> None:
     compiled = trained(3, recorded=False)
-
     assert compiled.schedule.steps.compute_order == tuple(map(str, (WHOLE_BACKWARD, BETWEEN, WHOLE_FORWARD)))
     assert compiled.schedule.launch_order == ()
     for suffix in SUFFIXES:
@@ -47,7 +46,6 @@ def test_the_schedule_of_one_process_is_its_compute_and_is_saved(tmp_path: Path)
 def test_steps_are_recorded_from_the_first_one_on(tmp_path: Path) -> None:
     compiled = trained(4, recorded=True)
     spans = compiled.timeline.spans
-
     assert {span.operation.id for span in spans} == {WHOLE_BACKWARD, *BESIDE, BETWEEN, WHOLE_FORWARD}
     assert {span.window for span in spans} == {0, 1, 2}
     assert all(span.end_ms > span.start_ms for span in spans)

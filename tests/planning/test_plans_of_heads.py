@@ -17,9 +17,7 @@ def test_auto_picks_the_faster(tied: bool, num_words: int, length: int) -> None:
     workload = HeadWorkload(tied=tied, num_words=num_words, width=128)
     words = torch.randint(num_words, (4, length), generator=torch.Generator().manual_seed(0))
     model = workload.make(torch.float32, seed=0)
-
     plan = embrace_fx.plan(model, (words, words), world_size=8, cluster=ETHERNET)
-
     decision = plan[workload.table]
     ms = {each.strategy: each.predicted_ms for each in decision.candidates}
     assert decision.strategy == ("vocabulary" if ms["vocabulary"] < 0.8 * ms["allreduce"] else "allreduce")

@@ -48,7 +48,6 @@ def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
 
 def test_a_plan_that_is_asked_for_is_made_once_and_says_what_it_saves() -> None:
     (strategies, lines), (_, of_other) = run_ranks(2, _asks, True)
-
     assert strategies[0] == "alltoall"
     assert set(strategies[3:]) == {"allreduce"}
     (line,) = [line for line in lines if "planned again" in line]
@@ -61,7 +60,6 @@ def test_a_plan_that_is_asked_for_is_made_once_and_says_what_it_saves() -> None:
 
 def test_before_the_first_call_there_is_nothing_to_plan_again() -> None:
     compiled = embrace_fx.compile(nn.Linear(2, 1))
-
     with pytest.raises(RuntimeError, match="there is no plan yet"):
         compiled.replan()
 

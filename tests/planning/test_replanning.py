@@ -183,7 +183,6 @@ def _distinct(plans: list[Plan]) -> list[Plan]:
 @pytest.mark.long
 def test_a_new_plan_says_what_it_changed_and_why() -> None:
     found, other = run_ranks(2, train, Case(2, "adagrad", steps=DENSE.stop))
-
     (line,) = found.logged
     assert f"{TABLE} alltoall -> allreduce (" in line
     assert f"of {ROWS} rows read" in line
@@ -260,7 +259,6 @@ def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
 def test_no_gradient_is_lost(how: str) -> None:
     """Every other call finds a gradient that no step has taken, half a sum, or results still to go backward from."""
     expected = _reference_on_pairs(2)
-
     for parameters, strategies in run_ranks(2, _train_on_pairs, how):
         assert strategies == ["alltoall", "allreduce"]
         assert_same(parameters, expected, torch.float64)
@@ -274,7 +272,6 @@ def test_no_gradient_is_lost(how: str) -> None:
 def test_what_was_asked_for_stays(strategy: Strategy) -> None:
     case = Case(2, "sgd", steps=DENSE.stop, strategy=strategy)
     reference = expected(case)
-
     for found in run_ranks(2, train, case):
         assert len(_distinct(found.plans)) == 1
         assert TABLE not in found.plans[0].watched

@@ -33,7 +33,6 @@ def recording() -> Recording:
 
 def test_durations_are_medians_of_whole_windows_less_waits() -> None:
     found = profile(recording())
-
     assert found.compute_ms == {A: pytest.approx(12.0), B: pytest.approx(3.0)}
     assert found.sent_bytes == {CHUNK: 250}
 
@@ -41,5 +40,4 @@ def test_durations_are_medians_of_whole_windows_less_waits() -> None:
 def test_the_slowest_ranks_compute_and_the_mean_of_what_ranks_send() -> None:
     fast = Profile({A: 1.0, B: 5.0}, {LATE: 100, EARLY: 10})
     slow = Profile({A: 4.0, B: 3.0}, {LATE: 300})
-
     assert agree_on_profile([fast, slow]) == Profile({A: 4.0, B: 3.0}, {LATE: 200, EARLY: 5})

@@ -64,7 +64,6 @@ def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str,
     model = Words()
     optimizer = SGD(model.parameters(), 0.1)
     expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, schedule=schedule, cluster=first.links)
-
     assert first == second
     assert first.decisions == expected.decisions
     assert first.buckets == expected.buckets
@@ -96,7 +95,6 @@ def test_ranks_choose_on_the_links_that_rank_0_probed() -> None:
 def test_one_batch_stands_for_all_ranks(world_size: int) -> None:
     model = Words()
     plan = embrace_fx.plan(model, batch(0), world_size=world_size, optimizer=Adam(model.parameters()))
-
     assert plan.world_size == world_size
     assert {c.strategy for c in plan["table.weight"].candidates} == set(CANDIDATES)
 
@@ -106,9 +104,7 @@ def test_nothing_is_changed() -> None:
     optimizer = Adam(model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-
     embrace_fx.plan(model, {"ids": batch(0)}, world_size=4, optimizer=optimizer)
-
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert type(optimizer) is Adam
@@ -161,7 +157,6 @@ def nmt_bytes(strategy: str, ranks: int) -> int:
 def test_sparse_all_gather_falls_behind_dense_beyond_forty_ranks() -> None:
     """Zen, section 2: (N-1) 2 d M against 2 (N-1)/N M, equal where N = 1/d."""
     first_behind = next(n for n in range(2, 200) if nmt_bytes("allgather", n) > nmt_bytes("allreduce", n))
-
     assert first_behind == 41 == int(1 / NMT_DENSITY) + 1
     assert nmt_bytes("allgather", 128) > 3 * nmt_bytes("allreduce", 128)
 
@@ -183,7 +178,6 @@ def test_predicted_times_cross_where_bytes_do(ranks: int) -> None:
         strategy: predict(strategy, nmt(ranks), cluster=GPUS).time_ms(GPUS)
         for strategy in ("allreduce", "allgather", "zen")
     }
-
     order = ("zen", "allgather", "allreduce") if ranks == 16 else ("zen", "allreduce", "allgather")
     assert tuple(sorted(times_ms, key=times_ms.__getitem__)) == order
 
@@ -194,7 +188,6 @@ def test_balanced_parallelism_sends_what_the_paper_says(ranks: int) -> None:
     sparsity = replace(nmt(ranks), unions=tuple(NMT_VALUES * NMT_DENSITY * n**0.4 for n in range(1, ranks + 1)))
     growth = sparsity.union / sparsity.mean_units
     paper = (ranks - 1) / ranks * (growth + 1) * 2 * (NMT_VALUES * 4) * NMT_DENSITY
-
     saved = (ranks - 1) / ranks * (4 * sparsity.union - NMT_VALUES / 8)
     assert predict("zen", sparsity).mean.sent_bytes == pytest.approx(paper - saved, rel=1e-4)
 
@@ -206,7 +199,6 @@ def test_sharding_sends_the_density_of_all_reduce_and_two_nths_of_all_gather(ran
     plan = embrace_fx.plan(model, [batch(0)] * ranks, optimizer=SGD(model.parameters(), 0.1))
     sent = {c.strategy: c.sent_bytes_per_step for c in plan["table.weight"].candidates}
     density = batch(0).unique().numel() / 20_000
-
     assert sent["alltoall"] / sent["allreduce"] == pytest.approx(density, rel=0.2)
     assert sent["alltoall"] / sent["allgather"] == pytest.approx(2 / ranks, rel=0.2)
 
@@ -245,7 +237,6 @@ def test_a_plan_for_ranks_that_are_not_there_has_a_schedule_that_can_be_saved(tm
 def test_a_plan_for_one_rank_has_nothing_to_schedule() -> None:
     model = TwoTables()
     planned = embrace_fx.plan(model, (torch.arange(5), torch.arange(5)), world_size=1)
-
     with pytest.raises(RuntimeError, match="for one rank, which sends nothing"):
         _ = planned.schedule
 

@@ -49,9 +49,7 @@ def sent_by_interface() -> dict[int, int]:
 def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> None:
     small = OneTableWorkload(num_rows=1000)
     large = replace(small, num_rows=10 * small.num_rows)
-
     sent_small, sent_large = on_ranks(world_size, small), on_ranks(world_size, large)
-
     assert sent_small[0].table_strategies == sent_large[0].table_strategies == ("alltoall",)
     for rank in range(world_size):
         assert sent_large[rank].measured_bytes == pytest.approx(sent_small[rank].measured_bytes, rel=1e-3)
@@ -64,7 +62,6 @@ def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> 
 @pytest.mark.long
 def test_repeated_ids_travel_once() -> None:
     few, many = on_ranks(2, OneTableWorkload(repeated=0)), on_ranks(2, OneTableWorkload(repeated=200))
-
     for rank in range(2):
         assert many[rank].measured_bytes == pytest.approx(few[rank].measured_bytes, rel=1e-3)
 
@@ -79,7 +76,6 @@ def test_repeated_ids_travel_once() -> None:
 )
 def test_bytes_equal_the_prediction(world_size: int, workload: Workload, autocast: bool) -> None:
     by_rank = on_ranks(world_size, workload, autocast=autocast)
-
     assert set(by_rank[0].table_strategies) == {"alltoall"}
     assert_predicted(by_rank)
 
@@ -87,7 +83,6 @@ def test_bytes_equal_the_prediction(world_size: int, workload: Workload, autocas
 @pytest.mark.long
 def test_rows_in_bfloat16_are_half_the_bytes() -> None:
     (wide, _), (narrow, _) = on_ranks(2, OneTableWorkload()), on_ranks(2, OneTableWorkload(), autocast=True)
-
     assert narrow.measured_bytes == pytest.approx(wide.measured_bytes / 2, rel=TOLERANCE)
 
 
@@ -101,7 +96,6 @@ def test_rows_in_bfloat16_are_half_the_bytes() -> None:
 )
 def test_bytes_that_keep_replicas_equal_are_predicted(workload: Workload) -> None:
     by_rank = on_ranks(2, workload)
-
     assert by_rank[0].table_strategies == ("allreduce",)
     assert by_rank[0].predicted_bytes > 1.05 * by_rank[0].ddp_bytes
     assert_predicted(by_rank)
@@ -124,9 +118,7 @@ def _train_ddp(rank: int, world_size: int, workload: Workload) -> float:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ddp_sends_what_the_plan_says_of_it(world_size: int) -> None:
     workload = TwoTableLMWorkload(2000, 64, 48, 16, 20, 100)
-
     predicted = on_ranks(world_size, workload, strategy="allreduce")[0].ddp_bytes
-
     assert mean(run_ranks(world_size, _train_ddp, workload)) == pytest.approx(predicted, rel=TOLERANCE)
 
 
@@ -155,11 +147,9 @@ def report_from_host() -> None:
 def test_interfaces_count_what_the_plan_predicts(world_size: int) -> None:
     command = [sys.executable, "-c", "from tests.runtime.test_wire import report_from_host; report_from_host()"]
     root = str(Path(__file__).parents[2])
-
     with network(Links(world_size, rate_mbit=200)) as hosts:
         assert hosts.reached.shaped, hosts.reached.reason
         printed = hosts.run(command, timeout_s=100, environment={"PYTHONPATH": root})
-
     small, large = ([Sent(**sent) for sent in each] for each in zip(*map(json.loads, printed), strict=True))
     assert_predicted(small)
     assert_predicted(large)

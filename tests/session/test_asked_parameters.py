@@ -63,7 +63,6 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
 
 def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
     first, second = run_ranks(2, train, False)
-
     decided, asked = first[0]
     assert decided.startswith("1 table sharded: 0.weight, 0 whole; a rank sends ")
     assert decided.endswith("; model.report() says why")

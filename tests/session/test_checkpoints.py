@@ -80,7 +80,6 @@ def resume(rank: int, world_size: int, path: Path, when: str) -> tuple[dict[str,
 )
 def test_what_one_rank_saves_is_whole_and_continues(when: str, tmp_path: Path) -> None:
     saved = run_ranks(2, save_on_one_rank, tmp_path / "whole", "alltoall")
-
     for found, names in run_ranks(2, resume, tmp_path / "whole", when):
         assert names == list(Matching().state_dict())
         assert_same(found, saved[0], DTYPE)
@@ -214,7 +213,6 @@ def test_a_module_that_contains_a_compiled_model_saves_and_loads_whole_tensors()
 def test_a_model_whose_tables_are_whole_is_pickled_and_copied() -> None:
     run = Run()
     run.train(0, range(2))
-
     for found in (pickle.loads(pickle.dumps(run.model.module)), copy.deepcopy(run.model.module)):
         assert_same(dict(found.state_dict()), parameters(run), DTYPE)
 

@@ -194,7 +194,6 @@ def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]
 @pytest.mark.long
 def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_whole(tmp_path: Path) -> None:
     torch.save(Large(seed=9).state_dict(), tmp_path / "plain.pt")
-
     for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path):
         assert exporting_bytes < 0.3 * WHOLE_BYTES
         assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # half of the table, and half of its momentum
@@ -213,5 +212,4 @@ def export_replicas(rank: int, ranks: int, directory: Path) -> None:
 @pytest.mark.long
 def test_every_rank_may_write_what_is_not_sharded(tmp_path: Path) -> None:
     run_ranks(3, export_replicas, tmp_path)
-
     assert [path.name for path in tmp_path.iterdir()] == ["replicas.pt"]

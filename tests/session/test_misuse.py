@@ -19,26 +19,21 @@ from tests.support.words import words_batch, words_model
 
 def test_a_model_without_a_table_says_so_in_its_report() -> None:
     model = embrace_fx.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
-
     model(torch.ones(4, 2)).sum().backward()
-
     assert "no tables: every gradient is reduced densely" in model.report()
 
 
 def test_a_model_with_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="no trainable parameter") as caught:
         embrace_fx.compile(words_model().requires_grad_(False))
-
     assert_says(str(caught.value), "compile()", "Words", "Call the model itself")
 
 
 def test_another_model_in_the_place_of_the_compiled_one() -> None:
     compiled = embrace_fx.compile(words_model())
     names = list(compiled.state_dict())
-
     with pytest.raises(AttributeError) as caught:
         compiled.module = words_model()  # type: ignore[misc]
-
     assert_says(str(caught.value), "cannot be replaced", "by a Words", "load_state_dict()")
     assert list(compiled.state_dict()) == names
 
@@ -46,10 +41,8 @@ def test_another_model_in_the_place_of_the_compiled_one() -> None:
 @pytest.mark.parametrize("name", ["report", "plan", "graphs"])
 def test_nothing_to_see_before_the_first_call(name: str) -> None:
     model = embrace_fx.compile(words_model())
-
     with pytest.raises(RuntimeError) as caught:
         model.report() if name == "report" else getattr(model, name)
-
     assert_says(str(caught.value), "There is no plan", "Call the model once")
 
 
@@ -57,10 +50,8 @@ def test_a_second_lookahead_while_the_first_is_read() -> None:
     model = embrace_fx.compile(words_model())
     first: Iterator[int] = model.lookahead([1, 2, 3])
     next(first)
-
     with pytest.raises(RuntimeError) as caught:
         model.lookahead([1, 2, 3])
-
     assert_says(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
     assert list(first) == [2, 3]
 
@@ -71,7 +62,6 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
         pass
     for _ in model.lookahead([1, 2]):
         break
-
     assert list(model.lookahead([3, 4])) == [3, 4]
 
 

@@ -151,7 +151,6 @@ def test_layers_may_change_between_compile_and_the_first_call() -> None:
     model.inner.requires_grad_(False)
     ids_BT = torch.full((2, 4), 69)
     compiled(ids_BT).backward()
-
     assert model.inner.weight.grad is None
     assert model.words.weight.grad.shape == (70, 8)
     assert "inner.weight" in {d.parameter for d in compiled.plan if d.strategy == "frozen"}

@@ -48,14 +48,12 @@ def test_constants_are_told_apart_by_type() -> None:
 def test_autocast_tells_calls_apart() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         half = key(IDS)
-
     assert half != key(IDS)
 
 
 def test_an_evaluation_knows_what_has_varied_in_training() -> None:
     cache = ProgramCache()
     cache[key(IDS)].shapes.append({0: (2, 3)})
-
     assert cache[key(IDS, train=False)].shapes == [{0: (2, 3)}]
     assert cache[key(MASK)].shapes == []
     assert cache[key(IDS)] is not cache[key(IDS, train=False)]
@@ -87,5 +85,4 @@ def test_a_size_that_varied_long_ago_is_still_open() -> None:
 
 def test_tensors_are_told_apart_by_their_place() -> None:
     calls = [{0: (4,), 1: (4, 7)}, {0: (4,), 1: (4, 9)}]
-
     assert varying_sizes(Entries(shapes=calls)) == {(0, 0), (1, 0), (1, 1)}

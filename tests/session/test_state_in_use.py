@@ -276,7 +276,6 @@ def _one_alone(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_what_one_rank_alone_does_with_tables_is_refused_on_all_at_once(ranks: int) -> None:
     first, *others = run_ranks(ranks, _one_alone, (*ALONE, *HARMLESS))
-
     assert all(each == first for each in others)
     assert set(first) == set(ALONE)
     for told in first.values():
@@ -299,7 +298,6 @@ def _asks_before_a_barrier(rank: int, world_size: int) -> str:
 
 def test_a_question_is_refused_while_the_others_wait_in_a_barrier() -> None:
     told, _ = run_ranks(2, _asks_before_a_barrier)
-
     assert "only this rank reads a sharded table: norm of the sharded emb.weight, at test_state_in_use.py" in told
     assert "rank 1: another rank calls the model" in told
 
@@ -317,7 +315,6 @@ def _other_questions(rank: int, world_size: int) -> list[str]:
 
 def test_other_questions_on_other_ranks_are_not_mixed_up() -> None:
     first, second = run_ranks(2, _other_questions)
-
     assert first == second
     assert "sharded table: max of" in first[0]
     assert "sharded table: norm of" in first[0]

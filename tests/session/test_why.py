@@ -127,7 +127,6 @@ def test_a_planted_cause_is_told(cause: str, ranks: int, tmp_path: Path) -> None
 
 def test_the_parts_stand_in_order_of_share_and_what_is_small_stands_together() -> None:
     told = why({"forward": 10.0, "dense": 60.0, "loader": 29.0, "ids": 0.9, "between": 0.1, "reload": 0.0})
-
     assert told is not None
     assert [name for name, *_ in told.parts] == [NAMES["dense"], NAMES["loader"], NAMES["forward"]]
     assert told.headline == f"A step takes 100.0 ms. Most of it, 60% or 60.0 ms, is {NAMES['dense']}."

@@ -18,7 +18,6 @@ SEED = 136
 @pytest.mark.long
 def test_a_random_life_ends_where_the_reference_does() -> None:
     outcomes = fresh_ranks(2, soak, SEED, 10.0, 1, 6, None)
-
     for outcome in outcomes:
         assert outcome.exception is None, outcome
         assert outcome.result is not None
@@ -27,7 +26,6 @@ def test_a_random_life_ends_where_the_reference_does() -> None:
 
 def test_a_seed_is_a_life() -> None:
     life = draw_round(SEED, 2, 6)
-
     assert life == draw_round(SEED, 2, 6)
     assert life.strategy == "alltoall"
     assert life.schedule == "2d"
@@ -43,7 +41,6 @@ def _first(kind: str) -> Fault:
 @pytest.mark.parametrize("kind", [*ENDING, *SURVIVED])
 def test_a_random_fault_ends_as_it_should(kind: str) -> None:
     found = try_fault(_first(kind), 2)
-
     assert not found.wrong, found
     assert f"| {kind} | 1 |" in table([found], 2)
 
@@ -52,6 +49,5 @@ def test_a_random_fault_ends_as_it_should(kind: str) -> None:
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 def test_links_that_slow_down_change_nothing_but_the_time() -> None:
     told = soak_on_links(2, SEED, 10.0, 2, 3, timeout_s=200.0)
-
     assert told.startswith("2 models, ")
     assert "0 models differ" in told

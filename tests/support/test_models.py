@@ -20,10 +20,8 @@ def _varying(workload: Any) -> Workload:
 @WORKLOADS
 def test_varying_batches_differ_in_shape_between_steps_and_between_ranks(workload: Workload) -> None:
     varying = _varying(workload)
-
     over_steps = {tuple(varying.batches(step, 0, seed=0)[0].shape) for step in range(6)}
     over_ranks = {tuple(varying.batches(0, rank, seed=0)[0].shape) for rank in range(6)}
-
     assert min(len(over_steps), len(over_ranks)) > 3
     assert all(min(shape) >= 2 for shape in over_steps | over_ranks)
 
@@ -33,7 +31,6 @@ def test_padding_and_empty_bags_occur() -> None:
     tokens, _ = workloads["transformer_encoder"].batches(0, 0, seed=0)
     assert (tokens == PADDING).any()
     assert (tokens[0] != PADDING).all()
-
     empty = 0
     for step in range(5):
         _, tags, offsets, *_ = workloads["bag_recommender"].batches(step, 0, seed=0)

@@ -14,7 +14,6 @@ from tests import mutation
 
 def test_faults_of_a_seed_are_the_same_and_change_a_line_of_python() -> None:
     drawn = mutation.draw(80, seed=3)
-
     assert drawn == mutation.draw(80, seed=3)
     assert {fault.file.partition("/")[0] for fault in drawn} == set(mutation.PRODUCT)
     assert len({fault.kind for fault in drawn}) >= 8
@@ -31,7 +30,6 @@ def test_a_fault_is_tried_with_the_tests_that_call_its_function(tmp_path: Path) 
     """On ranks too; with those first that call little else."""
     test = "tests/runtime/ranks/test_gathering.py"
     reach = mutation.Runner(tmp_path, [], [], {}).trace([test])
-
     lines = reach["runtime/ranks/communicator.py"]
     assert test in set().union(*lines.values())
     fault = mutation.Fault("runtime/ranks/communicator.py", min(lines) + 1, "sign", "", "")

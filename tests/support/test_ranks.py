@@ -43,9 +43,7 @@ def _sum_of_ranks(rank: int, world_size: int, scale: float) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_default_group_holds_exactly_the_ranks_asked_for(world_size: int) -> None:
     total = 2.0 * sum(range(world_size))
-
     results = run_ranks(world_size, _sum_of_ranks, 2.0)
-
     assert [r.tolist() for r in results] == [[total] * 3] * world_size
 
 
@@ -58,7 +56,6 @@ def _pid_and_groups(rank: int, world_size: int) -> tuple[int, int]:
 def test_processes_outlive_a_call_and_groups_do_not() -> None:
     first = run_ranks(2, _pid_and_groups)
     second = run_ranks(2, _pid_and_groups)
-
     assert first == second
     assert [groups for _, groups in second] == [1, 1]
 
@@ -72,7 +69,6 @@ def _raise_on(rank: int, world_size: int, failing: int) -> int:
 def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_next_call_works() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1.*KeyError: 'rank 1 of 3 fails'.*in _raise_on") as caught:
         run_ranks(3, _raise_on, 1)
-
     assert [type(error) for error in caught.value.by_rank] == [type(None), KeyError, type(None)]
     assert run_ranks(3, _raise_on, -1) == [0, 1, 2]
 
@@ -86,10 +82,8 @@ def _raise_before_a_collective(rank: int, world_size: int) -> None:
 @pytest.mark.usefixtures("started")
 def test_peers_of_a_rank_that_raised_end_long_before_the_group_timeout() -> None:
     start_s = time.monotonic()
-
     with pytest.raises(RankError, match=r"(?s)^rank 0, .*ValueError") as caught:
         run_ranks(2, _raise_before_a_collective)
-
     assert time.monotonic() - start_s < GROUP_TIMEOUT_S / 2
     assert [type(error) for error in caught.value.by_rank] == [ValueError, RuntimeError]
 
@@ -102,7 +96,6 @@ def _raise_late(rank: int, world_size: int) -> None:
 
 def test_errors_are_returned_by_rank() -> None:
     errors = run_ranks_expecting_errors(3, _raise_late)
-
     assert [str(error) for error in errors] == [f"rank {r} saw it too" for r in range(3)]
     assert all(isinstance(error, ValueError) for error in errors)
     assert run_ranks_expecting_errors(2, _sum_of_ranks, 1.0) == [None, None]
@@ -117,7 +110,6 @@ def test_warnings_are_errors_on_the_ranks_where_they_are_in_the_test() -> None:
         warnings.simplefilter("error")
         (error,) = run_ranks_expecting_errors(1, _warn)
         assert isinstance(error, UserWarning)
-
         warnings.simplefilter("ignore")
         assert run_ranks(1, _warn) == [None]
 
@@ -133,7 +125,6 @@ def _hang_on(rank: int, world_size: int, hanging: int) -> int:
 def test_a_hanging_rank_is_named_and_its_stack_shown() -> None:
     with pytest.raises(RankError, match=r"(?s)^rank 1, .*still busy after 5 s.* in _hang_on") as caught:
         run_ranks(3, _hang_on, 1, timeout_s=5)
-
     assert [type(error) for error in caught.value.by_rank] == [type(None), RankTimeout, type(None)]
     assert run_ranks(3, _hang_on, -1) == [0, 1, 2]
 
@@ -155,7 +146,6 @@ def _die(rank: int, world_size: int, dying: int, how: str) -> str:
 @pytest.mark.usefixtures("started")
 def test_a_rank_that_dies_is_reported_within_seconds(how: str, exitcode: int, text: str) -> None:
     survivor, dead = fresh_ranks(2, _die, 1, how)
-
     assert survivor.exception is None
     assert "Connection" in str(survivor.result)
     assert survivor.exitcode == 0
@@ -168,16 +158,13 @@ def test_a_rank_that_dies_is_reported_within_seconds(how: str, exitcode: int, te
 def test_a_death_in_the_shared_pool_is_reported_and_the_next_call_works() -> None:
     with pytest.raises(RankError, match="the process of rank 0 died with SIGKILL"):
         run_ranks(2, _die, 0, "kill")
-
     assert run_ranks(2, _raise_on, -1) == [0, 1]
 
 
 def test_a_closed_pool_leaves_no_process_behind() -> None:
     pool = Pool(3)
     pids = [outcome.result for outcome in pool.call(3, _own_pid, (), 60)]
-
     assert pool.close(10) == [0, 0, 0]
-
     for pid in pids:
         assert pid is not None
         with pytest.raises(ProcessLookupError):

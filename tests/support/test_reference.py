@@ -54,9 +54,7 @@ def _train_with_ddp(rank: int, world_size: int, workload: Workload) -> dict[str,
 @ALL_WORKLOADS
 def test_it_equals_ddp_on_uneven_batches(name: str) -> None:
     workload = _varying(name)
-
     expected = train_reference(partial(_make, workload), _adam, _batches(workload, 3), STEPS)
-
     for parameters in run_ranks(3, _train_with_ddp, workload):
         assert_same(parameters, expected, torch.float64)
 
@@ -109,11 +107,9 @@ def test_lazy_adam_equals_sparse_adam_where_eps_vanishes(name: str) -> None:
     # The two place eps differently; otherwise SparseAdam is lazy Adam.
     workload = _varying(name)
     make, batches = partial(_make, workload), _batches(workload, 2)
-
     sparse = train_reference(make, partial(_sparse_adam, eps=1e-30), batches, STEPS)
     lazy = train_reference(make, partial(_lazy_adam, eps=1e-30), batches, STEPS, "lazy", list(_tables(make())))
     exact = train_reference(make, partial(_lazy_adam, eps=1e-30), batches, STEPS, "exact", list(_tables(make())))
-
     assert_same(lazy, sparse, torch.float64)
     if name != "tied_lm":  # whose table is touched in all rows at every step
         with pytest.raises(AssertionError, match="differs by"):
@@ -198,7 +194,6 @@ def test_the_tolerance_is_relative_to_the_parameter_s_largest_magnitude(dtype: t
     expected = {"w": torch.tensor([[100.0, 1.0], [0.0, 1.0]], dtype=dtype)}
     near = {"w": expected["w"] + torch.tensor([[0.0, 0.0], [90.0 * tolerance, 0.0]], dtype=dtype)}
     far = {"w": expected["w"] + torch.tensor([[0.0, 0.0], [110.0 * tolerance, 0.0]], dtype=dtype)}
-
     assert_same(near, expected, dtype)
     with pytest.raises(AssertionError, match=r"w: differs by .*; 25% of it, first at \[\[1, 0\]\]"):
         assert_same(far, expected, dtype)

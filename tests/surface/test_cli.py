@@ -92,7 +92,6 @@ def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
     schedule = timelines.schedule()
     timeline = timelines.timeline(schedule)
     save(folder / "trace.json", schedule=schedule, timeline=timeline)
-
     assert "wrote page.html" in run("show", "trace.json", "--output", "page.html")
     assert trace.read(folder / "trace.json") == (schedule, timeline)
     assert "measured" in (folder / "page.html").read_text()
@@ -103,7 +102,6 @@ def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
 def test_what_is_asked_wrongly_is_told_in_a_line(folder: Path) -> None:
     (folder / "cluster.json").write_text('{"bandwith": 1}')
     (folder / "other.json").write_text('{"traceEvents": []}')
-
     assert "is not of the form module:function" in run("plan", "made_here", status=2)
     assert "No module named 'not_here'" in run("plan", "not_here:make", status=2)
     assert "made_here:nothing returned Model" in run("plan", "made_here:nothing", status=2)
@@ -127,9 +125,7 @@ WELL = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR
 )
 def test_the_doctor_finds_a_planted_fault(fault: dict[str, str], subject: str, state: str, found: str) -> None:
     before = {finding.subject for finding in examine.examine(WELL) if finding.to_do}
-
     (finding,) = [each for each in examine.examine(WELL | fault) if each.to_do and each.subject not in before]
-
     assert (finding.subject, finding.state) == (subject, state)
     assert finding.found.startswith(found)
 
@@ -143,9 +139,7 @@ def test_the_doctor_finds_half_a_launch_and_an_old_torch(monkeypatch: pytest.Mon
 def test_the_doctor_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*examine.LAUNCH_VARIABLES, "GLOO_SOCKET_IFNAME", "CXX"):
         monkeypatch.delenv(name, raising=False)
-
     printed = run("doctor")
-
     assert "works  launch: a single process" in printed
     assert "fails" not in printed
 

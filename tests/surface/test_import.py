@@ -38,7 +38,6 @@ def test_importing_loads_no_compiler(tmp_path: Path) -> None:
     done = python(MEASURE, tmp_path)
     assert done.returncode == 0, done.stderr
     import_s, names_s, modules = json.loads(done.stdout)
-
     assert not set(HEAVY) & set(modules)
     assert import_s < 0.3
     assert names_s < 1.0
@@ -62,9 +61,7 @@ def test_the_version_is_the_installed_one() -> None:
 def test_a_source_tree_alone_says_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "embrace_fx", tmp_path / "embrace_fx")
     program = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]; import embrace_fx"
-
     done = python(program, tmp_path)
-
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: embrace_fx is not installed")
     assert "make env" in done.stderr.splitlines()[-1]

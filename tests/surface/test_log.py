@@ -33,9 +33,7 @@ def said(command: list[str]) -> str:
 def test_one_line_on_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(program()[-1])
-
     lines = [line for line in said([*TORCHRUN, str(script)]).splitlines() if line.startswith("embrace_fx: ")]
-
     (told,) = [line for line in lines if "sharded" in line]
     assert told.startswith("embrace_fx: 1 table sharded: table.weight, 0 whole; a rank sends ")
     assert told.endswith(" per step, DDP 125.0 KiB; model.report() says why")
@@ -122,7 +120,6 @@ LONGEST_SILENCE_S = 3.0
 def test_no_stall_is_silent(terminal: bool) -> None:
     """From the first word of the call to the end of it."""
     status, written = on_terminal(SLOW, 250) if terminal else through_a_pipe(SLOW, 250)
-
     text = "".join(each for _, each in written)
     assert status == 0, text
     assert re.search(r"embrace_fx: capturing, [345] s", text), text

@@ -52,9 +52,7 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
     pytest.importorskip("mkdocs", reason="of the extra `docs`")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {path.stem for path in DOCS.glob("*.md")}
@@ -66,7 +64,6 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
 
 def test_every_page_with_snippets_is_tried() -> None:
     fragments = {page for page, _, text in snippets() if not is_program(page, text)}
-
     assert fragments == {*FRAGMENTS, "from_ddp"}
     assert set(LONG_PROGRAMS) < {title for page, title, text in snippets() if is_program(page, text)}
 
@@ -80,14 +77,12 @@ def test_the_files_and_folders_that_a_page_names_exist(page: Path) -> None:
         r"`((?:embrace_fx|passes|runtime|tests|benchmarks|examples|docs)/[\w/.-]*)[`:]",
         page.read_text(encoding="utf-8"),
     )
-
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_the_modules_and_names_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"`(embrace_fx(?:\.\w+)+)", page.read_text(encoding="utf-8")))
-
     assert [name for name in sorted(named) if not _resolves(name)] == []
 
 

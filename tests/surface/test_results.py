@@ -11,7 +11,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def test_results_are_few_whole_and_of_devices_that_were_there() -> None:
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
-
     assert sum(path.stat().st_size for path in files) < 2e6
     assert [path.name for path in files if re.search("partial|h100|3090", path.name, re.IGNORECASE)] == []
     pages = [path for path in files if path.suffix == ".md" and path.name != "README.md"]

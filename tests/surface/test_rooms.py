@@ -19,7 +19,6 @@ ALIKE = {"runtime": {"decay", "pace", "records"}}
 
 def test_the_first_level_can_be_kept_in_the_head() -> None:
     first = rooms(opened=False)
-
     assert {"session", "planning", "passes", "runtime", "vocabulary", "cost"} < set(first)
     assert len(first) <= MOST_ROOMS, sorted(first)
     assert first.number_of_edges() <= MOST_ARROWS, sorted(first.edges)
@@ -28,7 +27,6 @@ def test_the_first_level_can_be_kept_in_the_head() -> None:
 @pytest.mark.parametrize("opened", [False, True])
 def test_no_room_imports_itself_by_way_of_others(opened: bool) -> None:
     circles = [sorted(found) for found in nx.strongly_connected_components(rooms(opened=opened)) if len(found) > 1]
-
     assert circles == []
 
 
@@ -36,7 +34,6 @@ def test_no_room_imports_itself_by_way_of_others(opened: bool) -> None:
 def test_no_two_modules_of_a_layer_share_a_name(layer: str) -> None:
     paths = [path.relative_to(ROOT) for path in modules().values()]
     stems = Counter(path.stem for path in paths if path.parts[0] == layer and "admm" not in path.parts)
-
     assert {name for name, count in stems.items() if count > 1 and not name.startswith("__")} == ALIKE.get(layer, set())
 
 
@@ -48,7 +45,6 @@ def test_every_room_says_what_it_holds_in_a_sentence() -> None:
 
 def test_the_page_lists_the_rooms_as_their_heads_describe_them() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-
     assert listing() in page, "docs/architecture.md: expected the output of `python -m tests.support.rooms`"
 
 
@@ -69,6 +65,5 @@ def test_no_module_imports_from_a_test_module() -> None:
     """What tests share is in `tests/support`."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): names for path in files if (names := imported_tests(path))}
-
     assert len(files) > 400
     assert found == {}

@@ -38,5 +38,4 @@ def losses(wrap: Callable[[nn.Module, SGD], Any]) -> list[float]:
 def test_a_compiled_model_inside_of_torch_compile_trains_as_it_does_outside() -> None:
     plain = losses(lambda model, _: model)
     twice = losses(lambda model, opt: torch.compile(embrace_fx.compile(model, optimizer=opt), backend="aot_eager"))
-
     assert twice == plain

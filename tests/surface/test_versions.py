@@ -28,7 +28,6 @@ def pythons() -> list[str]:
 
 def test_all_name_the_same_pythons() -> None:
     first, last = pythons()[0], pythons()[-1]
-
     assert metadata()["requires-python"] == f">={first}"
     for page in ("README.md", "CONTRIBUTING.md", "docs/index.md", ".ci/run"):
         assert f"Python {first} to {last}" in text(page), page
@@ -39,7 +38,6 @@ def test_all_name_the_same_pythons() -> None:
 
 def test_all_name_the_same_oldest_torch() -> None:
     oldest = ".".join(map(str, OLDEST_TORCH))
-
     assert f"torch>={oldest}" in metadata()["dependencies"]
     for page in ("README.md", "docs/index.md"):
         assert f"torch {oldest} or later" in text(page), page

@@ -88,7 +88,6 @@ def _both(rank: int, world_size: int) -> dict[tuple[str, str], tuple[list[Any], 
 
 def test_a_step_returns_what_the_closure_returned_on_this_rank() -> None:
     everyone = run_ranks(2, _both)
-
     for found in everyone:
         for (optimizer, returns), (ours, theirs) in found.items():
             name = f"{optimizer}, {returns}"

@@ -31,6 +31,5 @@ def trains_under_another_default(rank: int, world_size: int) -> dict[str, Tensor
 
 def test_a_default_device_changes_nothing() -> None:
     expected = expected_parameters(2, WORKLOAD, torch.float64, "adagrad", "exact", STEPS)
-
     for found in run_ranks(2, trains_under_another_default):
         assert_same(found, expected, torch.float64)

@@ -78,7 +78,6 @@ SECTIONS = (
 )
 def test_snippets_run_as_they_stand(section: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, run_page, tmp_path / "checkpoint", section)
-
     assert_same(first, second, DTYPE)
 
 

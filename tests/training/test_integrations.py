@@ -56,7 +56,6 @@ CASES = [
 @pytest.mark.timeout(300)
 def test_losses_and_norms_are_ddps(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
     expected = run(script, "ddp", tmp_path / "ddp", *options)
-
     assert_near(run(script, "embrace_fx", tmp_path / "embrace_fx", *options), expected)
 
 
@@ -65,7 +64,6 @@ def test_losses_and_norms_are_ddps(script: str, options: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("script", ["accelerate_loop.py", "lightning_loop.py"])
 def test_tables_are_sharded_in_their_loops(script: str, tmp_path: Path) -> None:
     expected = run(script, "ddp", tmp_path / "ddp")
-
     assert_near(run(script, "embrace_fx", tmp_path / "embrace_fx", "--strategy", "alltoall"), expected)
 
 
@@ -77,7 +75,6 @@ def test_what_2_ranks_save_others_resume(script: str, ranks: int, tmp_path: Path
     asked = ("--strategy", "alltoall") if script.startswith("accelerate") else ()
     run(script, "embrace_fx", tmp_path / "first", "--steps", "10", *asked)
     saved = str(tmp_path / "first" / SAVED[script])
-
     expected = run(script, "ddp", tmp_path / "ddp", "--steps", "20", "--resume", saved, ranks=ranks)
     found = run(script, "embrace_fx", tmp_path / "again", "--steps", "20", "--resume", saved, *asked, ranks=ranks)
     assert_near(found, expected)

@@ -122,7 +122,6 @@ ZOO: dict[str, Training] = {
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_trains_as_the_reference(name: str) -> None:
     trained = check(ZOO[name])
-
     assert any(decision.is_table for decision in trained.plan.values())
 
 
@@ -187,7 +186,6 @@ def train_dlrm(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[str]
 def test_dlrm_trains_as_the_reference() -> None:
     batches = [[dlrm_batch(step, rank) for step in range(5)] for rank in range(2)]
     expected = train_reference(make_dlrm, lambda model: [MAKE_OPTIMIZER(model.parameters())], batches, 5)
-
     for found, sharded in run_ranks(2, train_dlrm):
         assert sharded == [f"emb_l.{k}.weight" for k in range(len(ROWS))]
         assert_same(found, expected, torch.float64)

@@ -58,7 +58,6 @@ def check(directory: Path, steps: int) -> None:
 def test_a_job_whose_ranks_are_killed_comes_back_and_computes_the_same(tmp_path: Path) -> None:
     """Rank 0 is killed where a checkpoint may still be on its way: the last whole one counts."""
     went_on = run(tmp_path, 2, 17, "1:8", "0:15")
-
     assert went_on[0] == (2, 5)
     assert went_on[1][1] in (10, 15)
     check(tmp_path, 17)
@@ -126,7 +125,6 @@ def kill_at_every_point(rank: int, world_size: int, directory: Path) -> list[int
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     (outcome,) = fresh_ranks(1, kill_at_every_point, tmp_path / "checkpoints")
-
     assert outcome.exception is None, outcome
     assert outcome.result is not None
     assert len(outcome.result) > 5

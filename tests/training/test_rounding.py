@@ -101,7 +101,6 @@ def off(found: list[Trained], exact: list[Trained]) -> float:
 @pytest.mark.parametrize(("form", "most_bytes"), [pytest.param("bf16", 0.52, marks=pytest.mark.long), ("int8", 0.30)])
 def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) -> None:
     exact, found = trained(2), trained(2, rows=form)
-
     assert share(found, exact) < most_bytes
     assert found[0].predicted_bytes == pytest.approx(found[0].sent_bytes, rel=0.1)
     assert off(found, exact) < 0.01
@@ -115,7 +114,6 @@ def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) 
 def test_schedules_agree_in_every_bit() -> None:
     """A row's gradient is rounded once, whatever part of it travels when."""
     first, *others = (trained(2, rows="int8", schedule=schedule) for schedule in SCHEDULES)
-
     for other in others:
         assert other[0].losses == first[0].losses
 
@@ -124,7 +122,6 @@ def test_schedules_agree_in_every_bit() -> None:
 def test_four_ranks_on_a_grid() -> None:
     asked = {"strategy": {"words.*": Grid(2, 2), "users.*": "alltoall"}}
     exact, found = trained(4, **asked), trained(4, **asked, rows="int8")
-
     assert share(found, exact) < 0.35
     assert off(found, exact) < 0.01
     assert "alltoall sends int8, rounded: 2 parameter(s)" in " ".join(found[0].report.split())
@@ -133,20 +130,17 @@ def test_four_ranks_on_a_grid() -> None:
 @pytest.mark.long
 def test_exchanges_of_replicas_stay_exact_and_say_so() -> None:
     exact, found = trained(2, strategy="zen"), trained(2, strategy="zen", rows="int8")
-
     assert "sent exactly: words.weight, users.weight" in " ".join(found[0].report.split())
     assert 0.3 < share(found, exact) < 1
 
 
 def test_one_process_sends_nothing_and_rounds_nothing() -> None:
     exact, found = trained(1), trained(1, rows="int8")
-
     assert found[0].losses == exact[0].losses
 
 
 def test_exact_plans_round_nothing() -> None:
     passes = training_passes(Plan(2, (), ()), (), 0)
-
     assert not any(isinstance(each, RoundRowGradients) for each in passes)
 
 

@@ -68,7 +68,6 @@ def _goes_on(rank: int, world_size: int, optimizer: str) -> tuple[list[Tensor], 
 @pytest.mark.parametrize("optimizer", ["Adagrad", "AdamW"])
 def test_of_sharded_tables_every_rank_is_refused_and_may_go_on(optimizer: str) -> None:
     (one, told), (other, also_told) = run_ranks(2, _goes_on, optimizer)
-
     assert told == also_told
     assert len(told) == 2
     assert "Leave no_sync() for the last backward" in told[0]

@@ -34,7 +34,6 @@ NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
 def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | None) -> None:
     workload, way = LookupsWorkload(some_empty=True), Way("zen", steps=8, cluster=cluster)
     expected = expected_parameters(world_size, workload, torch.float64, "adagrad", steps=way.steps)
-
     for found in run_ranks(world_size, train_compiled, workload, torch.float64, "adagrad", "exact", way):
         assert found.plan["table.weight"].scheme == scheme
         assert_same(found.parameters, expected, torch.float64)

@@ -130,9 +130,7 @@ def test_parameters_equal_the_reference() -> None:
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_parameters_equal_the_reference_and_the_bits_of_the_naive_schedule(case: Case) -> None:
     cases = [case, replace(case, schedule="none", lookahead=False)]
-
     by_rank = run_ranks(case.ranks, _train, cases, timeout_s=280.0)
-
     _check(cases, by_rank)
     if case.ranks <= 2:
         for found, naive in by_rank:

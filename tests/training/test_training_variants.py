@@ -68,7 +68,6 @@ def test_scale_grad_by_freq_counts_the_ids_of_all_ranks() -> None:
         own.zero_grad()
         (model(ids) / 2).backward()
         own.step()
-
     for result in run_ranks(2, train_compiled, workload, DTYPE, "adam", "exact", Way(steps=STEPS)):
         assert result.strategies == {"table.weight": "allreduce"}
         assert_same(result.parameters, whole_parameters(model), DTYPE)
@@ -116,7 +115,6 @@ def trained_with_casts_by_hand(world_size: int) -> dict[str, Tensor]:
 @pytest.mark.long
 def test_a_sharded_table_under_autocast() -> None:
     expected = trained_with_casts_by_hand(2)
-
     for result in run_ranks(2, trains_under_autocast):
         assert result.strategies == {"table.weight": "alltoall"}
         assert_same(result.parameters, expected, torch.float32)
@@ -176,5 +174,4 @@ def test_clipping_in_half_precision(world_size: int) -> None:
 def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
     workload = TwoTableLMWorkload(num_words=num_words)
     strategies = {"embedding.weight": chosen, "output.weight": chosen}
-
     _check(2, workload, "adagrad", "exact", strategies, "auto")

@@ -41,7 +41,6 @@ def graphs(compiled: Compiled) -> Graphs:
 
 def test_what_a_pass_has_changed_as_a_diff(graphs: Graphs) -> None:
     found = graphs.diff("narrow_exchange", "reduce_gradients")
-
     assert found.startswith("--- narrow_exchange\n+++ reduce_gradients\n")
     assert any(line.startswith("+") and "pack_bucket" in line for line in found.splitlines())
     assert not any(line.startswith("-") and "embedding" in line for line in found.splitlines()[2:])
@@ -52,7 +51,6 @@ def test_what_a_pass_has_changed_as_a_diff(graphs: Graphs) -> None:
 
 def test_passes_over_phases_are_compared_by_phases(graphs: Graphs) -> None:
     found = graphs.diff("submit_gradients_early", "order_compute")
-
     assert "submit_gradients" in found
     assert "+" in graphs.diff("shard_tables", "order_compute")
 
@@ -62,7 +60,6 @@ def test_a_folded_graph_has_each_launch_once_and_all_else_in_blocks(graphs: Grap
     cells = fold(parts)
     nodes = [node for module in parts.values() for node in module.graph.nodes]
     launches = [node for node in nodes if op_name(node) in SUBMISSIONS | LAUNCHES]
-
     assert [cell.nodes[0] for cell in cells if cell.lane != "compute"] == launches
     folded = [node for cell in cells for node in cell.nodes]
     assert folded == [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
@@ -74,7 +71,6 @@ def test_drawings(graphs: Graphs, tmp_path: Path) -> None:
     graphs.save(tmp_path / "new" / "graphs.svg")
     graphs.save(tmp_path / "graphs.dot")
     graphs.save(tmp_path / "sharded.svg", "shard_tables")
-
     for name in ("new/graphs.svg", "sharded.svg"):
         ET.parse(tmp_path / name)
     drawn = (tmp_path / "new" / "graphs.svg").read_text()

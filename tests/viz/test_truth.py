@@ -36,7 +36,6 @@ def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
     operations = tuple(span.operation for span in predicted.spans)
     steps = StepGraph(operations, (), tuple(o.name for o in operations))
     picture = Picture(Schedule("2d", (), steps, predicted), with_wait(1.5))
-
     assert picture.ratios()["exposed dense"] == ""
     assert picture.ratios()["step"] == "1.00"
     assert "000000" not in str(viz.DrawnTimeline.of(with_wait(1.5), picture.schedule))
@@ -55,7 +54,6 @@ def test_links_that_are_slower_than_predicted_slow_ddp_too() -> None:
         Schedule("2d", (), steps, predicted), with_bucket(100), PictureFacts(0.25, (StepOn(2, 10.0, 0.25),), ())
     )
     exposed = {part.label: part.value for part in picture.bars()[-1].parts}["exposed AllReduce"]
-
     assert exposed == pytest.approx(0.25 * 200)
     assert picture.ratios()["exposed dense"] == "200"
 

@@ -307,7 +307,6 @@ def test_held_memory_is_a_line_above_its_steps(
     if drawn == "schedule":
         schedule = replace(schedule, predicted=replace(schedule.predicted, memory=points))
     measured = replace(timeline, memory=points) if drawn == "timeline" else None
-
     root = ET.fromstring(saved(tmp_path, ".svg", schedule, measured))
     assert [line.get("class") for line in root.iter(f"{SVG}polyline")] == ["memory"]
     (tmp_path / "trace.json").write_text(saved(tmp_path, ".json", schedule, measured))

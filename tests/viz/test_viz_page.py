@@ -214,7 +214,6 @@ def test_time_in_which_nothing_runs_has_a_name(tab: Any, tmp_path: Path) -> None
         Operation("forward a", "forward", "compute", 1.0),
     )
     opened(tab, tmp_path, timeline=Timeline((Span(first, 0, 0, 0.0, 1.0), Span(second, 0, 0, 4.0, 5.0)), (), 1))
-
     assert "between operations: 3.000 ms" in found_along(tab, "measured", "compute", "Python and autograd")
     assert "between operations\t3.00 ms" in tab.locator("#figures").inner_text()
 

@@ -38,9 +38,7 @@ from tests.support.ranks import run_ranks
 def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Module]) -> None:
     through = plain if form == "plain" else FORMS[form]
     compiled = embrace_fx.compile(make(blocks, through))
-
     saved, peak = measured(compiled.module, compiled)
-
     predicted: Any = pipeline_of(compiled).step_memory()
     states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
@@ -53,7 +51,6 @@ def test_what_is_simulated_of_a_choice_is_what_its_graph_holds(blocks: Callable[
     before, written = step_memory(graph), written_by(graph.module)
     step = TimedStep(before, estimate(CORE))
     simulator = MemorySimulator(step)
-
     for growing in choices(step, lambda node: can_run_again(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
@@ -103,10 +100,8 @@ def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> No
     model, ids = Looped(cell), torch.randint(50, (steps, 8))
     compiled = embrace_fx.compile(model)
     gradients(model, compiled, ids)
-
     with CountedMemory([*model.parameters(), ids]) as counted:
         gradients(model, compiled, ids)
-
     predicted: Any = pipeline_of(compiled).step_memory()
     assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
 
@@ -118,11 +113,9 @@ def test_rows_that_the_batch_reads_count() -> None:
     model, batch = scored(0, 5000)
     expected = gradients(model, lambda ids: model(*batch), batch[0])
     compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
-
     found = gradients(model, lambda ids: compiled(*batch), batch[0])
     with CountedMemory([*model.parameters(), *batch]) as counted:
         compiled(*batch).backward()
-
     assert_equal_gradients(found, expected)
     builder: Any = pipeline_of(compiled)
     assert any("again" in node.meta for node in builder.step_memory().nodes)
@@ -143,7 +136,6 @@ def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
 @pytest.mark.long
 def test_ranks_that_read_other_numbers_of_rows_decide_alike() -> None:
     first, second = run_ranks(2, decided)
-
     assert first == second
     assert first[2]
 
@@ -151,18 +143,14 @@ def test_ranks_that_read_other_numbers_of_rows_decide_alike() -> None:
 def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
     graph = run_passes(analysed(make(Block), IDS), (EagerDropout(),)).graph
     assert Memory(1e12, CORE)(graph).module is graph.module
-
     times = [sum(node_ms(n, CORE) for n in step_memory(Memory(b, CORE)(graph)).nodes) for b in (0.99, 0.8, 0.6, 0.5)]
-
     assert times == sorted(times)
 
 
 def test_a_budget_that_cannot_be_met() -> None:
     compiled = embrace_fx.compile(make(Block), memory_budget=1000)
-
     with pytest.raises(PeerFailure, match=r"memory_budget: .*budget is 1,000") as raised:
         compiled(IDS)
-
     least = int(str(raised.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     enough = embrace_fx.compile(make(Block), memory_budget=least)
     enough(IDS).backward()
@@ -177,7 +165,6 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
         x = torch.randn(rows, 64)
         compiled(x).sum().backward()
     wide(x).sum().backward()
-
     limit = memory_limit_of(compiled)
     assert pipeline_of(compiled).step_memory().peak_bytes == limit
     assert limit >= 4 * 2 * 64 * 512  # the gradients
@@ -193,6 +180,5 @@ def test_a_budget_that_is_none(budget: Any) -> None:
 def test_the_report_says_what_is_held() -> None:
     compiled = embrace_fx.compile(copy.deepcopy(make(Block)))
     compiled(IDS).backward()
-
     assert "saved for the backward" in compiled.report()
     assert "most at a time" in compiled.report()

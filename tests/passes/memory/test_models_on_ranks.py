@@ -94,6 +94,5 @@ def under_budgets(rank: int, world_size: int, name: str, directory: str) -> list
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_model_trains_the_same_bits_within_every_budget(name: str, world_size: int, tmp_path: Path) -> None:
     told = run_ranks(world_size, under_budgets, name, str(tmp_path))
-
     assert all(each == told[0] for each in told)
     assert len(told[0]) == 2 * len(BUDGETS)

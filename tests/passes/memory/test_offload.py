@@ -79,7 +79,6 @@ def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
     with compiled.record():
         for _ in range(3):
             gradients(compiled.module, compiled, IDS)
-
     scheduled = {operation.name for operation in compiled.schedule.steps.copies}
     measured_ = {s.operation.name for s in compiled.timeline.spans if s.operation.lane in ("offload", "reload")}
     assert measured_ == scheduled
@@ -146,7 +145,6 @@ def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Pat
         mock.patch("embrace_fx.session.offloading.pace", return_value=4.0),
     ):
         made(IDS)
-
     rate = pipeline_of(made)._copy_rate
     assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
 
@@ -200,9 +198,7 @@ def test_a_graph_that_reads_what_is_not_there_is_refused(
 ) -> None:
     graph = offloading().edit()
     verify(graph, after="nothing")
-
     change({node.name: node for node in graph.graph.nodes})
-
     with pytest.raises(VerificationError, match=invariant):
         verify(graph, after="a broken pass")
 
@@ -214,14 +210,12 @@ def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
     reloads = [node for node in graph.graph.nodes if op_name(node) == "embrace::reload"]
     for node in reloads[1:]:
         reloads[0].append(node)
-
     with pytest.raises(VerificationError, match="within_memory_limit: expected at most"):
         verify(graph, after="a broken pass")
 
 
 def test_phases_are_proved_as_the_joint_graph_is() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
-
     assert step_memory(graph).peak_bytes <= (graph.memory_limit or 0)
     assert step_memory(graph).peak_bytes == step_memory(offloading()).peak_bytes
 

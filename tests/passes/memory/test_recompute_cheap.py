@@ -63,10 +63,8 @@ def test_the_same_bits_and_less_saved(activation: Callable[[Tensor], Tensor]) ->
     plain = run_passes(analysed(model, WORDS), (EagerDropout(),)).graph
     compiled = embrace_fx.compile(FeedForward(activation))
     compiled.module.load_state_dict(model.state_dict())
-
     for _ in range(2):
         assert_equal_gradients(gradients(compiled.module, compiled, WORDS), gradients(model, model, WORDS))
-
     assert "_again" in str(compiled.graphs["backward"].graph)
     assert step_memory(RecomputeCheap(CORE)(plain)).saved_bytes < step_memory(plain).saved_bytes
     assert step_memory(RecomputeCheap(SLOW)(plain)).saved_bytes <= 0.85 * step_memory(plain).saved_bytes
@@ -76,7 +74,6 @@ def test_the_same_bits_and_less_saved(activation: Callable[[Tensor], Tensor]) ->
 def test_what_would_hold_more_at_a_time_is_left_as_it_is() -> None:
     """All that a mask is made of comes again at once, where the backward holds the most already."""
     plain = run_passes(analysed(FeedForward(masked), WORDS), (EagerDropout(),)).graph
-
     assert step_memory(RecomputeCheap(CORE)(plain)).peak_bytes <= step_memory(plain).peak_bytes
 
 
@@ -108,9 +105,7 @@ def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() 
 def test_no_more_time_than_allowed() -> None:
     plain = run_passes(analysed(FeedForward(F.gelu), WORDS), (EagerDropout(),)).graph
     node_ms = estimate(CORE)
-
     lean = RecomputeCheap(CORE)(plain)
-
     step_ms, lean_ms = (sum(map(node_ms, step_memory(each).nodes)) for each in (plain, lean))
     assert lean_ms <= (1 + AT_MOST) * step_ms
 
@@ -120,7 +115,6 @@ def test_models_that_checkpoint_have_decided_already() -> None:
     from embrace_fx.passes.memory.regions import RecomputeRegions  # noqa: PLC0415
 
     graph = RecomputeRegions()(graph)
-
     assert RecomputeCheap(SLOW)(graph) is graph
 
 
@@ -138,9 +132,7 @@ def test_no_other_choice_saves_fewer_bytes(made: list[tuple[int, bool, list[int]
     sizes = [size for size, _, _ in made]
     sources = {k: sorted({s % k for s in of}) for k, (_, is_cheap, of) in enumerate(made) if is_cheap and k and of}
     needed = [k for k in range(len(made)) if read[k]]
-
     saved = recompute_cheap.least_saved(sizes, sources, needed)
-
     assert _can_be_had(needed, saved, sources)
     choices = (set(c) for n in range(len(made) + 1) for c in itertools.combinations(range(len(made)), n))
     least = min(sum(sizes[k] for k in c) for c in choices if _can_be_had(needed, c, sources))

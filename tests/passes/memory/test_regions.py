@@ -67,7 +67,6 @@ def pair(through: Callable[[Model, Tensor], Tensor], blocks: Callable[[], nn.Mod
 )
 def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: str) -> None:
     model, compiled = pair(FORMS[form])
-
     assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
     saved, peak = memory(compiled.module, compiled, IDS)
     eager_saved, eager_peak = memory(model, model, IDS)
@@ -83,7 +82,6 @@ def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: st
 )
 def test_whatever_a_region_holds(form: str, blocks: Callable[[], nn.Module]) -> None:
     model, compiled = pair(FORMS[form], blocks)
-
     assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
 
 
@@ -92,10 +90,8 @@ def test_statistics_move_once_a_step() -> None:
     model, compiled = pair(FORMS["not reentrant"], Normalised)
     plain = copy.deepcopy(model)
     plain.through = lambda own, ids: all_in_one(own, own.table(ids))
-
     gradients(compiled.module, compiled, IDS)
     gradients(plain, plain, IDS)
-
     for name, buffer in plain.named_buffers():
         assert torch.equal(compiled.module.get_buffer(name), buffer), name
 
@@ -107,7 +103,6 @@ def test_the_generator_goes_on_as_without_checkpointing() -> None:
     for own, call in ((model, model), (compiled.module, compiled)):
         gradients(own, call, IDS)
         after.append(torch.rand(3))
-
     assert torch.equal(*after)
 
 
@@ -120,7 +115,6 @@ def test_models_of_transformers() -> None:
     model.gradient_checkpointing_enable()
     compiled = embrace_fx.compile(copy.deepcopy(model))
     batch = {"input_ids": IDS, "labels": IDS, "use_cache": False}
-
     assert_equal_gradients(gradients(compiled.module, compiled, **batch), gradients(model, model, **batch))
 
 
@@ -171,7 +165,6 @@ def two_steps(rank: int, world_size: int, form: str | None) -> dict[str, Tensor]
 def test_ranks_train_as_without_checkpointing() -> None:
     expected = run_ranks(2, two_steps, None)
     found = run_ranks(2, two_steps, "a lookup within")
-
     for own, wanted in zip(found, expected, strict=True):
         assert_equal_gradients(own, wanted)
 
@@ -223,8 +216,6 @@ def _with_copies() -> TrainingGraph:
 def test_a_copy_that_is_none_is_refused(change: Callable[[dict[str, fx.Node]], None], invariant: str) -> None:
     graph = _with_copies().edit()
     verify(graph, after="nothing")
-
     change({node.name: node for node in graph.graph.nodes})
-
     with pytest.raises(VerificationError, match=invariant):
         verify(graph, after="a broken pass")

@@ -152,7 +152,6 @@ FAST = CopyRate(1e9)
 @pytest.mark.parametrize("copies", [NO_COPIES, FAST], ids=["again", "offloaded"])
 def test_no_bit_differs_of_a_model_that_has_it_all(copies: CopyRate) -> None:
     graphs = assert_no_bit_differs(list(PARTS), (0.8, 0.4), copies)
-
     nodes = [node for graph in graphs for node in graph.graph.nodes]
     assert any("again" in node.meta for node in nodes)
     assert any(op_name(node) == OFFLOAD for node in nodes) == (copies is FAST)

@@ -11,9 +11,7 @@ from tests.support.planned import TABLE
 
 def test_patterns_are_applied_in_order() -> None:
     tables = ("encoder.words.weight", "decoder.words.weight", "positions.weight")
-
     found = requested_strategies({"*.words.*": "alltoall", "decoder.*": "allreduce"}, tables)
-
     assert list(found.values()) == ["alltoall", "allreduce", "auto"]
     assert set(requested_strategies("alltoall", tables).values()) == {"alltoall"}
     assert requested_strategies("alltoall", ()) == {}

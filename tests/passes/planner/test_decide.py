@@ -31,7 +31,6 @@ def first(plan: Plan) -> tuple[str, str]:
 
 def test_the_rows_of_all_ranks_are_in_the_plan() -> None:
     rows = {TABLE: (30, 50), OTHER: (0, 0)}
-
     assert planned(60, rows=rows, world_size=2).rows == {TABLE: RowCounts(50, 80, 60)}
     lying = Sparsity(60, 4, 8, (30, 50), (40.0, 52.6))
     assert planned(60, rows=rows, world_size=2, sparsity={TABLE: lying}).rows == {TABLE: RowCounts(50, 80, 53)}
@@ -47,7 +46,6 @@ def test_few_rows_of_a_large_table_are_exchanged() -> None:
 def test_most_rows_of_a_small_table_are_not() -> None:
     strategy, reason = first(planned(200))
     ms = {c.strategy: c.predicted_ms for c in planned(200)[TABLE].candidates}
-
     assert strategy == "allreduce"
     assert reason.startswith("AllReduce adds 0.009 ms to a step, shards ")
     assert reason.endswith(f"{ms['alltoall']:.3f} ms: 120 of 200 rows read (60.00%), 2 columns per rank")
@@ -56,7 +54,6 @@ def test_most_rows_of_a_small_table_are_not() -> None:
 def test_what_is_nearly_as_fast_whole_is_sharded() -> None:
     strategy, reason = first(planned(80_000))
     ms = {c.strategy: c.predicted_ms for c in planned(80_000)[TABLE].candidates}
-
     assert 0.8 < ms["allreduce"] / ms["alltoall"] < 1
     assert (strategy, reason) == (
         "alltoall",
@@ -72,7 +69,6 @@ def test_ids_that_are_always_the_same_are_not() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(100, "alltoall"), (6_000, "allreduce")])
 def test_a_single_process_updates_by_rows_where_few_are_read(rows: int, expected: str) -> None:
     plan = planned(10_000, rows={TABLE: (rows,), OTHER: (3,)}, world_size=1)
-
     assert plan[TABLE].strategy == expected
     assert plan[TABLE].predicted_ms == 0.0
     assert plan.buckets == ()
@@ -88,7 +84,6 @@ def test_what_was_asked_for_overrules_what_is_cheaper() -> None:
 
 def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
     strategy, reason = first(planned(200, moving="lazy"))
-
     assert (strategy, reason.split(";")[0]) == ("alltoall", "updated by rows")
 
 
@@ -97,16 +92,13 @@ def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
 def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy: str) -> None:
     case, (_, graph) = ILLEGAL[name], example(name)
     facts = (replace(FACTS, name=TABLE, shape=(10, 4), moving="lazy"),)
-
     decision = decide(Findings(graph, facts, {TABLE: (3, 3)}, 2, strategy))[TABLE]
-
     assert decision.strategy == "allreduce"
     assert str(case.blocker) in decision.reason
 
 
 def test_an_optimizer_that_moves_every_row_keeps_the_table_whole() -> None:
     blocker = "Adam moves every row"
-
     assert first(planned(row_update_blocker=blocker, strategy="alltoall")) == ("allreduce", blocker)
 
 
@@ -116,14 +108,12 @@ def test_an_optimizer_that_moves_every_row_keeps_the_table_whole() -> None:
 )
 def test_parameters_that_need_no_exchange(facts: dict[str, Any], strategy: str, sent: int | None) -> None:
     decision = planned(**facts)[TABLE]
-
     assert decision.strategy == strategy
     assert sent is None or decision.sent_bytes_per_step == sent
 
 
 def test_every_parameter_has_a_decision_and_only_replicas_are_bucketed() -> None:
     plan = planned()
-
     assert [decision.parameter for decision in plan] == [TABLE, OTHER, "linear.weight", "linear.bias"]
     assert [decision.is_table for decision in plan] == [True, True, False, False]
     assert {name for bucket in plan.buckets for name in bucket} == {OTHER, "linear.weight", "linear.bias"}
@@ -132,7 +122,6 @@ def test_every_parameter_has_a_decision_and_only_replicas_are_bucketed() -> None
 def test_max_norm_tables_are_kept_equal() -> None:
     graph = analysed(tables_model(plain, max_norm=1.0), IDS)
     facts = (replace(FACTS, name=TABLE, shape=(10, 4)),)
-
     assert decide(Findings(graph, facts, {TABLE: (4, 4)}, 2)).renormed == (TABLE,)
     assert decide(Findings(graph, facts, {TABLE: (4,)}, 1)).renormed == ()
 
@@ -146,7 +135,6 @@ MOVES = "Adam moves every row"
 
 def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
     plan = planned(LARGE, row_update_blocker=MOVES)
-
     assert plan[TABLE].strategy in EXCHANGES
     assert plan[TABLE].reason == f"{MOVES}; 120 of {LARGE} rows read (0.00%)"
     assert plan.exchanged == (TABLE,)
@@ -161,9 +149,7 @@ def test_a_table_that_is_read_densely_counts_as_dense() -> None:
     _, graph = example("a tied projection")
     table = replace(table_of(graph), num_rows=LARGE)
     facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
-
     decision = decide(Findings(replace(graph, tables=(table,)), facts, {TABLE: (3, 3)}, 2))[TABLE]
-
     assert decision.strategy == "allreduce"
     by_name = {candidate.strategy: candidate for candidate in decision.candidates}
     assert by_name["allgather"].sent_bytes_per_step > by_name["allreduce"].sent_bytes_per_step
@@ -210,7 +196,6 @@ def test_work_for_a_sharded_table_by_hand() -> None:
     """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared, added, updated;
     140 whole ones joined and split. Ids, early and late rows, prior and delayed gradients are launched."""
     work = shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2)
-
     assert shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2, schedule="none").rounds == 3 * ROUNDS
     passed_bytes = (3 + UPDATE_PASSES) * 240 * 2 * 8 + 2 * 140 * 4 * 8
     assert work == cost.Work(passed_bytes=passed_bytes, units=240 + 140, rounds=5 * ROUNDS)
@@ -223,9 +208,7 @@ def test_the_update_of_every_row_speaks_against_replicas() -> None:
     table = replace(table_of(graph_of(rows)), embedding_dim=width)
     facts = (replace(FACTS, name=TABLE, shape=(rows, width), itemsize=4),)
     links = cost.Cluster(bandwidth_bytes_per_ms=200e6 / 8 / 1e3)
-
     plan = decide(Findings(replace(graph_of(rows), tables=(table,)), facts, {TABLE: (240, 240)}, 2), links)
-
     assert plan[TABLE].strategy == "alltoall"
     replicas = [c for c in plan[TABLE].candidates if c.strategy != "alltoall"]
     assert min(c.predicted_ms for c in replicas) > UPDATE_PASSES * rows * width * 4 / 1e7
@@ -235,7 +218,6 @@ def test_the_update_of_every_row_speaks_against_replicas() -> None:
 @pytest.mark.parametrize("blocker", [None, MOVES])
 def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str, blocker: str | None) -> None:
     plan = planned(200, strategy=strategy, row_update_blocker=blocker)
-
     assert first(plan) == (strategy, "asked for; 120 of 200 rows read (60.00%)")
     assert plan[OTHER].strategy == strategy
     assert plan["linear.weight"].strategy == "allreduce"
@@ -243,7 +225,6 @@ def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str
 
 def test_a_dense_parameter_may_be_asked_for_by_name() -> None:
     plan = planned(strategy={"linear.weight": "omnireduce", TABLE: "zen"})
-
     assert plan.exchanged == (TABLE, "linear.weight")
     assert plan["linear.weight"].reason == "asked for; predicted for a gradient without zeros"
     assert plan["linear.bias"].strategy == "allreduce"
@@ -262,7 +243,6 @@ def test_zen_has_the_scheme_that_takes_less_time() -> None:
 
 def test_every_candidate_is_weighed_and_one_chosen() -> None:
     candidates = planned()[TABLE].candidates
-
     assert {c.strategy for c in candidates} == set(CANDIDATES)
     assert [c.strategy for c in candidates if not c.rejected] == ["alltoall"]
     assert [c.predicted_ms for c in candidates] == sorted(c.predicted_ms for c in candidates)
@@ -275,9 +255,7 @@ def test_every_candidate_is_weighed_and_one_chosen() -> None:
 
 def test_what_auto_never_picks_is_weighed_where_it_is_asked_for() -> None:
     assert set(STRATEGIES) - set(CANDIDATES) == {"omnireduce", "vocabulary"}
-
     candidates = planned(strategy="omnireduce")[TABLE].candidates
-
     assert {c.strategy for c in candidates} == {*CANDIDATES, "omnireduce"}
     assert [c.strategy for c in candidates if not c.rejected] == ["omnireduce"]
 
@@ -285,9 +263,7 @@ def test_what_auto_never_picks_is_weighed_where_it_is_asked_for() -> None:
 def test_a_plan_in_use_is_weighed_with_the_strategy_that_it_has() -> None:
     forced = planned(LARGE, strategy="omnireduce")
     facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
-
     anew = decide(Findings(graph_of(LARGE), facts, ROWS, 2), current=forced)[TABLE]
-
     assert anew.strategy == "alltoall"
     assert {c.strategy for c in anew.candidates} == {*CANDIDATES, "omnireduce"}
 
@@ -297,9 +273,7 @@ def test_a_table_that_no_plan_has_exchanged_is_chosen_for_anew(so_far: str) -> N
     fresh = planned()
     facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in fresh)
     before = replace(fresh, decisions=tuple(replace(d, strategy=so_far) for d in fresh))
-
     anew = decide(Findings(graph_of(1_000_000), facts, ROWS, 2), current=before)
-
     assert [d.strategy for d in anew] == [d.strategy for d in fresh]
 
 
@@ -308,9 +282,7 @@ def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
     apart = planned(LARGE, rows, 8, strategy="zen")[TABLE]
     shared = Sparsity(LARGE, 4, 8, (100_000,) * 8, (100_000.0,) * 8)
     facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in planned(LARGE))
-
     together = decide(Findings(graph_of(LARGE), facts, rows, 8, "zen", sparsity={TABLE: shared}))[TABLE]
-
     assert together.sent_bytes_per_step < 0.6 * apart.sent_bytes_per_step
 
 
@@ -328,7 +300,6 @@ def test_start_ups_decide_on_slow_links_and_bytes_on_narrow_ones() -> None:
 def test_the_plan_keeps_what_it_was_cut_for() -> None:
     links = cost.Cluster(1000.0, 1.0)
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
-
     assert decide(Findings(graph_of(10_000), facts, ROWS, 2), links).links == links
     assert planned().links == cost.Cluster()
 
@@ -366,7 +337,6 @@ def test_bytes_of_uneven_columns_by_hand() -> None:
     """Three ranks with 2, 2 and no columns of 8 bytes: each sends its own of others' rows, and gradients of others'."""
     rows, gradients = (2 * 7 + 2 * 6) * 8, (4 * 2 + 5 * 2 + 2 * 4) * 8
     ids = 2 * (8 + 4 * (1 + 5))
-
     found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8), 3)
     assert found == cost.Exchange(round((rows + gradients) / 3) + ids, 2 + 2 * 2 * 2)
 
@@ -375,7 +345,6 @@ def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -
     scaled = ILLEGAL["scaled by frequency"].forward
     twice = table_of(analysed(tables_model(lambda m, x: scaled(m, x) * m.linear(scaled(m, x))), IDS))
     assert len(twice.uses) == 2
-
     assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
     assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
     assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)

@@ -50,7 +50,6 @@ class OwnRowsWorkload(OneTableWorkload):
 )
 def test_bytes_equal_the_prediction(grid: Grid, workload: Workload, autocast: bool) -> None:
     by_rank = on_ranks(grid.rows * grid.columns, workload, grid, autocast)  # type: ignore[arg-type]
-
     assert_predicted(by_rank)
 
 
@@ -95,7 +94,6 @@ def _planned(ranks: int, dim: int = 512, strategy: Any = "auto", ids: int = 3000
 )
 def test_many_ranks_share_rows_so_that_shards_stay_wide(ranks: int, dim: int, grid: Grid | None) -> None:
     decision = _planned(ranks, dim)
-
     assert (decision.strategy, decision.grid) == ("alltoall", grid)
     if grid is not None:
         width = -(-dim // grid.columns)
@@ -105,7 +103,6 @@ def test_many_ranks_share_rows_so_that_shards_stay_wide(ranks: int, dim: int, gr
 
 def test_a_grid_sends_the_bytes_of_columns_and_must_clearly_save_handling() -> None:
     on_grid, columns = _planned(64), _planned(64, strategy=Grid(1, 64))
-
     assert on_grid.grid == Grid(16, 4)
     assert columns.grid is None
     assert on_grid.sent_bytes_per_step == pytest.approx(columns.sent_bytes_per_step, rel=1e-3)
@@ -121,7 +118,6 @@ def test_where_rows_are_stepped_as_a_whole_no_grid_is_planned() -> None:
     batch = torch.randint(ROWS_OF_MANY, (3000,), generator=torch.Generator().manual_seed(0))
     ask = partial(embrace_fx.plan, model, batch, world_size=64, optimizer=embrace_fx.RowWiseAdagrad(model.parameters()))
     auto, asked = ask()["table.weight"], ask(strategy=Grid(16, 4))["table.weight"]
-
     assert (auto.strategy, auto.grid) == ("alltoall", None)
     assert 0 < auto.norm_bytes < auto.sent_bytes_per_step
     assert (asked.strategy, asked.reason) == ("allreduce", NOT_ON_A_GRID)
@@ -131,7 +127,6 @@ def test_explain_prints_the_grid() -> None:
     model = Language(512)
     batch = torch.randint(ROWS_OF_MANY, (1000,), generator=torch.Generator().manual_seed(0))
     plan = embrace_fx.plan(model, batch, world_size=256, optimizer=SGD(model.parameters(), 0.1))
-
     assert "alltoall, 64 x 4 grid" in plan.explain()
     assert "128 columns per rank" in " ".join(str(plan).split())
     assert plan.grids == {"table.weight": Grid(64, 4)}

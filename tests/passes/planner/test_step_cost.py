@@ -62,7 +62,6 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
 
 def test_short_links_are_hidden() -> None:
     plan = planned(SHORT)
-
     assert plan.schedule_name == "2d"
     assert plan["table.weight"].strategy == "alltoall"
     assert plan.chosen_because.startswith('"2d": hides ')
@@ -71,14 +70,12 @@ def test_short_links_are_hidden() -> None:
 
 def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
     plan = planned(SHARED)
-
     assert plan.schedule_name == "none"
     assert plan.chosen_because.startswith('"none": "2d" would hide ')
 
 
 def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
     none, full = Added(3.0, 2.0, 9.0), Added(4.0, 5.5, 9.0)
-
     assert compared({"none": none, "2d": full}, "none") == (
         '"none": "2d" would hide no transfers and cost 3.5 ms of a processor'
     )
@@ -92,26 +89,22 @@ def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
 )
 def test_whoever_names_a_schedule_keeps_it(schedule: Any, cluster: Cluster) -> None:
     plan = planned(cluster, schedule=schedule)
-
     assert (plan.schedule_name, plan.chosen_because) == (schedule, "")
 
 
 def test_of_unknown_links_nothing_is_weighed() -> None:
     plan = planned(Cluster())
-
     assert (plan.schedule_name, plan.chosen_because) == ("2d", "")
 
 
 def test_one_rank_has_nothing_to_weigh() -> None:
     model = Deep()
-
     assert embrace_fx.plan(model, batch(0), cluster=SHARED).chosen_because == ""
 
 
 def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
     given = gradient_graph(dict(Deep().named_parameters()), ["table.weight"], {}, frozenset())
     captured: Any = planned(SHORT)
-
     assert not has_compute(given)
     assert has_compute(captured_graph_of(captured))
 
@@ -126,7 +119,6 @@ def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
     found = {name: Added(ms if name == "2d" else 10.0, 0.0, 0.0) for name in SCHEDULES}
     monkeypatch.setattr(deciding, "prices", lambda *_: found)
     in_use = decide(replace(auto, schedule="none"))
-
     assert decide(auto, SHARED, in_use, "given").schedule_name == chosen
 
 
@@ -135,7 +127,6 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
     """ "2d" costs 2 ms more work than "none", and hides 2.8 or 4 ms of 10."""
     found: dict[str, Added] = {name: Added(10.0, 2.0, 0.0) for name in SCHEDULES}
     found |= {"none": Added(10.0, 1.0, 0.0)}
-
     assert cheapest(found | {"2d": Added(waits_ms, 3.0, 0.0)}) == chosen
 
 
@@ -151,14 +142,12 @@ def priced(**facts: Any) -> dict[str, Added]:
 
 def test_what_is_hidden_is_not_waited_for() -> None:
     found = priced()
-
     assert found["2d"].waits_ms < found["horizontal"].waits_ms < found["none"].waits_ms
     assert found["2d"].waits_ms < found["vertical"].waits_ms < found["none"].waits_ms
 
 
 def test_shared_processors_pay_for_what_is_hidden() -> None:
     idle, busy, busiest = (priced(busy=share) for share in (0.0, 0.5, 1.0))
-
     beside = {name: busiest[name].work_ms - idle[name].work_ms for name in SCHEDULES}
     assert beside["2d"] > beside["none"]
     for name in SCHEDULES:
@@ -172,7 +161,6 @@ def test_a_slow_processor_hides_more() -> None:
 
 def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
     found = priced(busy=0.0)
-
     assert found["horizontal"].work_ms > found["none"].work_ms
 
 
@@ -180,7 +168,6 @@ def test_a_row_space_has_one_exchange() -> None:
     space = RowSpace(("table.weight", "other.weight"), (0, ROWS, 2 * ROWS))
     tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in space.tables)
     plan = replace(planned(SHORT), decisions=tables, spaces=(space,))
-
     assert plan.row_exchanges == {space.name: space.tables}
 
 

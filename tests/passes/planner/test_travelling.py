@@ -67,7 +67,6 @@ FEW = (20,) * 5
 
 def test_small_tables_travel_with_one_that_is_sharded_anyway() -> None:
     plan = planned(ONE_LARGE, FEW)
-
     assert sharded(plan) == {0, 1, 2, 3, 4}
     assert [set(space.tables) for space in plan.spaces] == [set(NAMES)]
     assert plan[NAMES[3]].reason == (
@@ -107,7 +106,6 @@ def test_a_plan_in_use_is_changed_where_the_other_is_clearly_faster() -> None:
     mostly = (20, 195, 195, 195, 195)
     whole = planned(ONE_LARGE, (20, 200, 200, 200, 200))
     travelling = planned(ONE_LARGE, FEW)
-
     assert sharded(planned(ONE_LARGE, nearly)) == {0, 1, 2, 3, 4}
     assert sharded(planned(ONE_LARGE, nearly, current=whole)) == {0}
     anew = planned(ONE_LARGE, FEW, current=whole)
@@ -123,9 +121,7 @@ def test_what_depends_on_rows_is_watched() -> None:
 
 def test_a_single_process_has_nothing_to_share() -> None:
     (fact,) = (replace(FACTS, name=NAMES[0], shape=(SMALL, DIM)),)
-
     plan = decide(Findings(graph(), (fact,), {NAMES[0]: (200,)}, 1))
-
     assert plan[NAMES[0]].strategy == "allreduce"
     assert plan[NAMES[0]].candidates == ()
 
@@ -138,6 +134,5 @@ def test_tables_share_start_ups_under_every_schedule() -> None:
         decide(Findings(replace(graph(), tables=tables), facts, rows, 4, schedule=schedule), SLOW_TO_START)
         for schedule in ("none", "2d")
     )
-
     assert (sharded(naive), len(naive.spaces)) == ({0, 1, 2, 3, 4}, 1)
     assert (sharded(looking_ahead), len(looking_ahead.spaces)) == ({0, 1, 2, 3, 4}, 1)

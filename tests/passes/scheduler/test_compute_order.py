@@ -72,7 +72,6 @@ def step_ms(steps: StepGraph) -> float:
 def test_never_slower_and_near_the_best_of_all_orders(case: tuple[StepGraph, Atoms]) -> None:
     steps, atoms = case
     found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
-
     assert found.diagnostics().step_ms <= step_ms(steps) * (1 + 1e-9)
     assert found.steps == reordered(steps, atoms, order)
     best_ms = min(step_ms(reordered(steps, atoms, each)) for each in permutations(atoms.units))
@@ -116,7 +115,6 @@ def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
 def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
     steps, atoms = of_chain()
     found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
-
     assert atoms.units == ("bucket 0", "words")
     assert order == ("words", "bucket 0")
     assert atoms.durations(order) == {"words": 3.0, "bucket 0": 6.0}
@@ -132,7 +130,6 @@ def test_nothing_moves_for_the_naive_schedule() -> None:
 def test_what_is_held_bounds_the_search() -> None:
     steps, atoms = of_chain()
     held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
-
     assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == ()
     assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] == ("words", "bucket 0")
 
@@ -172,7 +169,6 @@ def test_what_autograd_computes_early_for_a_later_submission_may_wait() -> None:
 def test_what_was_measured_is_spread_over_a_units_compute() -> None:
     found = BackwardUnits.of(CHAIN)
     atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 10.0, "words": 4.0})
-
     assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 10.0, "words": 4.0}
     assert atoms.durations(("words", "bucket 0")) == {"words": 9.0, "bucket 0": 5.0}
 
@@ -181,7 +177,6 @@ def test_what_was_measured_is_of_what_stood_there_whoever_needs_it() -> None:
     """Node 1, which the table alone needs, stands before the bucket's submission."""
     found = BackwardUnits.of(backward([[], [0], [0], [1]], [chunk_id(0, 0), gradients_id("words", "whole")], [2, 3]))
     atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 9.0, "words": 4.0})
-
     assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 6.0, "words": 7.0}
     assert atoms.durations(("words", "bucket 0")) == {"words": 10.0, "bucket 0": 3.0}
 
@@ -189,7 +184,6 @@ def test_what_was_measured_is_of_what_stood_there_whoever_needs_it() -> None:
 def test_what_was_measured_of_a_unit_without_compute_stays_with_it() -> None:
     found = BackwardUnits.of(CHAIN)
     atoms = Atoms.of(found, lambda node: 0.0, {"words": 4.0})
-
     for order in permutations(found.units):
         assert atoms.durations(order) == {"words": 4.0, "bucket 0": 0.0}
 

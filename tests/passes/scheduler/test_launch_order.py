@@ -61,22 +61,18 @@ def test_the_head_of_the_line_blocks() -> None:
 def test_a_launch_that_is_not_ready_keeps_the_link_from_those_behind_it() -> None:
     """bucket 0 leaves at 4, when it is ready; bucket 1 after it, though ready at 2."""
     found = simulate(TWO_BLOCKS, ("bucket 0", "bucket 1"))
-
     assert found.step_ms == 13.0
     assert {(w.launch, w.end_ms - w.start_ms) for w in found.timeline.waits} == {("bucket 0", 2.0), ("bucket 1", 3.0)}
 
 
 def test_the_critical_path_is_what_determined_each_start() -> None:
     window = ("backward 1", "bucket 1", "bucket 0", "forward 0", "forward 1")
-
     found = simulate(TWO_BLOCKS, ("bucket 1", "bucket 0")).critical_path
-
     assert found == (*((0, name) for name in window), *((1, name) for name in window))
 
 
 def test_a_wait_is_for_the_communication_that_ended_last() -> None:
     both = step([launch("short", 1), launch("long", 3), compute("forward", 1)], ["short -> forward", "long -> forward"])
-
     assert {w.launch for w in simulate(both, ("short", "long")).timeline.waits} == {"long"}
     assert {w.launch for w in simulate(both, ("long", "short")).timeline.waits} == {"short"}
 
@@ -85,7 +81,6 @@ def test_windows_overlap_where_only_the_next_one_needs_it() -> None:
     """The link carries `delayed` during the next window's compute, but no longer than until its reader."""
     hidden = step([compute("a", 4), compute("b", 4), launch("delayed", 3)], ["b -> delayed", "delayed -> next b"])
     longer = step([compute("a", 4), compute("b", 4), launch("delayed", 6)], ["b -> delayed", "delayed -> next b"])
-
     assert simulate(hidden, ("delayed",)).step_ms == 8.0
     assert simulate(longer, ("delayed",)).step_ms == 10.0
     assert {w.end_ms - w.start_ms for w in simulate(longer, ("delayed",)).timeline.waits} == {2.0}
@@ -100,7 +95,6 @@ def test_windows_that_take_turns_are_averaged() -> None:
     alternating = StepGraph(
         (compute("a", 1), compute("b", 1), launch("x", 8)), (Dependence("b", "x"), Dependence("x", "a", 2)), ("a", "b")
     )
-
     assert simulate(alternating, ("x",), windows=40).step_ms == pytest.approx(8.0, rel=0.05)
 
 
@@ -119,7 +113,6 @@ def test_one_window_has_no_steady_state() -> None:
 def test_compute_and_waits_fill_the_step(drawn: StepGraph) -> None:
     """Where the compute lane is what repeats, nothing but waits lies between its operations."""
     found = simulate(drawn, order(drawn))
-
     compute_spans = [s for s in found.timeline.spans if s.operation.lane == "compute"]
     covered = sum(s.end_ms - s.start_ms for s in compute_spans)
     covered += sum(w.end_ms - w.start_ms for w in found.timeline.waits)
@@ -131,7 +124,6 @@ def test_compute_and_waits_fill_the_step(drawn: StepGraph) -> None:
 def test_nothing_starts_before_what_it_depends_on_and_the_link_carries_one_at_a_time(drawn: StepGraph) -> None:
     launched = order(drawn)
     found = simulate(drawn, launched)
-
     spans = {(s.window, s.operation.name): s for s in found.timeline.spans}
     for d in drawn.dependences:
         for window in range(d.distance, 2):
@@ -144,7 +136,6 @@ def test_nothing_starts_before_what_it_depends_on_and_the_link_carries_one_at_a_
 @given(steps())
 def test_a_critical_path_has_no_gap(drawn: StepGraph) -> None:
     found = simulate(drawn, order(drawn))
-
     spans = {(s.window, s.operation.name): s for s in found.timeline.spans}
     path = [spans[node] for node in found.critical_path]
     assert path[-1].operation.name == drawn.compute_order[-1]
@@ -171,7 +162,6 @@ def test_orders_that_cannot_be_executed_are_refused(launch_order: tuple[str, ...
 def test_a_launch_waits_for_compute_that_comes_later_in_the_program() -> None:
     """`b` stands after `a` in the program, `a` needs x: y, which needs b, can only leave after x."""
     steps = step([compute("a", 1), compute("b", 1), launch("x", 1), launch("y", 1)], ["x -> a", "b -> y"])
-
     check_order(steps, ("x", "y"))
     with pytest.raises(ValueError, match="has 'y' before 'x'"):
         check_order(steps, ("y", "x"))
@@ -208,7 +198,6 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
     chance.shuffle(names)
     graph = dependence_graph(drawn, 3)
     graph.add_edges_from(itertools.pairwise((window, name) for window in range(3) for name in names))
-
     if nx.is_directed_acyclic_graph(graph):
         check_order(drawn, names)
     else:
@@ -237,7 +226,6 @@ def test_a_policy_of_ones_own() -> None:
         return -candidate.operation.duration_ms
 
     three = step([launch("a", 1), launch("b", 3), launch("c", 2), compute("f", 1)], ["a -> f", "b -> f", "c -> f"])
-
     assert order(three, longest_first) == ("b", "c", "a")
 
 
@@ -250,7 +238,6 @@ def test_the_next_forward_needs_its_first_block_first() -> None:
             *("backward 1 -> bucket 1", "backward 0 -> bucket 0", "bucket 0 -> forward 0", "bucket 1 -> forward 1"),
         ],
     )
-
     assert order(busy, readiness) == ("prior", "bucket 1", "bucket 0")
     assert order(busy, paper) == ("prior", "bucket 0", "bucket 1")
 
@@ -266,7 +253,6 @@ def test_every_policy_yields_a_legal_order(drawn: StepGraph, policy: Key) -> Non
 @given(steps(), st.sampled_from(SCHEDULES))
 def test_a_schedule_is_legal_and_never_slower_than_the_naive_order(drawn: StepGraph, name: str) -> None:
     found = schedule(drawn, name)
-
     check_order(drawn, found.launch_order)
     naive_ms = simulate(drawn, order(drawn, readiness)).step_ms
     assert simulate(drawn, found.launch_order).step_ms <= naive_ms * (1 + EXACT)
@@ -308,7 +294,6 @@ def test_the_search_finds_what_no_policy_does() -> None:
         [compute("a", 1), compute("b", 1), compute("c", 10), compute("d", 1), launch("x", 8), launch("y", 1)],
         ["a -> x", "x -> d", "b -> y", "y -> c"],
     )
-
     assert {simulate(steps, order(steps, policy)).step_ms for policy in (readiness, paper)} == {21.0}
     assert schedule(steps, "2d").launch_order == ("y", "x")
     assert schedule(steps, "2d").diagnostics().step_ms == 14.0
@@ -320,7 +305,6 @@ def test_the_order_of_operations_and_dependences_does_not_matter(drawn: StepGrap
     chance.shuffle(operations)
     chance.shuffle(dependences)
     shuffled = StepGraph(tuple(operations), tuple(dependences), drawn.compute_order)
-
     assert schedule(shuffled, "2d").launch_order == schedule(drawn, "2d").launch_order
 
 
@@ -328,17 +312,14 @@ def test_200_communications_are_ordered_in_well_under_2_seconds() -> None:
     """In processor time, for others may keep the cores busy."""
     large = large_step(blocks=20, chunks=9)
     assert len(large.communications) == 200
-
     start_s = time.process_time()
     found = schedule(large, "2d")
-
     assert time.process_time() - start_s < 2.0
     assert found.diagnostics().step_ms < simulate(large, order(large)).step_ms
 
 
 def test_a_schedule_says_what_it_is_and_from_where() -> None:
     found = schedule(EMBEDDING, "vertical", source="profile")
-
     assert (found.name, found.source, found.steps) == ("vertical", "profile", EMBEDDING)
     assert found.predicted.dependences == EMBEDDING.dependences
     assert found.diagnostics().step_ms == simulate(EMBEDDING, found.launch_order).step_ms
@@ -360,7 +341,6 @@ def test_the_story_of_a_window() -> None:
 def test_the_story_without_times_keeps_the_sequence() -> None:
     found = schedule(EMBEDDING, "2d")
     bare, timed = story(found, times=False).splitlines(), story(found).splitlines()
-
     assert len(bare) == len(timed)
     assert all(line.endswith(short) for line, short in zip(timed, bare, strict=True))
     launched = [line.split(None, 1)[1].split("  ")[0] for line in bare[1:] if line.endswith("bytes")]
@@ -369,7 +349,6 @@ def test_the_story_without_times_keeps_the_sequence() -> None:
 
 def test_a_story_shows_what_leaves_during_the_next_window() -> None:
     late = step([compute("a", 4), compute("b", 4), launch("delayed", 3)], ["b -> delayed", "delayed -> next b"])
-
     assert story(schedule(late, "2d"), times=False).splitlines()[1:] == [
         "compute    a",
         "compute    b",

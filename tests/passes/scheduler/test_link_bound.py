@@ -30,7 +30,6 @@ def blocks_that_wait(reduce_ms: tuple[float, ...]) -> StepGraph:
 
 def test_one_link_for_all_transfers() -> None:
     steps = blocks_that_wait((5.0, 5.0))
-
     # Both reduces lie between the first backward, 2 ms, and the last forward, 1 ms.
     assert one_link_ms(steps) == 13.0
     # What is not awaited within the step binds nothing: the delayed one has until the next backward's end.
@@ -45,9 +44,7 @@ def test_one_link_for_all_transfers() -> None:
 def test_no_order_of_launches_is_below_the_limit_of_one_link(reduce_ms: tuple[float, ...]) -> None:
     steps = blocks_that_wait(reduce_ms)
     launches = [each.name for each in steps.operations if each.is_communication]
-
     fastest = min(simulate(steps, order).step_ms for order in permutations(launches))
-
     assert 3 * len(reduce_ms) <= one_link_ms(steps) <= fastest * (1 + EXACT)
     assert fastest <= 1.2 * one_link_ms(steps)
 

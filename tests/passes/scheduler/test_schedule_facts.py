@@ -36,7 +36,6 @@ def planned() -> Forecast:
 
 def test_each_rank_holds_its_columns_and_shares_are_of_the_whole(planned: Forecast) -> None:
     users, shops = places_of(planned)
-
     assert users.parts == ("columns 0 to 2", "columns 3 to 5", "columns 6 to 8", "columns 9 to 9")
     assert shops.parts == ("all of it",)
     assert users.memory_share == pytest.approx(200_000 / 200_061)
@@ -51,7 +50,6 @@ def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
         world_size=4,
         strategy={"users.weight": embrace_fx.Grid(2, 2)},
     )
-
     assert places_of(grid)[0].parts == (
         "columns 0 to 4, rows 0, 2, ..",
         "columns 5 to 9, rows 0, 2, ..",
@@ -62,7 +60,6 @@ def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
 
 def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
     exposed_ms = ddp_exposed_ms(planned, planned.schedule.steps, 4)
-
     tables_ms = all_reduce(4 * 200_050, 4).time_ms(planned.links, "all_reduce")
     assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # the two numbers of `top` hide or nearly do
 
@@ -72,7 +69,6 @@ def test_other_numbers_of_ranks(planned: Forecast) -> None:
     found = planned.schedule.background
     assert found is not None
     by_ranks = {each.ranks: each for each in found().steps}
-
     assert on_ranks(steps, planned, 4) == steps
     assert list(by_ranks) == [2, 4, 8, 64]
     assert by_ranks[4].step_ms == planned.schedule.diagnostics().step_ms
@@ -84,7 +80,6 @@ def test_every_millisecond_of_a_step_has_a_name(planned: Forecast, tmp_path: Pat
     around = planned.schedule.background
     assert around is not None
     bars = Picture(planned.schedule, None, around()).bars()
-
     assert [bar.name for bar in bars] == ["predicted", "DDP, estimated"]
     for bar in bars:
         assert sum(part.value for part in bar.parts) == pytest.approx(bar.total_ms, rel=0.01)

@@ -48,7 +48,6 @@ def test_compute_is_cut_where_it_meets_communication() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_sent_leaves_where_it_is_made_and_is_there_where_it_is_read(name: str) -> None:
     steps = steps_of_translator(name)
-
     for k in range(3):
         for chunk in chunks(k, of=1 if name == "none" else 2):
             assert before(steps, chunk) == {f"backward bucket {k}"}
@@ -62,7 +61,6 @@ def test_what_is_sent_leaves_where_it_is_made_and_is_there_where_it_is_read(name
 
 def test_none_ends_every_exchange_within_the_backward() -> None:
     steps = steps_of_translator("none")
-
     assert before(steps, END) == {*chunks(0, 1, 2, of=1), *(f"{table} gradients" for table in TABLES)}
     assert before(steps, f"update {TABLES[0]}") == {"ids"}
     assert all(d.distance == 0 for d in steps.dependences)
@@ -71,7 +69,6 @@ def test_none_ends_every_exchange_within_the_backward() -> None:
 
 def test_horizontal_waits_for_a_bucket_before_the_forward_that_reads_it() -> None:
     steps = steps_of_translator("horizontal")
-
     assert before(steps, END) == before(steps, BETWEEN) == set()
     assert before(steps, "update bucket 1") == chunks(1)
     assert before(steps, f"update {TABLES[0]}") == {f"{TABLES[0]} gradients", "ids"}
@@ -81,7 +78,6 @@ def test_horizontal_waits_for_a_bucket_before_the_forward_that_reads_it() -> Non
 @pytest.mark.parametrize("name", ["vertical", "2d"])
 def test_vertical_cuts_rows_in_two(name: str) -> None:
     steps = steps_of_translator(name)
-
     for table in TABLES:
         assert before(steps, f"{table} early rows") == {str(EARLY)}
         assert before(steps, f"update {table}") == {f"{table} prior"}
@@ -97,7 +93,6 @@ def test_vertical_cuts_rows_in_two(name: str) -> None:
 def test_what_was_measured_takes_the_place_of_what_was_estimated() -> None:
     steps = steps_of_translator("2d", {gradients_id(TABLES[0], "prior"): 77})
     rows = BATCH * LENGTH * DIM * 4 * 3 // 4
-
     first, second = (steps[f"{table} prior"] for table in TABLES)
     assert (first.sent_bytes, second.sent_bytes) == (77, rows)
     assert first.duration_ms < second.duration_ms
@@ -109,9 +104,7 @@ def test_what_was_measured_takes_the_place_of_what_was_estimated() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_window_can_be_scheduled(name: str) -> None:
     steps = steps_of_translator(name)
-
     found = schedule(steps, name)
-
     check_order(steps, found.launch_order)
     assert sorted(found.launch_order) == sorted(o.name for o in steps.communications)
     assert tuple(map(str, found.launches)) == found.launch_order
@@ -119,7 +112,6 @@ def test_every_window_can_be_scheduled(name: str) -> None:
 
 def test_every_segment_of_compute_has_a_duration() -> None:
     computed = [each for each in steps_of_translator("2d").operations if each.kind in ("backward", "forward")]
-
     blocks = [each for each in computed if each.id is not None and each.id.what.startswith("bucket")]
     assert len(blocks) == 6
     assert all(each.duration_ms > 0 for each in blocks)
@@ -128,7 +120,6 @@ def test_every_segment_of_compute_has_a_duration() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_story(name: str) -> None:
     found = schedule(steps_of_translator(name), name)
-
     check_golden(f"story_{name}", story(found, times=False))
 
 
@@ -137,9 +128,7 @@ def test_no_gradient_leaves_behind_what_the_forward_submits_in_its_class() -> No
     steps = steps_of_translator("2d")
     order = list(schedule(steps, "2d").launch_order)
     check_order(steps, order)
-
     prior = order.pop(order.index("target.weight prior"))
     order.insert(order.index("source.weight rows") + 1, prior)
-
     with pytest.raises(ValueError, match=r"has .source\.weight rows. before .target\.weight prior."):
         check_order(steps, order)

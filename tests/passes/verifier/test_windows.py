@@ -40,7 +40,6 @@ def order_of(name: str) -> tuple[OperationId, ...]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_runs_under_each_schedule_is_sound(name: str) -> None:
     graph, _ = translator(name)
-
     assert violations(graph) == []
     assert blocked(graph, order_of(name)) is None
     check_launches(graph, order_of(name))
@@ -235,17 +234,13 @@ def broken(graph: TrainingGraph, how: Callable[[Phases], None]) -> TrainingGraph
 @pytest.mark.parametrize("how", BROKEN, ids=lambda how: how.__name__)
 def test_a_graph_broken_by_hand_is_refused(how: Callable[[Phases], None]) -> None:
     graph, _ = translator("2d")
-
     found = violations(broken(graph, how))
-
     assert any(BROKEN[how] in each for each in found), found
 
 
 def test_every_invariant_has_a_broken_graph() -> None:
     graph, _ = translator("2d")
-
     refusing = {violations(broken(graph, how))[0].partition(":")[0] for how in BROKEN}
-
     assert refusing | {"handed_over_once"} == {invariant.__name__ for invariant in INVARIANTS}
 
 
@@ -266,9 +261,7 @@ def test_an_order_under_which_all_ranks_wait_for_ever_is_refused() -> None:
     prior, rows = gradients_id(FIRST, "prior"), rows_id(FIRST, "late")
     order.remove(rows)
     order.insert(order.index(prior), rows)  # which is looked up after the update that the prior gradients make
-
     reason = blocked(graph, order)
-
     assert reason is not None
     assert "node source_updated waits for 'source.weight prior'" in reason
     assert "cannot leave before 'source.weight rows'" in reason
@@ -279,7 +272,6 @@ def test_an_order_under_which_all_ranks_wait_for_ever_is_refused() -> None:
 def test_an_order_is_of_what_the_graph_submits() -> None:
     graph, _ = translator("2d")
     order = order_of("2d")
-
     assert "differs from what the graph submits in ids" in str(
         blocked(graph, [launch for launch in order if launch != IDS])
     )
@@ -288,6 +280,5 @@ def test_an_order_is_of_what_the_graph_submits() -> None:
 
 def test_the_verifier_names_the_invariant() -> None:
     graph, _ = translator("2d")
-
     with pytest.raises(VerificationError, match=r"rows_current: expected 'source\.weight rows'"):
         verify(broken(graph, late_rows_without_their_update), after="by hand", captured=graph, previous=graph)

@@ -199,7 +199,6 @@ def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
             for start, end in itertools.pairwise(starts)
         ]
     )
-
     assert torch.equal(ranges.decode(ranges.encode(blocks, ranges.starts), ranges.starts), blocks)
 
 
@@ -258,7 +257,6 @@ def messages_of_three(rank: int, world_size: int) -> tuple[list[tuple[str, int, 
 def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
     """Over gloo, what tells a sender that its receiver is ready would queue behind the receiver's own bulk."""
     found = run_ranks(3, messages_of_three)
-
     assert found[0] == ([("send", 1, 1), ("send", 2, 2)], [])
     assert found[1] == ([("recv", 0, 1), ("recv", 2, 1), ("send", 2, 2)], [0.0, 1.0, 2.0])
     assert found[2] == ([("recv", 1, 2), ("recv", 0, 2), ("send", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])

@@ -66,7 +66,6 @@ def test_records(rows: RowSet, offset: int) -> None:
     limit = rows.num_rows + offset
     records = encode_records(rows.ids + offset, rows.rows, limit)
     assert records.shape == (rows.ids.numel(), record_bytes(limit, rows.width, rows.rows.itemsize))
-
     # Received bytes begin anywhere in a buffer.
     received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]
     ids, values = decode_records(received, limit, rows.width, rows.rows.dtype)
@@ -92,7 +91,6 @@ def test_blocks_are_written_in_any_order(dense: Tensor, block_size: int, seed: i
     order = torch.randperm(blocks.ids.numel(), generator=torch.Generator().manual_seed(seed))
     written = torch.full_like(dense, 5.0)
     write_blocks_(written, RowSet(blocks.ids[order], blocks.rows[order], blocks.num_rows))
-
     kept = torch.ones(blocks.num_rows, dtype=torch.bool)
     kept[blocks.ids] = False
     own = kept.repeat_interleave(block_size)[: dense.numel()].view(dense.shape)

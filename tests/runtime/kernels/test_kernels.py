@@ -41,9 +41,7 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     """Ranks beyond the last chunk own nothing."""
     chunks = list(torch.arange(columns).chunk(ranks))
     chunks += [torch.arange(0)] * (ranks - len(chunks))
-
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
-
     assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
     assert kernels.column_widths(columns, ranks) == tuple(len(part) for part in owned)
 
@@ -51,9 +49,7 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
 @given(RANKS, COLUMNS, st.integers(0, 6))
 def test_columns_split_and_joined_are_the_rows(ranks: int, columns: int, rows: int) -> None:
     rows_UD = numbered(rows, columns)
-
     flat = kernels.split_columns(rows_UD, ranks)
-
     assert flat.shape == (rows * columns,)
     assert torch.equal(kernels.join_columns(flat, columns, ranks), rows_UD)
 
@@ -61,9 +57,7 @@ def test_columns_split_and_joined_are_the_rows(ranks: int, columns: int, rows: i
 @given(RANKS, COLUMNS, st.integers(0, 6))
 def test_each_rank_gets_its_block_of_columns(ranks: int, columns: int, rows: int) -> None:
     rows_UD = numbered(rows, columns)
-
     blocks = kernels.split_columns(rows_UD, ranks).split([rows * w for w in kernels.column_widths(columns, ranks)])
-
     for rank, block in enumerate(blocks):
         first, last = own_columns(columns, ranks, rank)
         assert torch.equal(block.view(rows, last - first), rows_UD[:, first:last])
@@ -71,7 +65,6 @@ def test_each_rank_gets_its_block_of_columns(ranks: int, columns: int, rows: int
 
 def test_rows_that_are_not_contiguous_are_split_too() -> None:
     rows = numbered(4, 3).t()
-
     for ranks in (1, 2, 5):
         assert torch.equal(kernels.join_columns(kernels.split_columns(rows, ranks), 4, ranks), rows)
 
@@ -115,16 +108,13 @@ def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
 )
 def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
     inside = torch.tensor([1], dtype=torch.int32)  # of other lookups, which are read with it
-
     found = kernels.bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
-
     assert found == [None, expected, None]
 
 
 def test_a_negative_id_is_found_beside_padding() -> None:
     """The padding row stands first, whatever is smaller."""
     unique, _ = kernels.unique_ids([torch.tensor([3, -1])], 5, 3)
-
     assert unique.tolist() == [3, -1]
     assert kernels.bad_ids([unique], [5]) == [-1]
 
@@ -156,9 +146,7 @@ def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: 
     ids = torch.tensor(data.draw(ids_of(num_rows)), dtype=torch.int64)
     padding = data.draw(st.integers(-1, num_rows - 1))
     rows_Rd = numbered(len(ids), columns) + 1
-
     ids_K, rows_Kd = kernels.coalesce(ids, rows_Rd.view(-1), columns, [padding] if padding >= 0 else [], scale)
-
     dense = torch.zeros(num_rows, columns, dtype=torch.float64).index_add_(0, ids, rows_Rd * scale)
     if padding >= 0:
         dense[padding] = 0
@@ -171,9 +159,7 @@ def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: 
 def test_buckets_packed_and_unpacked_are_the_gradients(shapes: list[list[int]], scale: float) -> None:
     gradients = [numbered(*shape) + k for k, shape in enumerate(shapes)]
     before = [gradient.clone() for gradient in gradients]
-
     flat = kernels.pack_bucket(gradients, scale)
-
     for found, gradient, kept in zip(kernels.unpack_bucket(flat, gradients), gradients, before, strict=True):
         assert torch.equal(found, gradient * scale)
         assert torch.equal(gradient, kept)
@@ -181,10 +167,8 @@ def test_buckets_packed_and_unpacked_are_the_gradients(shapes: list[list[int]], 
 
 def test_unpacked_gradients_are_views_of_the_bucket() -> None:
     flat = torch.zeros(6)
-
     for part in kernels.unpack_bucket(flat, [torch.empty(2), torch.empty(2, 2)]):
         part.fill_(1)
-
     assert flat.tolist() == [1] * 6
 
 
@@ -193,10 +177,8 @@ def test_unpacking_takes_one_op_for_each_gradient(shapes: list[list[int]]) -> No
     like = [torch.empty(shape) for shape in shapes]
     flat = numbered(1 + sum(each.numel() for each in like))[1:]  # of a larger memory
     parts = torch.split_with_sizes(flat, [each.numel() for each in like])
-
     with _Ops() as ops:
         found = kernels.unpack_bucket(flat, like)
-
     assert len([name for name in ops.names if name != "aten.empty.memory_format"]) == len(like)
     for each, part, shape in zip(found, parts, shapes, strict=True):
         assert torch.equal(each, part.view(shape))
@@ -267,7 +249,6 @@ def test_an_op_calls_its_kernel_and_its_fake_kernel_agrees(name: str) -> None:
     op = getattr(torch.ops.embrace, name.removeprefix("embrace::")).default
     args = _examples()[name]
     expected = kernels.LOCAL[name](*args)
-
     torch.testing.assert_close(op(*args), expected, rtol=0, atol=0)
     if not expected_is_sparse(expected):  # fake values stay dense
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

@@ -28,9 +28,7 @@ def drawn(pieces: Pieces, seed: int) -> Tensor:
 @given(PIECES, st.integers(0, 2**20))
 def test_numbers_are_off_by_a_share_of_their_piece(form: Format, pieces: Pieces, seed: int) -> None:
     values = drawn(pieces, seed)
-
     found = rounded(values, pieces, form)
-
     at = 0
     for rows, columns in pieces:
         of_piece = slice(at, at := at + rows * columns)
@@ -43,7 +41,6 @@ def test_numbers_are_off_by_a_share_of_their_piece(form: Format, pieces: Pieces,
 @given(PIECES, st.integers(0, 2**20))
 def test_what_is_rounded_stays_as_it_is(form: Format, pieces: Pieces, seed: int) -> None:
     once = rounded(drawn(pieces, seed), pieces, form)
-
     assert torch.equal(rounded(once, pieces, form), once)
 
 
@@ -51,13 +48,11 @@ def test_what_is_rounded_stays_as_it_is(form: Format, pieces: Pieces, seed: int)
 @given(PIECES)
 def test_the_wire_takes_the_bytes_that_are_planned(form: Format, pieces: Pieces) -> None:
     sent = encode(drawn(pieces, 0), pieces, form)
-
     assert sent.nbytes == sum(rows * Wire(4, form).piece_bytes(columns) for rows, columns in pieces)
 
 
 def test_blocks_of_a_dense_tensor_take_the_bytes_that_are_planned() -> None:
     values = drawn([(1, 1000)], 0)
-
     assert encode(values, in_blocks(1000), "int8").nbytes == Wire(4, "int8").dense_bytes(1000) == 1004
 
 
@@ -65,7 +60,6 @@ def test_blocks_of_a_dense_tensor_take_the_bytes_that_are_planned() -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_stay_so(form: Format, bad: float) -> None:
     found = rounded(torch.tensor([1.0, bad, 2.0, 3.0]), [(2, 2)], form)
-
     assert found.isfinite().tolist() in ([True, False, True, True], [False, False, True, True])
 
 

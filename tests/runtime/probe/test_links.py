@@ -58,10 +58,8 @@ def test_what_is_kept_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     keep(Cluster(), "a")
     before = len([*Path("/proc/self/fd").iterdir()])
-
     for _ in range(5):
         keep(Cluster(), "a")
-
     assert len([*Path("/proc/self/fd").iterdir()]) == before
     assert len([*tmp_path.rglob("*.tmp")]) == 0
 
@@ -69,9 +67,7 @@ def test_what_is_kept_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "folder"))
-
     keep(Cluster(), "a")
-
     assert recall(Cluster, "a") is None
 
 
@@ -130,7 +126,6 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
 
 def test_slow_links_are_checked_by_fewer_bytes() -> None:
     quick, slow = (measuring.telling_bytes(Cluster(rate, 0.01), 4) for rate in (1e6, 1e3))
-
     assert quick == measuring.MOST_BYTES
     assert slow < quick / 10
     assert launch_ms(Cluster(1e3, 0.01), "all_reduce", slow, 4) >= measuring.LONG_MS

@@ -16,7 +16,6 @@ CPU = torch.device("cpu")
 
 def test_an_estimate_of_a_slower_device_passes_as_much_faster() -> None:
     slower = Compute(CORE.flops_per_ms / 100, CORE.moved_bytes_per_ms / 100)
-
     assert 30 < pace(CPU, slower, lambda: None) / pace(CPU, CORE, lambda: None) < 300
 
 

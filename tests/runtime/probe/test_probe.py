@@ -61,13 +61,11 @@ SIZES = (7_000, 57_000, 460_000, 3_670_000)
 def test_what_a_token_bucket_lets_pass_at_once_is_no_bandwidth() -> None:
     """300 Mb/s behind buckets of 75 kB at either end, 13 ms to start up."""
     found = fit([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
-
     assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
 
 
 def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
     found = fit([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
-
     assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
     assert found.least_ms == pytest.approx(13 / 14, rel=0.02)
     assert found.latency_ms < 0.1 * found.least_ms
@@ -89,25 +87,20 @@ def test_exact_times_give_the_link(
 ) -> None:
     cluster = Cluster(bandwidth, latency_ms)
     sent = [exchange(collective, 2**size, ranks) for size in sizes]  # type: ignore[arg-type]  # sampled from them
-
     found = fit([Sample(each, each.time_ms(cluster)) for each in sent])
-
     assert found.bandwidth_bytes_per_ms == pytest.approx(bandwidth, rel=1e-3)
     assert found.latency_ms == pytest.approx(latency_ms, rel=1e-3, abs=1e-4 * sent[-1].sent_bytes / bandwidth)
 
 
 def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
     samples = [Sample(Exchange(sent, 2), (sent - 2000) / 100) for sent in (4000, 40_000, 400_000)]
-
     found = fit(samples)
-
     assert found.latency_ms == 0.0
     assert found.bandwidth_bytes_per_ms == pytest.approx(100, rel=0.1)
 
 
 def test_times_that_do_not_grow_with_the_size_still_give_a_bandwidth() -> None:
     found = fit([Sample(Exchange(1000, 2), 3.0), Sample(Exchange(2000, 2), 2.0)])
-
     assert found.bandwidth_bytes_per_ms > 0
     assert found.latency_ms == 0.0
 
@@ -116,7 +109,6 @@ def test_one_outlier_among_small_sizes_leaves_the_bandwidth() -> None:
     true = Cluster(1000.0, 0.1)
     samples = [Sample(Exchange(sent, 2), Exchange(sent, 2).time_ms(true)) for sent in (4000, 32_000, 10**5, 10**6)]
     samples[0] = Sample(samples[0].sent, 10.0)
-
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(1000, rel=0.1)
 
 
@@ -133,9 +125,7 @@ def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPat
         measuring, "alone_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
     )
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
-
     samples = measuring.measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
-
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
 
 
@@ -168,9 +158,7 @@ def test_start_up_does_not_depend_on_which_runs_it_met(monkeypatch: pytest.Monke
     noise, seen_ms = random.Random(0), (1.28, 1.74, 1.94, 2.42, 2.48, 2.48, 2.84, 2.94, 3.54, 3.66, 3.85, 4.01)
     monkeypatch.setattr(measuring, "alone_ms", lambda *_: noise.choice(seen_ms))
     ranks = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda value, _: value))
-
     found = [measuring.first_ms(ranks, lambda: pytest.fail("launched"), 1, measuring.CPU) for _ in range(20)]
-
     assert max(found) < 1.5 * min(found), found
 
 
@@ -186,7 +174,6 @@ def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
 @pytest.mark.long
 def test_two_ranks_get_one_answer() -> None:
     (cluster, elapsed_s), (other, _) = run_ranks(2, probed)
-
     assert cluster == other
     assert [name for name, _ in cluster.links] == list(COLLECTIVES)
     for collective in ("all_reduce", None):

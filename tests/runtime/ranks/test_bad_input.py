@@ -185,7 +185,6 @@ def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: di
     expected = train_reference(
         lambda: words_model(Mapped), lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good)
     )
-
     for failed, parameters in run_ranks(2, _train_with_a_bad_key, options):
         ((step, message),) = failed
         assert step == BAD_STEP
@@ -197,10 +196,8 @@ def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
     model = embrace_fx.compile(words_model(), route="graph")
     code = Words.forward.__code__
     line = f"{code.co_filename}:{code.co_firstlineno + 4} in forward"
-
     with pytest.raises(CaptureError) as caught:
         model(*words_batch(0, 0, UNTRACEABLE_LENGTH))
-
     assert_says(str(caught.value), line, "`.item()`, `if tensor:`")
 
 
@@ -251,10 +248,8 @@ def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[
 @pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "route", "rows"])
 def test_an_unknown_option_value(option: str) -> None:
     options: dict[str, Any] = {option: "sloppy"}
-
     with pytest.raises(ValueError, match="compile") as caught:
         embrace_fx.compile(words_model(), **options)
-
     assert_says(str(caught.value), f"{option} is 'sloppy'" if option != "strategy" else "no strategy 'sloppy'")
 
 

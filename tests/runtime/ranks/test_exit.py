@@ -52,7 +52,6 @@ def test_a_job_ends_with_its_own_status_whatever_is_still_referenced(tmp_path: P
 @pytest.mark.long
 def test_the_others_end_with_their_error_where_one_rank_raises(tmp_path: Path) -> None:
     (other, others_error), (raised, own_error) = run_to_the_end(tmp_path, "one rank raises").values()
-
     assert raised == 1
     assert "ValueError: a user's own error" in own_error
     assert other == 1
@@ -63,6 +62,5 @@ def test_the_others_end_with_their_error_where_one_rank_raises(tmp_path: Path) -
 def test_a_rank_ends_with_its_error_after_the_groups_timeout(tmp_path: Path) -> None:
     """The rank it waits for is alive, and its launches still under way."""
     ((status, errors),) = run_to_the_end(tmp_path, "another rank is stuck", waits_for=(0,)).values()
-
     assert status == 1
     assert "embrace_fx.runtime.ranks.failure." in errors, errors

@@ -138,14 +138,12 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
 @pytest.mark.long
 def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
     host, other = fresh_ranks(2, _host_leaves_at_once)
-
     assert isinstance(host.exception, RankDied)
     assert other.result == [2], other
 
 
 def test_a_peer_failure_reports_every_rank_that_failed() -> None:
     failure = PeerFailure({2: "expected a, found b.", 0: "expected c, found d"})
-
     assert str(failure) == (
         "rank 0: expected c, found d; rank 2: expected a, found b. Nothing of this step was applied, on any rank."
     )
@@ -180,7 +178,6 @@ def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> Non
 @pytest.mark.parametrize(("where", "launch"), [("before its step", "'announcement'"), ("before its backward", "'.+'")])
 def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str) -> None:
     waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
-
     line = _stand_still.__code__.co_firstlineno + 1
     assert isinstance(waiting.exception, StuckRank), waiting
     expected = rf"rank 1 has not launched {launch} of step 3: it stands in test_failure.py:{line}"
@@ -216,7 +213,6 @@ def _leave_in(rank: int, world_size: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["set-up", "placement", "the optimizer's state", "the whole state", "a grid's state"])
 def test_a_rank_that_dies_while_tables_move_is_named(where: str) -> None:
     living, dead = fresh_ranks(2, _leave_in, where)
-
     assert isinstance(dead.exception, RankDied)
     assert isinstance(living.exception, DeadRank), living
     assert "Rank(s) 1 no longer answer" in str(living.exception)

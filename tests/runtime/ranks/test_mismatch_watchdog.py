@@ -63,7 +63,6 @@ def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
 def test_what_all_ranks_must_ask_for_is_refused_where_one_asks_alone(asked: str, what: str) -> None:
     """As `if rank == 0: log(clip_grad_norm_(...))` does. All are told at once, and may go on."""
     (told, first), (also_told, second) = run_ranks(2, _asks_alone, asked)
-
     assert told == also_told
     assert told.startswith("rank 0: only this rank reads a sharded table")
     assert f"{what} of the sharded 0.weight, at test_mismatch_watchdog.py" in told

@@ -10,9 +10,7 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 def test_a_row_that_comes_again_makes_good_what_was_left_out() -> None:
     rounding, ids, rows = Rounding("int8"), torch.tensor([7]), torch.tensor([[1.003, 100.4]])
-
     first, second = (rounding.round_rows(rows, ids, "int8", 2, "words") for _ in range(2))
-
     assert first.tolist() == [[1.0, 100.0]]
     assert second.tolist() == [[1.0, 101.0]]
 
@@ -25,7 +23,6 @@ def test_rows_sent_again_and_again_are_right_in_the_mean() -> None:
         ids = torch.tensor([9, 2, 5, 20 + step])
         more = torch.cat([rows, torch.randn(1, 6, generator=random)])
         sent += rounding.round_rows(more, ids, "int8", 2, "words")[:3]
-
     largest = rows.abs().max()
     assert (sent / 64 - rows).abs().max() < largest / 127 / 32
     assert (
@@ -36,7 +33,6 @@ def test_rows_sent_again_and_again_are_right_in_the_mean() -> None:
 def test_rows_of_other_ids_and_tables_get_nothing_of_what_was_left_out() -> None:
     rounding, rows = Rounding("int8"), torch.tensor([[100.4]])
     rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words")
-
     assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "others").item() == 100.0
     assert rounding.round_rows(rows, torch.tensor([4]), "int8", 1, "words").item() == 100.0
     assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words").item() == 100.0  # not read in between
@@ -55,7 +51,6 @@ def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
     first = _arrived(rounding, flat, pieces)
     for _ in range(63):
         sent += _arrived(rounding, flat, pieces)
-
     assert ((sent + first) / 64 - flat).abs().max() < flat.abs().max() / 127 / 32
     assert not torch.equal(_arrived(rounding, flat, pieces), first)
     rounding.forget()
@@ -66,7 +61,6 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
     rounding, bad = Rounding("int8"), torch.tensor([[torch.inf, 1.0]])
     rounding.round_rows(bad, torch.tensor([1]), "int8", 1, "words")
     _arrived(rounding, bad.view(-1), [(1, 2)])
-
     assert rounding.round_rows(torch.ones(1, 2), torch.tensor([1]), "int8", 1, "words").tolist() == [[1.0, 1.0]]
     assert _arrived(rounding, torch.ones(2), [(1, 2)]).tolist() == [1.0, 1.0]
 
@@ -74,9 +68,7 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
 def test_the_report_tells_what_was_measured() -> None:
     rounding = Rounding("bf16")
     assert "none has been sent yet" in rounding.report()
-
     rounding.round_rows(torch.randn(9, 8, generator=torch.Generator().manual_seed(0)), torch.arange(9), "bf16", 2, "t")
-
     (told,) = [line for line in rounding.report().splitlines() if line.startswith("gradients")]
     assert 0.05 < float(told.split("off by ")[1].split("%")[0]) < 0.4  # per cent
 

@@ -55,7 +55,6 @@ def test_what_no_event_orders_is_found(broken: StreamProgram, expected: str) -> 
 
 def test_order_is_transitive_over_streams() -> None:
     through = (Record("done", "dense"), WaitEvent("done", "ids"), Record("later", "ids"), WaitEvent("later", "compute"))
-
     assert hazards(program(MADE, *READY, REDUCED, *through, READ)) == []
 
 
@@ -63,7 +62,6 @@ def test_readers_on_several_streams_need_no_order_but_the_next_writer_waits_for_
     reads = [
         step for k in "ab" for step in (WaitEvent("ready", k), Kernels("read", ("bucket",), stream=k), Record(k, k))
     ]
-
     assert hazards(program(MADE, READY[0], *reads)) == []
     assert hazards(program(MADE, READY[0], *reads, WaitEvent("a", "compute"), WaitEvent("b", "compute"), MADE)) == []
     (found,) = hazards(program(MADE, READY[0], *reads, WaitEvent("a", "compute"), MADE))
@@ -72,7 +70,6 @@ def test_readers_on_several_streams_need_no_order_but_the_next_writer_waits_for_
 
 def test_the_host_reads_what_was_copied_before_its_event() -> None:
     copied = Kernels("copy", ("ids",), ("sizes",), "ids")
-
     assert hazards(program(copied, Record("copied", "ids"), HostRead("copied", ("sizes",)))) == []
     assert hazards(program(Record("copied", "ids"), copied, HostRead("copied", ("sizes",)))) != []
     assert hazards(program(copied, HostRead("copied", ("sizes",)))) != []
@@ -81,7 +78,6 @@ def test_the_host_reads_what_was_copied_before_its_event() -> None:
 def test_launches_that_nothing_bounds_are_found() -> None:
     launches = [Launch(stream, stream) for stream in ("ids", "embedding", "dense")]
     ordered = (launches[0], Record("first", "ids"), launches[1], WaitEvent("first", "dense"), launches[2])
-
     assert too_many_in_flight(program(*ordered), 2) == []
     (found,) = too_many_in_flight(program(*launches), 2)
     assert "'dense' may begin before 'ids', launched 2 places earlier" in found
