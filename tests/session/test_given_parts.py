@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from tests.support.beside import check, ids, run
 from tests.support.ranks import run_ranks
 from tests.support.scenario import compiled_once
 
@@ -131,43 +131,34 @@ REFUSED: dict[str, Given] = {each.__name__: each for each in (_alias, _itself, _
 STORAGES = {each.__name__: each for each in (_storage, _storage_of_data, _storage_in_flight, _shared_storage)}
 
 
-def _found(wrap: Callable[[nn.Module], Any], given: Given, rank: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = wrap(_Tagger())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
-    target, found = torch.randn(ROWS, WIDTH), []
-    for step in range(3):
-        ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-        model(ids).backward()
-        with torch.no_grad():
-            seen = given(target, model.module)
-            found.append(seen.detach().clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+def _loop(given: Given) -> Callable[[Any, int], list[Tensor]]:
+    def loop(model: Any, rank: int) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+        target, found = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH), []
+        for step in range(3):
+            model(ids(step, rank, 4, 3, high=ROWS)).backward()
+            with torch.set_grad_enabled(given is _of_a_parameter):
+                found.append(given(target, model.module).detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    return loop
 
 
-def _beside_ddp(rank: int, world_size: int) -> dict[str, float]:
-    sharded, apart = compiled_once(strategy="alltoall"), {}
-    for name, given in ANSWERED.items():
-        if given is _of_a_parameter:
-            given = torch.enable_grad()(given)
-        pairs = zip(_found(sharded, given, rank), _found(DistributedDataParallel, given, rank), strict=True)
-        apart[name] = max((one - other).abs().max().item() for one, other in pairs)
-    return apart
+CASES = {name: (_Tagger, _loop(given)) for name, given in ANSWERED.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_tensor_given_what_nobody_keeps_is_as_under_ddp(world_size: int) -> None:
-    for apart in run_ranks(world_size, _beside_ddp):
-        assert max(apart.values()) < 1e-5, apart
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_tensor_given_what_nobody_keeps_is_as_under_ddp(ranks: int) -> None:
+    check(__name__, ranks=ranks, once=True, strategy="alltoall", rtol=1e-5)
 
 
 def _refused(rank: int, world_size: int, cases: dict[str, Given]) -> dict[str, str]:
     sharded, told = compiled_once(strategy="alltoall"), {}
     for name, given in cases.items():
         with pytest.raises((RuntimeError, TypeError)) as caught:
-            _found(sharded, given, rank)
+            run(sharded, (_Tagger, _loop(given)), rank)
         told[name] = str(caught.value)
     return told
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import embrace_fx
-from tests.support.ranks import run_ranks
+from tests.support.beside import check
 
 spoken = logging.getLogger("tests.spoken")
 
@@ -49,38 +48,34 @@ class Telling(Words):
         self.seen.append(x.sum().item())
 
 
-def _told(wrap: Callable[[nn.Module], Any], rank: int) -> tuple[list[str], list[float], list[str]]:
+def _told(model: Any, rank: int) -> list[Any]:
     """What is printed and logged, and losses."""
-    torch.manual_seed(0)
-    model, text, losses = Telling(), io.StringIO(), []
-    compiled, handler = wrap(model), logging.StreamHandler(text)
+    text, losses = io.StringIO(), []
+    handler = logging.StreamHandler(text)
     spoken.setLevel(logging.INFO)
     logging.getLogger().addHandler(handler)
     try:
         with contextlib.redirect_stdout(text), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(3):
-                loss = compiled(torch.arange(4).view(2, 2) + step + rank)
+                loss = model(torch.arange(4).view(2, 2) + step + rank)
                 loss.backward()
-                losses.append(loss.item())
+                losses.append(loss.detach())
     finally:
         logging.getLogger().removeHandler(handler)
         spoken.setLevel(logging.NOTSET)
     lines = [line for line in text.getvalue().splitlines() if not line.startswith("embrace_fx: ")]
-    return lines, losses + model.seen, [str(each.message) for each in caught if "careful" in str(each.message)]
+    assert len(lines) == 15
+    assert [str(each.message) for each in caught if "careful" in str(each.message)] == ["careful"] * 3
+    return [lines, losses, torch.tensor(model.module.seen)]
 
 
-def _both(rank: int, world_size: int) -> tuple[Any, Any]:
-    return _told(lambda m: embrace_fx.compile(m, strategy="alltoall"), rank), _told(DistributedDataParallel, rank)
+CASES = {"telling": (Telling, _told)}
 
 
 @pytest.mark.long
 def test_each_call_tells_what_it_tells_under_ddp() -> None:
-    for (lines, numbers, warned), (expected, expected_numbers, expected_warned) in run_ranks(2, _both):
-        assert lines == expected
-        assert len(lines) == 15
-        assert numbers == pytest.approx(expected_numbers, rel=1e-6)
-        assert warned == expected_warned == ["careful"] * 3
+    check(__name__, strategy="alltoall")
 
 
 class Region(Words):

@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import embrace_fx
+from tests.support.beside import check, ids, train
 from tests.support.ranks import run_ranks
 
 ROWS, WIDTH = 40, 6
+ADAMW = partial(torch.optim.AdamW, lr=0.1, eps=1e-3)
 
 
 class _Halved(nn.Module):
@@ -53,39 +55,27 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _steps(model: Any, rank: int, first: int) -> list[float]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), []
-    for step in range(first, first + 3):
-        ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(ids)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def _steps(model: Any, rank: int, first: int) -> list[Tensor]:
+    return train(model, [(ids(step, rank, 4, 3, high=ROWS),) for step in range(first, first + 3)], ADAMW)
 
 
-def _trained(wrap: Callable[[nn.Module], Any], change: Callable[[Any], Any], rank: int) -> list[float]:
-    torch.manual_seed(0)
-    model = wrap(_Tagger())
-    losses = _steps(model, rank, 0)
-    change(model.module)
-    return losses + _steps(wrap(model.module), rank, 3)
+def _compiled_again(change: Callable[[Any], Any]) -> Callable[[Any, int], list[Tensor]]:
+    def loop(model: Any, rank: int) -> list[Tensor]:
+        losses = _steps(model, rank, 0)
+        change(model.module)
+        if isinstance(model, DistributedDataParallel):
+            return losses + _steps(DistributedDataParallel(model.module), rank, 3)
+        return losses + _steps(embrace_fx.compile(model.module, strategy=model.plan["words.weight"].strategy), rank, 3)
+
+    return loop
 
 
-def _compiled_again(rank: int, world_size: int, strategy: str) -> dict[str, float]:
-    apart = {}
-    for name, change in CHANGES.items():
-        found = _trained(partial(embrace_fx.compile, strategy=strategy), change, rank)
-        expected = _trained(DistributedDataParallel, change, rank)
-        apart[name] = max(abs(one - other) for one, other in zip(found, expected, strict=True))
-    return apart
+AGAIN = {name: (_Tagger, _compiled_again(change)) for name, change in CHANGES.items()}
 
 
 @pytest.mark.parametrize("strategy", ["alltoall", pytest.param("allreduce", marks=pytest.mark.long)])
 def test_a_changed_model_is_compiled_anew_and_trains_as_under_ddp(strategy: str) -> None:
-    for apart in run_ranks(2, _compiled_again, strategy):
-        assert max(apart.values()) < 1e-5, apart
+    check(__name__, cases="AGAIN", strategy=strategy, rtol=1e-5)
 
 
 def _renormed(model: Any) -> None:
@@ -142,35 +132,28 @@ PRUNED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _amid(rank: int, world_size: int) -> dict[str, float]:
-    """Returns how far apart losses are where a change comes amid training by one optimizer."""
-    apart = {}
-    for name, change in PRUNED.items():
-        sides = []
-        for compiled in (True, False):
-            torch.manual_seed(0)
-            plain = _Tagger()
-            model: Any = embrace_fx.compile(plain, strategy="alltoall") if compiled else DistributedDataParallel(plain)
-            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), []
-            for step in range(6):
-                ids = torch.randint(ROWS, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-                loss = model(ids)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-                if step == 2:
-                    torch.manual_seed(1)
-                    change(plain)
-            sides.append(losses)
-        apart[name] = max(abs(one - other) for one, other in zip(*sides, strict=True))
-    return apart
+def _amid(change: Callable[[Any], Any]) -> Callable[[Any, int], list[Tensor]]:
+    """A change amid training by one optimizer."""
+
+    def loop(model: Any, rank: int) -> list[Tensor]:
+        optimizer, plain = ADAMW(model.parameters()), model.module
+        losses = []
+        for step in range(6):
+            losses += train(model, [(ids(step, rank, 4, 3, high=ROWS),)], lambda _: optimizer)
+            if step == 2:
+                torch.manual_seed(1)
+                change(plain)
+        return losses
+
+    return loop
+
+
+AMID = {name: (_Tagger, _amid(change)) for name, change in PRUNED.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_table_pruned_amid_training_is_as_under_ddp(ranks: int) -> None:
-    for apart in run_ranks(ranks, _amid):
-        assert max(apart.values()) < 1e-5, apart
+    check(__name__, cases="AMID", ranks=ranks, strategy="alltoall", rtol=1e-5)
 
 
 def _changed(rank: int, world_size: int, closes: bool) -> int:

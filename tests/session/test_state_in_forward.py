@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from tests.support.beside import check, ids
 from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks
 
@@ -136,49 +135,27 @@ class Switching(Words):
         return torch.tensor([self.odd])
 
 
-MODELS: dict[str, type[Any]] = {m.__name__: m for m in (Carried, Averaged, Queued, Experts, Collected, Switching)}
-
-
-def _train(model: Any, inner: Any, rank: int) -> list[Any]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    found = []
+def _train(model: Any, rank: int) -> list[Any]:
+    optimizer, inner, found = torch.optim.SGD(model.parameters(), 0.2), model.module, []
     for step in range(5):
-        if step == 3:  # another shape
-            ids_BT = torch.arange(6).view(2, 3) + rank
-        else:
-            ids_BT = torch.randint(40, (2, 4), generator=torch.Generator().manual_seed(7 * step + rank))
-        loss = model(ids_BT)
+        loss = model(torch.arange(6).view(2, 3) + rank if step == 3 else ids(step, rank, 2, 4, high=40))
         if isinstance(inner, Experts):
             loss = loss + 0.1 * inner.router.aux
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found += [loss.item(), *inner.state().flatten().tolist()]
+        found += [loss.detach(), inner.state().clone()]
     model.eval()
     with torch.no_grad():
-        found += [model(torch.arange(4).view(2, 2)).item(), *inner.state().flatten().tolist()]
-    return found
+        return [*found, model(torch.arange(4).view(2, 2)), inner.state().clone()]
 
 
-by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
-
-
-def _both(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
-    found = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        model, plain = make(), make()
-        plain.load_state_dict(model.state_dict())
-        compiled = embrace_fx.compile(model, strategy="alltoall")
-        found[name] = _train(compiled, model, rank), _train(by_ddp(plain), plain, rank)
-    return found
+CASES = {make.__name__: (make, _train) for make in (Carried, Averaged, Queued, Experts, Collected, Switching)}
 
 
 @pytest.mark.long
 def test_state_goes_from_call_to_call_as_under_ddp() -> None:
-    for by_model in run_ranks(2, _both):
-        for name, (found, expected) in by_model.items():
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    check(__name__, ddp={"find_unused_parameters": True}, strategy="alltoall", rtol=1e-5)
 
 
 class Counting(Words):

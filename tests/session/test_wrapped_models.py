@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embrace_fx
+from tests.support import beside
+from tests.support.parts import differs
 from tests.support.ranks import run_ranks
 from tests.support.sides import DTYPE, Matching, draw_batch
 
@@ -31,14 +34,7 @@ def sharded(model: nn.Module) -> Any:
 
 def train(model: Any, rank: int, steps: range = range(3)) -> list[Tensor]:
     """Losses."""
-    optimizer, losses = SGD(model.parameters(), lr=0.5), []
-    for step in steps:
-        loss = model(*draw_batch(step, rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    return beside.train(model, [draw_batch(step, rank) for step in steps], partial(SGD, lr=0.5))
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -75,19 +71,21 @@ WRAPPED: dict[str, Callable[[Callable[..., Any]], Any]] = {
 }
 
 
-def wrap_both(rank: int, world_size: int) -> list[str]:
-    different = []
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {"found": sharded, "expected": DistributedDataParallel}
+
+
+def wrap_both(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
     for name, make in WRAPPED.items():
-        found, expected = train(make(sharded), rank), train(make(DistributedDataParallel), rank)
-        if not all(map(torch.allclose, found, expected)):
-            different.append(f"{name}: {found} for {expected}")
-    return different
+        if wrong := differs(*(train(make(wrap), rank) for wrap in WRAPS.values()), 1e-6):
+            found[name] = wrong
+    return found
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_wrappers_around_and_inside_train_as_around_ddp() -> None:
-    assert run_ranks(2, wrap_both) == [[], []]
+    assert run_ranks(2, wrap_both) == [{}, {}]
 
 
 def told(error: type[Exception], call: Callable[[], Any]) -> str:
@@ -121,7 +119,7 @@ def compile_again(rank: int, world_size: int) -> dict[str, str]:
 def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
     for found in run_ranks(2, compile_again):
         assert "model is a OptimizedModule, which wraps a model already" in found["torch.compile"]
-        assert "found a Doubled whose inner is compiled" in found["inside"]
+        assert "inner in this Doubled is compiled already" in found["inside"]
         for case in ("copied", "left"):
             assert "words.weight, items.weight an earlier compile" in found[case]
         assert "by another compile() of its model" in found["closed"]
@@ -138,7 +136,7 @@ def refused_beside(model: Any, narrow: tuple[nn.Module, ...], rank: int) -> dict
 def average_both(rank: int, world_size: int) -> dict[str, Any]:
     """An average made after the first call follows; one made before is told of, and refuses nothing else."""
     results: dict[str, list[Any]] = {}
-    for name, wrap in (("found", sharded), ("expected", DistributedDataParallel)):
+    for name, wrap in WRAPS.items():
         model = wrap(plain())
         optimizer = SGD(model.parameters(), lr=0.5)
         model(*draw_batch(9, rank)).backward()
@@ -202,5 +200,5 @@ def copy_before(rank: int, world_size: int) -> list[str]:
 def test_copies_made_before_stay_whole_and_are_told_of() -> None:
     first, second = run_ranks(2, copy_before)
     assert len(first) == 1
-    assert "are sharded from now on" in first[0]
+    assert "are now sharded, but a copy of the model" in first[0]
     assert not second
