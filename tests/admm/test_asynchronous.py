@@ -172,7 +172,7 @@ def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
     assert isinstance(outcomes[victim].exception, RankDied)
     for error in errors(outcomes, victim):
         assert isinstance(error, DeadRank), error
-        assert f"rank(s) {victim} no longer answer" in str(error)
+        assert f"Rank(s) {victim} no longer answer" in str(error)
 
 
 @pytest.mark.long

@@ -164,4 +164,4 @@ def test_a_rank_that_dies_is_named() -> None:
     first, second = fresh_ranks(2, _die)
     assert isinstance(second.exception, RankDied)
     assert isinstance(first.exception, DeadRank)
-    assert "rank(s) 1 no longer answer" in str(first.exception)
+    assert "Rank(s) 1 no longer answer" in str(first.exception)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 import embrace_fx
 from embrace_fx.capture import capture
 from embrace_fx.capture.arguments import agree
+from embrace_fx.capture.errors import line_of_branch
 from tests.support.captures import Model, model_of, plain
 from tests.support.graphs import IDS
 from tests.support.inside import captures_of
@@ -66,3 +68,9 @@ def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
     assert agree("a text", "a text"[:])
     assert not agree(1, 1.0)
     assert not agree(array, np.ones(2))  # whose comparison gives no single answer
+
+
+def test_a_branch_on_a_size_is_named_by_its_line() -> None:
+    assert line_of_branch([]) == line_of_branch(["a condition without a place"]) == ""
+    conditions = ["s0 < 4  # other.py:1 in g", f"s0 > 2  # capture/{Path(__file__).name}:29 in f"]
+    assert line_of_branch(conditions) == f"{__file__}:29 in f"

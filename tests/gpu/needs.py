@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,23 @@ def gpus(count: int) -> Decorator:
 emulated = pytest.mark.skipif(not os.environ.get("EMULATED_CUDA_FINDINGS"), reason="needs emulated devices")
 
 
+def ends(module: str, timeout_s: float, **variables: str) -> str:
+    """Runs a program of the tests with more variables of the environment; returns the last line that it prints."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[2]}
+    ended = subprocess.run(
+        [sys.executable, "-m", module], env=os.environ | variables, timeout=timeout_s, check=False, **how
+    )
+    assert ended.returncode == 0, ended.stderr
+    return "".join(ended.stdout.splitlines()[-1:])
+
+
+def findings_of(path: Path) -> str:
+    """What an emulated device has found, where that was to be."""
+    text = path.read_text(encoding="utf-8")
+    path.unlink()
+    return text
+
+
 def set_sync_debug_mode(mode: str) -> None:
     """Has torch raise where an op makes the host wait ("error"), or not ("default"). It warns that this is new."""
     with warnings.catch_warnings():
@@ -57,21 +77,19 @@ def trains_on_gpu(
     backend: str,
     gpus_used: int,
     strict_from: int | None = None,
-    optimizer: str = "adagrad",
 ) -> dict[str, Tensor]:
     """Trains on the rank's GPU, as a user would; returns the parameters, on the host.
 
     Args:
         backend: of the process group: "nccl", "cpu:gloo,cuda:nccl", or "gloo", by which ranks can share a GPU.
         gpus_used: rank r trains on GPU r modulo these.
-        optimizer: one of `tests.support.training.OPTIMIZERS`.
         strict_from: from this step on, any wait of the host for the device is an error.
     """
     device = torch.device("cuda", rank % gpus_used)
     torch.cuda.set_device(device)
     group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
     model = workload.make(torch.float64, seed=SEED + rank).to(device)
-    optimizers = make_optimizers(optimizer, model)
+    optimizers = make_optimizers("adagrad", model)
     compiled = embrace_fx.compile(
         model,
         optimizer=optimizers,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -22,7 +18,7 @@ from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Streams
 from tests.gpu import needs
 from tests.gpu.deeds import stands_still, trains_two_models
-from tests.gpu.needs import emulated, gpus, trains_on_gpu
+from tests.gpu.needs import emulated, ends, findings_of, gpus, trains_on_gpu
 from tests.support.models import MODELS
 from tests.support.ranks import RankError, fresh_ranks, run_ranks
 
@@ -33,26 +29,11 @@ def contexts() -> int:
     return ctypes.CDLL("libcudart.so.13").emulated_cuda_contexts()
 
 
-@functools.cache
-def found_by_breaking(folder: Path) -> dict[str, list[str]]:
-    """By way in which the launcher was broken, the findings."""
-    own = {"EMULATED_CUDA_POISON": "1", "EMULATED_CUDA_FINDINGS": str(folder / "broken")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.broken"],
-        env=os.environ | own,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return found_by_breaking(tmp_path_factory.mktemp("broken"))
+    """By way in which the launcher was broken, the findings."""
+    own = {"EMULATED_CUDA_POISON": "1", "EMULATED_CUDA_FINDINGS": str(tmp_path_factory.mktemp("broken") / "broken")}
+    return json.loads(ends("tests.gpu.broken", 300.0, **own))
 
 
 @pytest.mark.parametrize("way", ["sound", "copies_from_new_buffers"])
@@ -97,8 +78,7 @@ def begins_in_another_order(rank: int, world_size: int) -> None:
 def test_two_orders_are_a_deadlock_that_is_named(findings: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(2, begins_in_another_order, timeout_s=120.0)
-    text = findings.read_text(encoding="utf-8")
-    findings.unlink()
+    text = findings_of(findings)
     assert "DEADLOCK" in text
     assert "nothing orders the two" in text
 
@@ -120,8 +100,7 @@ def sends_less(rank: int, world_size: int) -> None:
 def test_a_send_that_no_receive_fits(findings: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(2, sends_less, timeout_s=120.0)
-    text = findings.read_text(encoding="utf-8")
-    findings.unlink()
+    text = findings_of(findings)
     assert "MISMATCH" in text
     assert "of 12 bytes from rank 0, which sends kind 600000000 of 16 bytes" in text
 
@@ -152,8 +131,7 @@ def models_are_in_no_order(rank: int, world_size: int) -> None:
 def test_collectives_in_no_order_are_found(way: Callable[[int, int], None], findings: Path) -> None:
     with suppress(RankError):  # where ranks are not equally fast, it ends in a deadlock
         run_ranks(2, way, timeout_s=300.0)
-    text = findings.read_text(encoding="utf-8")
-    findings.unlink()
+    text = findings_of(findings)
     assert re.search(r"HAZARD: .* on communicator \d+, .* writes memory that .* on communicator \d+,", text), text
 
 

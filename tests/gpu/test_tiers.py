@@ -16,7 +16,7 @@ import torch
 import embrace_fx
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.slots import Arrival, DeviceSlots
-from tests.gpu.needs import emulated, gpus, host_waits, set_sync_debug_mode
+from tests.gpu.needs import emulated, findings_of, gpus, host_waits, set_sync_debug_mode
 from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
@@ -176,9 +176,7 @@ def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
 def test_a_wait_that_is_left_out_is_found(findings: Path) -> None:
     with suppress(RankError):  # values are those of whatever is there
         run_ranks(1, does_not_wait, replace(ON_DEVICE, memory=0.1, rows=200, steps=6, ahead=2), timeout_s=400.0)
-    text = findings.read_text(encoding="utf-8")
-    findings.unlink()
-    assert "nothing orders the two" in text
+    assert "nothing orders the two" in findings_of(findings)
 
 
 def lacks_host_memory(rank: int, world_size: int) -> None:

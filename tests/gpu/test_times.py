@@ -5,16 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.deeds import Training
-from tests.gpu.needs import emulated, gpus
+from tests.gpu.needs import emulated, ends, gpus
 from tests.gpu.timed import SIDE, SLEEP_MS
 from tests.support.emulated_cuda import Times
 from tests.support.ranks import fresh_ranks
@@ -25,17 +21,7 @@ TIMES = Times("H100", slow=2.0)
 
 @pytest.fixture(scope="module")
 def moments() -> dict[str, list[dict[str, float]]]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.timed"],
-        env=os.environ | TIMES.variables(),
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    return json.loads(ends("tests.gpu.timed", 120.0, **TIMES.variables()))
 
 
 @pytest.mark.parametrize(

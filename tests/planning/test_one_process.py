@@ -36,6 +36,10 @@ def trained(steps: int, *, recorded: bool) -> embrace_fx.CompiledModel:
 
 def test_the_schedule_of_one_process_is_its_compute_and_is_saved(tmp_path: Path) -> None:
     compiled = trained(3, recorded=False)
+    metrics = compiled.metrics()
+    assert sum(ms for name, ms in metrics.items() if name.endswith("_ms") and name != "step_ms") == pytest.approx(
+        metrics["step_ms"]
+    )
     assert compiled.schedule.steps.compute_order == tuple(map(str, (WHOLE_BACKWARD, BETWEEN, WHOLE_FORWARD)))
     assert compiled.schedule.launch_order == ()
     for suffix in SUFFIXES:

@@ -1,8 +1,8 @@
 """Random faults, one after another: `python -m tests.soak.faults --count 200`, each in ranks of its own.
 
-Each is drawn from its seed: a model in training, and a rank that is killed, stopped, raises, or does something wrong
-that its script survives, at a random moment. What must come of it: every other rank ends within 15 seconds in an error
-that names that rank, or training goes on and ends in the reference's parameters. `--seed SEED --count 1` repeats one.
+Each is drawn from its seed: a model in training, and a rank that is killed, stopped or raises at a random moment. What
+must come of it: every other rank ends within 15 seconds in an error that names that rank. `--seed SEED --count 1`
+repeats one. Mistakes that a script survives are in the rounds of `tests.soak`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.soak.plan import OPTIMIZERS, SCHEDULES
-from tests.support.failing import NUM_WORDS, Armed, draw_batch, make_model
-from tests.support.ranks import Outcome, fresh_ranks
-from tests.support.reference import TOLERANCES, train_reference
-from tests.support.training import make_optimizers, whole_parameters
+from tests.support.failing import draw_batch, make_model
+from tests.support.ranks import fresh_ranks
+from tests.support.training import make_optimizers
 
-ENDING = ("killed", "killed while it sets up", "stopped", "raises")
-"""What ends a job."""
-
-SURVIVED = ("bad id", "label", "nan", "in the loss", "no backward", "forward", "backward", "slow")
-"""What a script survives."""
+KINDS = ("killed", "killed while it sets up", "stopped", "raises")
 
 STEPS = 14
 WITHIN_S = 15.0
@@ -73,8 +64,8 @@ class Fault:
 
 def draw(seed: int, ranks: int) -> Fault:
     random = Random(seed)
-    kind = random.choice(random.choice((ENDING, SURVIVED)))
-    delay_s = random.uniform(0, 4.0) if kind == ENDING[1] else random.expovariate(100)
+    kind = random.choice(KINDS)
+    delay_s = random.uniform(0, 4.0) if kind == KINDS[1] else random.expovariate(100)
     return Fault(
         seed,
         kind,
@@ -90,11 +81,10 @@ def draw(seed: int, ranks: int) -> Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank has ended: with parameters, by name, or with an error, at a moment of `time.time`."""
+    """How a rank has ended, at a moment of `time.time`; "": at its last step."""
 
     at_s: float
     error: str = ""
-    parameters: Any = None
 
 
 def train(rank: int, ranks: int, fault: Fault, marks: Path) -> Ended:
@@ -110,7 +100,7 @@ def train(rank: int, ranks: int, fault: Fault, marks: Path) -> Ended:
 
     timer = threading.Timer(fault.delay_s, happen)
     timer.daemon = True
-    if mine and fault.kind == ENDING[1]:
+    if mine and fault.kind == KINDS[1]:
         timer.start()
     try:
         return _train(rank, fault, timer if mine and fault.kind in ("killed", "stopped") else None, marks)
@@ -134,33 +124,13 @@ def _train(rank: int, fault: Fault, timer: threading.Timer | None, marks: Path) 
         now = step == fault.step
         if now and timer is not None:
             timer.start()
-        does = fault.kind if now and fault.rank == rank else ""
-        if does == "raises":
+        if now and (fault.kind, fault.rank) == ("raises", rank):
             (marks / "moment").write_text(str(time.time()))
             os._exit(1)  # as a script's own exception ends it
-        try:
-            _step(model, optimizer, batch, does)
-        except (PeerFailure, FloatingPointError, MemoryError, IndexError, ValueError):
-            if not now or fault.kind in ENDING:
-                raise
-        optimizer.zero_grad()
-    return Ended(time.time(), parameters=whole_parameters(model))
-
-
-def _step(model: Any, optimizer: Optimizer, batch: tuple[torch.Tensor, ...], does: str) -> None:
-    if does == "bad id":
-        batch[0][0, 0] = NUM_WORDS
-    elif does == "label":
-        batch[2][0] = 7
-    elif does == "slow":
-        time.sleep(2.0)
-    Armed.where = does
-    loss = model(*batch)
-    if does == "in the loss":
-        raise ValueError("a user's own error")
-    if does != "no backward":
-        loss.backward()
+        model(*batch).backward()
         optimizer.step()
+        optimizer.zero_grad()
+    return Ended(time.time())
 
 
 @dataclass(frozen=True)
@@ -185,12 +155,10 @@ def try_fault(fault: Fault, ranks: int) -> Found:
         moment = Path(name) / "moment"
         at_s = float(moment.read_text()) if moment.exists() else None
     others = [(rank, outcome) for rank, outcome in enumerate(outcomes) if rank != fault.rank]
-    if at_s is None:
-        return _survived(fault, ranks, outcomes)
     ends = [outcome.result for _, outcome in others]
     if any(end is None for end in ends):
         return Found(fault, None, tuple(repr(outcome.exception) for _, outcome in others), "a rank has not ended")
-    if all(end is not None and not end.error for end in ends):
+    if at_s is None or all(end is not None and not end.error for end in ends):
         return Found(fault, None, (), "")  # it had nothing to do any more when the other one was gone
     errors = tuple(end.error for end in ends if end is not None)
     after_s = max(end.at_s for end in ends if end is not None) - at_s
@@ -202,30 +170,8 @@ def try_fault(fault: Fault, ranks: int) -> Found:
 
 def _names(error: str, rank: int) -> bool:
     return any(
-        each in error for each in (f"rank(s) {rank} no longer", f"rank {rank} has not launched", f"rank {rank} stands")
+        each in error for each in (f"Rank(s) {rank} no longer", f"rank {rank} has not launched", f"rank {rank} stands")
     )
-
-
-def _survived(fault: Fault, ranks: int, outcomes: list[Outcome[Ended]]) -> Found:
-    left_out = fault.kind in SURVIVED and fault.kind != "slow"
-    steps = [step for step in range(STEPS) if not (left_out and step == fault.step)]
-    batches = [[draw_batch(step, rank) for step in steps] for rank in range(ranks)]
-
-    def optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
-        return make_optimizers(fault.optimizer, model)
-
-    expected = train_reference(make_model, optimizers, batches, len(steps))
-    wrong = []
-    for rank, outcome in enumerate(outcomes):
-        if outcome.result is None or outcome.result.error:
-            told = outcome.exception if outcome.result is None else outcome.result.error
-            wrong.append(f"rank {rank} ended with {told}")
-            continue
-        for name, value in expected.items():
-            apart = (outcome.result.parameters[name] - value).abs().max()
-            if not apart <= TOLERANCES[torch.float64] * value.abs().max():
-                wrong.append(f"{name} on rank {rank} is {float(apart):.2g} from the reference")
-    return Found(fault, None, (), "; ".join(wrong))
 
 
 def table(found: list[Found], ranks: int) -> str:
@@ -236,10 +182,10 @@ def table(found: list[Found], ranks: int) -> str:
         f"Seeds {found[0].fault.seed} to {found[-1].fault.seed}. "
         f"{sum(bool(each.wrong) for each in found)} ended otherwise than they should.",
         "",
-        "| fault | times | ended in an error | seconds to the last error, median | most | went on, exact | wrong |",
+        "| fault | times | ended in an error | seconds to the last error, median | most | went on | wrong |",
         "|---|---|---|---|---|---|---|",
     ]
-    for kind in (*ENDING, *SURVIVED):
+    for kind in KINDS:
         mine = [each for each in found if each.fault.kind == kind]
         after = [each.after_s for each in mine if each.after_s is not None]
         median, most = (f"{statistics.median(after):.1f}", f"{max(after):.1f}") if after else ("", "")

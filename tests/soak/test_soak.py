@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.namespaces import obstacle
-from tests.soak.faults import ENDING, SURVIVED, Fault, draw, table, try_fault
+from tests.soak.faults import KINDS, Fault, draw, table, try_fault
 from tests.soak.links import soak_on_links
 from tests.soak.plan import FAULTS, draw_round
 from tests.soak.rounds import soak
@@ -38,7 +38,7 @@ def _first(kind: str) -> Fault:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*ENDING, *SURVIVED])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_random_fault_ends_as_it_should(kind: str) -> None:
     found = try_fault(_first(kind), 2)
     assert not found.wrong, found

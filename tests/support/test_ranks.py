@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tests.support.ranks import (
     GROUP_TIMEOUT_S,
-    Pool,
     RankDied,
     RankError,
     RankTimeout,
@@ -31,20 +30,6 @@ def _own_pid(rank: int, world_size: int) -> int:
 def started() -> None:
     """For tests that measure time: the fork server's and the ranks' start is not part of it."""
     run_ranks(4, _own_pid)
-
-
-def _sum_of_ranks(rank: int, world_size: int, scale: float) -> torch.Tensor:
-    value = torch.full((3,), scale * rank)
-    dist.all_reduce(value)
-    assert dist.get_world_size() == world_size
-    return value
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_default_group_holds_exactly_the_ranks_asked_for(world_size: int) -> None:
-    total = 2.0 * sum(range(world_size))
-    results = run_ranks(world_size, _sum_of_ranks, 2.0)
-    assert [r.tolist() for r in results] == [[total] * 3] * world_size
 
 
 def _pid_and_groups(rank: int, world_size: int) -> tuple[int, int]:
@@ -86,19 +71,6 @@ def test_peers_of_a_rank_that_raised_end_long_before_the_group_timeout() -> None
         run_ranks(2, _raise_before_a_collective)
     assert time.monotonic() - start_s < GROUP_TIMEOUT_S / 2
     assert [type(error) for error in caught.value.by_rank] == [ValueError, RuntimeError]
-
-
-def _raise_late(rank: int, world_size: int) -> None:
-    dist.all_reduce(torch.ones(1))
-    time.sleep(0.3 * rank)
-    raise ValueError(f"rank {rank} saw it too")
-
-
-def test_errors_are_returned_by_rank() -> None:
-    errors = run_ranks_expecting_errors(3, _raise_late)
-    assert [str(error) for error in errors] == [f"rank {r} saw it too" for r in range(3)]
-    assert all(isinstance(error, ValueError) for error in errors)
-    assert run_ranks_expecting_errors(2, _sum_of_ranks, 1.0) == [None, None]
 
 
 def _warn(rank: int, world_size: int) -> None:
@@ -159,13 +131,3 @@ def test_a_death_in_the_shared_pool_is_reported_and_the_next_call_works() -> Non
     with pytest.raises(RankError, match="the process of rank 0 died with SIGKILL"):
         run_ranks(2, _die, 0, "kill")
     assert run_ranks(2, _raise_on, -1) == [0, 1]
-
-
-def test_a_closed_pool_leaves_no_process_behind() -> None:
-    pool = Pool(3)
-    pids = [outcome.result for outcome in pool.call(3, _own_pid, (), 60)]
-    assert pool.close(10) == [0, 0, 0]
-    for pid in pids:
-        assert pid is not None
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Optimizer, SparseAdam
+from torch.optim import SGD
 
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
-from tests.support.reference import TouchedRows, assert_same, train_reference
+from tests.support.reference import assert_same, train_reference
+from tests.support.training import make_optimizers
 
 STEPS = 6
 WORKLOADS = dict(MODELS)
-ALL_WORKLOADS = pytest.mark.parametrize("name", list(WORKLOADS))
 
 
 def _varying(name: str) -> Workload:
@@ -36,13 +34,9 @@ def _batches(workload: Workload, world_size: int) -> list[list[Batch]]:
     return [[workload.batches(step, rank, 0) for step in range(STEPS)] for rank in range(world_size)]
 
 
-def _adam(model: nn.Module) -> list[Optimizer]:
-    return [Adam(model.parameters(), 0.01, eps=1e-3)]
-
-
 def _train_with_ddp(rank: int, world_size: int, workload: Workload) -> dict[str, Tensor]:
     model = _make(workload)
-    (optimizer,) = _adam(model)
+    (optimizer,) = make_optimizers("adam", model)
     parallel = DistributedDataParallel(model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -51,35 +45,12 @@ def _train_with_ddp(rank: int, world_size: int, workload: Workload) -> dict[str,
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@ALL_WORKLOADS
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_it_equals_ddp_on_uneven_batches(name: str) -> None:
     workload = _varying(name)
-    expected = train_reference(partial(_make, workload), _adam, _batches(workload, 3), STEPS)
+    expected = train_reference(partial(_make, workload), partial(make_optimizers, "adam"), _batches(workload, 3), STEPS)
     for parameters in run_ranks(3, _train_with_ddp, workload):
         assert_same(parameters, expected, torch.float64)
-
-
-def _tables(model: nn.Module) -> dict[str, Tensor]:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {f"{name}.weight": m.weight for name, m in model.named_modules() if isinstance(m, kinds)}
-
-
-def _split(model: nn.Module, tables: Iterable[Optimizer], lr: float = 0.01) -> list[Optimizer]:
-    of_tables = list(_tables(model).values())
-    rest = [p for p in model.parameters() if not any(p is table for table in of_tables)]
-    return [*tables, SGD(rest, lr)]
-
-
-def _sparse_adam(model: nn.Module, eps: float = 1e-3) -> list[Optimizer]:
-    return _split(model, [SparseAdam(list(_tables(model).values()), 0.01, eps=eps)])
-
-
-def _lazy_adam(model: nn.Module, eps: float) -> list[Optimizer]:
-    return _split(model, [Adam(_tables(model).values(), 0.01, eps=eps)])
-
-
-def _decaying_momentum(model: nn.Module) -> list[Optimizer]:
-    return _split(model, [SGD(_tables(model).values(), 0.1, momentum=0.9, weight_decay=0.1)])
 
 
 @pytest.mark.parametrize("name", ["two_table_lm", "transformer_encoder", "bag_recommender"])
@@ -89,7 +60,7 @@ def test_sparse_adam_equals_torch_with_its_own_sparse_gradients(name: str) -> No
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = True
-    optimizers = _sparse_adam(model)
+    optimizers = make_optimizers("sparse_adam", model)
     for step in range(STEPS):
         model.zero_grad()
         for rank in range(2):
@@ -97,42 +68,11 @@ def test_sparse_adam_equals_torch_with_its_own_sparse_gradients(name: str) -> No
         for optimizer in optimizers:
             optimizer.step()
 
-    found = train_reference(partial(_make, workload), _sparse_adam, _batches(workload, 2), STEPS)
+    found = train_reference(
+        partial(_make, workload), partial(make_optimizers, "sparse_adam"), _batches(workload, 2), STEPS
+    )
 
     assert_same(dict(model.named_parameters()), found, torch.float64)
-
-
-@ALL_WORKLOADS
-def test_lazy_adam_equals_sparse_adam_where_eps_vanishes(name: str) -> None:
-    # The two place eps differently; otherwise SparseAdam is lazy Adam.
-    workload = _varying(name)
-    make, batches = partial(_make, workload), _batches(workload, 2)
-    sparse = train_reference(make, partial(_sparse_adam, eps=1e-30), batches, STEPS)
-    lazy = train_reference(make, partial(_lazy_adam, eps=1e-30), batches, STEPS, "lazy", list(_tables(make())))
-    exact = train_reference(make, partial(_lazy_adam, eps=1e-30), batches, STEPS, "exact", list(_tables(make())))
-    assert_same(lazy, sparse, torch.float64)
-    if name != "tied_lm":  # whose table is touched in all rows at every step
-        with pytest.raises(AssertionError, match="differs by"):
-            assert_same(exact, sparse, torch.float64)
-
-
-def test_lazy_rows_stand_still_until_they_are_read_and_exact_rows_do_not() -> None:
-    workload = WORKLOADS["two_table_lm"]
-    make = partial(_make, workload)
-    name = "embedding.weight"
-    never = torch.ones(60, dtype=torch.bool)
-    for rank in _batches(workload, 2):
-        for inputs, *_ in rank:
-            never[inputs] = False
-    start = dict(make().named_parameters())[name].detach()
-
-    exact = train_reference(make, _decaying_momentum, _batches(workload, 2), STEPS)[name]
-    lazy = train_reference(make, _decaying_momentum, _batches(workload, 2), STEPS, "lazy", [name])[name]
-
-    assert 0 < never.sum() < 60
-    assert torch.equal(lazy[never], start[never])
-    assert (lazy[~never] != start[~never]).all(1).all()
-    assert (exact[never] != start[never]).all(1).all()
 
 
 class _SumOfRows(nn.Module):
@@ -166,27 +106,6 @@ def test_lazy_momentum_follows_torch_s_formula_on_the_steps_that_touch_a_row() -
             velocity = momentum * velocity + gradient + decay * expected[row]
             expected[row] -= lr * velocity
     assert_same({"w": found}, {"w": expected}, torch.float64)
-
-
-def _rows(touched: TouchedRows, table: Tensor) -> list[int]:
-    return touched.rows[table].nonzero().flatten().tolist()
-
-
-def test_touched_rows_are_those_of_every_lookup_but_the_padding() -> None:
-    table = nn.Embedding(6, 2, padding_idx=-1)
-    bag = nn.EmbeddingBag(6, 2, padding_idx=0, mode="sum")
-    with TouchedRows() as touched:
-        table(torch.tensor([[1, 5], [1, 5]]))
-        bag(torch.tensor([0, 2, 2]), torch.tensor([0, 1]))
-        bag(torch.tensor([[0, 4]]))
-    assert _rows(touched, table.weight) == [1]
-    assert _rows(touched, bag.weight) == [2, 4]
-
-    with touched:
-        F.embedding(torch.tensor([5]), table.weight)  # the same row, for a lookup that has no padding
-        F.embedding(torch.tensor([], dtype=torch.int64), bag.weight)
-    assert _rows(touched, table.weight) == [1, 5]
-    assert _rows(touched, bag.weight) == [2, 4]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
