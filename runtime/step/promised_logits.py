@@ -8,7 +8,8 @@ Contract
     Shapes, dtypes, views of the leading dimensions and casts are answered without making logits. The cross entropy of
     logits, and the negative log-likelihood of their log-softmax, run the sharded head. Whatever else reads logits makes
     them, of the whole table, with gradients as of any parameter that a loss reads outside of the model.
-    Both are collective: if one rank does either alone, all ranks raise.
+    Both are collective: if one rank does either alone, all ranks raise. Without gradients, as in an evaluation, the
+    table is gathered for the first read, and kept until it is stepped or written, or the model is trained.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.head_loss import HeadLoss, LossArguments
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, read, written
 
 _STALE = (
@@ -49,8 +51,10 @@ class Source:
     version: int
 
     @classmethod
-    def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator) -> Source:
+    def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool) -> Source:
         steps, version = communicator.progress.optimizer_steps, state.tables[promise.table].local._version
+        if trains or state.gathered.get(promise.table, ((steps, version),))[0] != (steps, version):
+            state.gathered.pop(promise.table, None)
         return cls(promise, state, communicator, steps, version)
 
     def dtype(self, hidden: Tensor) -> torch.dtype:
@@ -71,12 +75,21 @@ class Source:
     def make(self, hidden: Tensor) -> Tensor:
         """Makes logits of the whole table. Collective."""
         self.check()
-        weight, narrow = self.state.parameter(self.promise.table), self.promise.narrow
+        weight, narrow = self._weight(), self.promise.narrow
         bias = self.state.parameter(self.promise.bias) if self.promise.bias else None
         if narrow is not None:
             weight, bias = weight.to(narrow), None if bias is None else bias.to(narrow)  # type: ignore[assignment]
         with torch.autocast(hidden.device.type, enabled=False):
             return apply_steps(F.linear(hidden, weight, bias), self.promise.steps)[-1]
+
+    def _weight(self) -> Tensor:
+        """Returns the whole table, or the parameter that yields it to what asks for it."""
+        weight, name = self.state.parameter(self.promise.table), self.promise.table
+        if torch.is_grad_enabled() or not isinstance(weight, Part):
+            return weight
+        if name not in self.state.gathered:
+            self.state.gathered[name] = (self.steps, self.version), weight.full_tensor()
+        return self.state.gathered[name][1]
 
 
 class Logits(Tensor):

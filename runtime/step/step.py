@@ -50,7 +50,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
     for index, value in zip(program.results, tensors, strict=True):
         promise = program.promised.get(index)
         if promise is not None:
-            value = Logits(value, Source.of(promise, program.state, program.communicator))
+            value = Logits(value, Source.of(promise, program.state, program.communicator, trains=train))
         results[index] = value
     return results
 

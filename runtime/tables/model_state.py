@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakSet, ref
@@ -63,6 +63,8 @@ class ModelState:
         """Takes what rows batches to come read, where tables lie beyond memory."""
         self.spaces: dict[str, JoinedTable] = {}
         """Tables that are one row space, by the name of the space."""
+        self.gathered: dict[str, tuple[Hashable, Tensor]] = {}
+        """Whole tables that logits were made of outside of training, each with what it was gathered at."""
         self.reads = ParameterReads()
         """How often the training loop reads all parameters."""
         self.pending = PendingUpdates()

@@ -104,6 +104,26 @@ def test_losses_make_none() -> None:
     assert run_ranks(2, _not_made) == [[False, False]] * 2
 
 
+def _read_twice(rank: int, world_size: int) -> None:
+    whole, model = compiled(BOTH)
+    optimizer, of_whole = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, whole))
+    for step in range(3):
+        batch = BOTH.batches(step, 0, 0)
+        for each, own in ((model, optimizer), (whole, of_whole)):
+            each(*batch)[0].backward()
+            own.step()
+            own.zero_grad()
+        with torch.no_grad():
+            for reads in (True, rank == 0):  # the second read needs no other rank
+                found, expected = model(*batch)[1], whole(*batch)[1]
+                if reads:
+                    torch.testing.assert_close(found + 0.0, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_an_evaluation_gathers_the_table_once() -> None:
+    run_ranks(2, _read_twice)
+
+
 def _stale(rank: int, world_size: int) -> None:
     _, model = compiled(BOTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
