@@ -11,7 +11,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,12 +66,16 @@ class Loss:
         steps: the element-wise ops in front of its log-softmax.
         shapes: changes of the leading shape in front of it.
         backward: its `nll_loss_backward`; None: no gradient is taken.
+        sums: the sum of the log-softmax over the table's rows, where labels are smoothed.
+        of_sums: its gradient (L,).
     """
 
     node: fx.Node
     steps: tuple[Step, ...]
     shapes: tuple[fx.Node, ...]
     backward: fx.Node | None
+    sums: fx.Node | None = None
+    of_sums: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -267,34 +271,59 @@ def _end(
         raise Unmatched(f"its softmax is not over the table's rows ({_line(softmax)})")
     if argument(softmax, "half_to_float"):
         steps = (*steps, ("to", 0.0, torch.float32))
-    readers, likelihoods = [softmax], list[fx.Node]()
+    readers, likelihoods, sums = [softmax], list[fx.Node](), list[fx.Node]()
     for reader in readers:
         for user in _early(reader, forward):
             if user.target is aten.nll_loss_forward.default:
                 likelihoods.append(user)
             elif user.target is aten.sym_size.int:
                 head.sizes.append(user)
+            elif user.target is aten.sum.dim_IntList and reader is softmax:
+                sums.append(user)
             elif user.target in VIEWS and _last(user) == _last(softmax):
                 readers.append(user)
                 shapes = (*shapes, user)
             else:
                 raise Unmatched(f"its log-softmax is read by {_line(user)}")
-    if len(likelihoods) != 1 or head.loss is not None:
+    if len(likelihoods) != 1 or len(sums) > 1 or head.loss is not None:
         raise Unmatched("its logits have several losses")
     _check_loss(likelihoods[0], forward)
-    head.loss = Loss(likelihoods[0], steps, shapes, _backward_of(readers))
+    for node in sums:
+        _check_smoothing(node, likelihoods[0], forward)
+    head.loss = Loss(likelihoods[0], steps, shapes, _backward_of(readers), *sums)
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
     """Raises `Unmatched` where a negative log-likelihood is of another form."""
-    if argument(node, "weight") is not None:
-        raise Unmatched(f"its loss has class weights ({_line(node)})")
+    weight = argument(node, "weight")
+    if weight is not None and any(map(draws, _cone(weight))):
+        raise Unmatched("its class weights are drawn at random")
     if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
         raise Unmatched(f"its loss is not over a list of positions ({_line(node)})")
     if any(_early(item, forward) for item in node.users if item.args[1] == 1):
         raise Unmatched(f"the weight of its loss is read ({_line(node)})")
     if any(map(draws, _cone(argument(node, "target")))):
         raise Unmatched("its labels are drawn at random")
+
+
+def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
+    """Raises `Unmatched` where the sum of a log-softmax is read otherwise than `F.cross_entropy` smooths labels."""
+    is_plain = node.args[1] in ([1], [-1]) and len(node.args) == 2 and not node.kwargs
+    readers = _early(node, forward)
+    masked = [user for reader in readers for user in _early(reader, forward)]
+    if (
+        not is_plain
+        or node < likelihood
+        or [reader.target for reader in readers] != [aten.neg.default]
+        or len(masked) != 1
+    ):
+        raise Unmatched(f"its log-softmax is read by {_line(node)}")
+    mask = masked[0].args[1] if masked[0].target is aten.masked_fill.Scalar else None
+    ignored = argument(likelihood, "target"), argument(likelihood, "ignore_index")
+    if not isinstance(mask, fx.Node) or mask.target is not aten.eq.Scalar or mask.args != ignored:
+        raise Unmatched(f"the sum of its log-softmax is read by {_line(masked[0])}")
+    if argument(likelihood, "weight") is not None:
+        raise Unmatched(f"its loss has class weights and smooths labels ({_line(likelihood)})")
 
 
 def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
@@ -335,8 +364,8 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
             else:
                 raise Unmatched(f"the gradient of its logits is read by {_line(user)}")
     for node in chain:
-        if node.target is aten.add.Tensor and not chain.issuperset(node.all_input_nodes):
-            raise Unmatched(f"its logits have another gradient ({_line(node)})")
+        if node.target is aten.add.Tensor and (others := [n for n in node.all_input_nodes if n not in chain]):
+            _note_smoothing(head, node, others)
     for end in dict.fromkeys(ends):
         _note_gradient(head, end, chain)
     if head.of_weight is not None:
@@ -347,6 +376,17 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         if len(terms) != 1:
             raise Unmatched("its gradient is not a sum of those of lookups and of its output layer")
         head.of_table = terms[0]
+
+
+def _note_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Notes the gradient of the sum of a log-softmax: the other one of those that its negative log-likelihood has."""
+    loss, (other, *more) = head.loss, others
+    narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
+    is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
+    if not is_of_sums or more or narrow.target is not aten.unsqueeze.default or argument(narrow, "dim") not in (1, -1):
+        raise Unmatched(f"its logits have another gradient ({_line(node)})")
+    assert loss is not None
+    head.loss = replace(loss, of_sums=narrow.all_input_nodes[0])
 
 
 def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:

@@ -24,11 +24,11 @@ Contract
         all_labels = wait(embrace.gather_positions(scored, counts, 0, 1, ...))   # P
         all_hidden = wait(embrace.gather_positions(aten.index_select(hidden, 0, positions), counts, 0, 1, ...))
         part = aten.mm(all_hidden, aten.t(weight_shard))                         # P x V'
-        of_rank = embrace.head_statistics(part, all_labels, "", rank, N)         # P x 3
+        of_rank = embrace.head_statistics(part, all_labels, False, "", rank, N)  # P x 3
         statistics = wait(embrace.scatter_positions(of_rank, counts, 0, 1, ...))
-        loss, _, log_sums = embrace.head_loss([statistics], positions, labels, 1, N)
+        loss, _, log_sums = embrace.head_loss([statistics], positions, labels, None, 1, N)
         ...
-        own = embrace.head_coefficients(tangent, log_sums, positions, 1)
+        own = embrace.head_coefficients(tangent, None, log_sums, positions, labels, None, 1, V)
         g = embrace.head_gradient(part, all_labels, wait(embrace.gather_positions(own, counts, 0, 1, ...)), "", rank, N)
         parts = wait(embrace.scatter_positions(aten.mm(g, weight_shard), counts, 0, 1, ...))
         dense = aten.mm(aten.t(g), all_hidden * (1 / N))                         # V' x D; of the next chunks, `addmm`
@@ -250,13 +250,21 @@ class _Sharding:
             all_labels = rewriter.wait(labelling)
             computed = [self._chunk(chunk, all_labels, counts, each, loss) for chunk, each in enumerate(gathering)]
             statistics = [rewriter.wait(launch) for _, launch in computed]
+            weight, ranks = argument(node, "weight"), options.world_size
             made = self._call(
-                embrace.head_loss.default, statistics, positions, labels, reduction, options.world_size, name="loss"
+                embrace.head_loss.default, statistics, positions, labels, weight, reduction, ranks, name="loss"
             )
             items = [
                 rewriter.item(made, k, f"{self._name}_{each}") for k, each in enumerate(("nll", "count", "log_sums"))
             ]
             value = self._in_dtype(items[0], node.meta["val"][0].dtype)
+            if loss.sums is not None:
+                smoothing, rows_of_table = embrace.head_smoothing.default, self._weight.shape[0]
+                like = self._as_hidden(loss.sums.all_input_nodes[0])
+                sums = self._call(
+                    smoothing, statistics, items[2], positions, like, rows_of_table, ranks, name="smoothing"
+                )
+                loss.sums.replace_all_uses_with(self._in_dtype(sums, loss.sums.meta["val"].dtype))
         for item in list(node.users):
             item.replace_all_uses_with(value if item.args[1] == 0 else items[1])
         return _Scored(positions, rows, counts, [chunk for chunk, _ in computed], items[2])
@@ -270,7 +278,8 @@ class _Sharding:
         logits = self._logits(hidden, number)
         how = written(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("statistics_of_rank", number)
-        of_rank = self._call(embrace.head_statistics.default, logits, labels, *how, name=name)
+        smooths = loss.sums is not None
+        of_rank = self._call(embrace.head_statistics.default, logits, labels, smooths, *how, name=name)
         launch = self._launch_chunk(embrace.scatter_positions.default, of_rank, counts, number, "statistics")
         return _Chunk(labels, hidden, logits), launch
 
@@ -314,14 +323,19 @@ class _Sharding:
     def _backward(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
         """Computes the gradients of the loss; returns those of hidden states and of the table, puts in the bias's."""
         head, options, rewriter = self._head, self._options, self._rewriter
-        with rewriter.before(backward):
+        follows = loss.of_sums is not None and backward < loss.of_sums
+        with rewriter.before(loss.of_sums.next if follows else backward):  # type: ignore[union-attr]
             given, reduction = argument(backward, "grad_output"), argument(backward, "reduction")
             own = self._call(
                 embrace.head_coefficients.default,
                 given,
+                loss.of_sums,
                 scored.log_sums,
                 scored.positions,
+                argument(backward, "target"),
+                argument(backward, "weight"),
                 reduction,
+                self._weight.shape[0],
                 name="coefficients",
             )
             everyone = rewriter.wait(self._launch_whole(own, scored.counts, "all_coefficients"))

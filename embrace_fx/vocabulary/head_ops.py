@@ -63,23 +63,34 @@ def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
-@op("head_statistics", "(Tensor logits, Tensor labels, str steps, int rank, int group_size) -> Tensor")
-def _(logits: Tensor, labels: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+@op("head_statistics", "(Tensor logits, Tensor labels, bool smooths, str steps, int rank, int group_size) -> Tensor")
+def _(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     """Computes of this rank's columns of the logits (P, V'), before `steps`: (P, 3), the maximum, the sum of
-    exponentials relative to it, and the label's logit, or 0 where the label is another rank's.
+    exponentials relative to it, and the label's logit, or 0 where the label is another rank's; and the sum, (P, 4),
+    where a loss `smooths` labels.
 
     Example: [[3, 1 + exp(-2), 3]] on rank 0, [[2, 1 + exp(-2), 0]] on rank 1.
     """
-    return empty_as(logits, (logits.shape[0], 3), dtype=softmax_dtype(steps, logits.dtype))
+    return empty_as(logits, (logits.shape[0], 4 if smooths else 3), dtype=softmax_dtype(steps, logits.dtype))
 
 
-@op("head_loss", "(Tensor[] statistics, Tensor positions, Tensor labels, int reduction, int group_size) -> Tensor[]")
-def _(statistics: list[Tensor], positions: Tensor, labels: Tensor, reduction: int, group_size: int) -> list[Tensor]:
-    """Combines the statistics of all ranks, (N * S, 3) for each chunk: [the loss, the number of scored positions, the
+@op(
+    "head_loss",
+    "(Tensor[] statistics, Tensor positions, Tensor labels, Tensor? weight, int reduction, int group_size) -> Tensor[]",
+)
+def _(
+    statistics: list[Tensor],
+    positions: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    group_size: int,
+) -> list[Tensor]:
+    """Combines the statistics of all ranks, (N * S, 3) for each chunk: [the loss, the weight of scored positions, the
     log of the sum of exponentials (S,)].
 
-    `reduction` is that of `aten.nll_loss_forward`: 0 none, 1 mean, 2 sum; without one, ignored `labels` (L,) have a
-    loss of 0.
+    `weight` (V,) and `reduction` are those of `aten.nll_loss_forward`: 0 none, 1 mean, 2 sum; without one, ignored
+    `labels` (L,) have a loss of 0.
 
     Example: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
     """
@@ -88,11 +99,40 @@ def _(statistics: list[Tensor], positions: Tensor, labels: Tensor, reduction: in
     return [empty_as(first, loss), empty_as(first, ()), empty_as(first, (positions.shape[0],))]
 
 
-@op("head_coefficients", "(Tensor grad_output, Tensor log_sums, Tensor positions, int reduction) -> Tensor")
-def _(grad_output: Tensor, log_sums: Tensor, positions: Tensor, reduction: int) -> Tensor:
-    """Joins what a rank's positions need on every rank, (S, 2): the log of the sum of exponentials, and the gradient of
-    the position's own loss."""
-    return empty_as(log_sums, (log_sums.shape[0], 2))
+@op(
+    "head_smoothing",
+    "(Tensor[] statistics, Tensor log_sums, Tensor positions, Tensor like, int num_rows, int group_size) -> Tensor",
+)
+def _(
+    statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
+) -> Tensor:
+    """Combines the statistics of all ranks, (N * S, 4) for each chunk, to the sum of the log-softmax over the table's
+    rows, (L,) as `like` (L, ..) has positions; 0 where none is scored.
+
+    Example: [6 - 4 * log(exp(1) + exp(2) + exp(3) + exp(0))].
+    """
+    return empty_as(statistics[0], like.shape[:1])
+
+
+@op(
+    "head_coefficients",
+    "(Tensor grad_output, Tensor? grad_sums, Tensor log_sums, Tensor positions, Tensor labels, Tensor? weight, "
+    "int reduction, int num_rows) -> Tensor",
+)
+def _(
+    grad_output: Tensor,
+    grad_sums: Tensor | None,
+    log_sums: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    num_rows: int,
+) -> Tensor:
+    """Joins what a rank's positions need on every rank, (S, 2): the log of the sum of exponentials, and the gradient c
+    of the position's own loss. With `grad_sums` (L,), the gradient b of `head_smoothing`, (S, 4): the log, c - b V, c
+    and b, for a table of V rows."""
+    return empty_as(log_sums, (log_sums.shape[0], 2 if grad_sums is None else 4))
 
 
 @op(
@@ -101,7 +141,8 @@ def _(grad_output: Tensor, log_sums: Tensor, positions: Tensor, reduction: int) 
 )
 def _(logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
     """Computes the gradient of this rank's columns of the logits, before `steps`, (P, V'): (softmax - one-hot) times
-    the gradient of the position's loss, back through `steps`."""
+    the gradient of the position's loss, back through `steps`; where labels are smoothed, softmax (c - b V) - one-hot c
+    + b."""
     return torch.empty_like(logits)
 
 

@@ -62,13 +62,13 @@ def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor
     return gradient
 
 
-def head_statistics(logits: Tensor, labels: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
     top = values.amax(1)
     total = (values - top[:, None]).exp_().sum(1)
     own, rows = _own_labels(labels, logits, rank, group_size)
     label = values.gather(1, rows[:, None])[:, 0].masked_fill(own.logical_not(), 0)
-    return torch.stack([top, total, label], 1)
+    return torch.stack([top, total, label, *([values.sum(1)] if smooths else [])], 1)
 
 
 def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
@@ -90,33 +90,66 @@ def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
 
 
 def head_loss(
-    statistics: list[Tensor], positions: Tensor, labels: Tensor, reduction: int, group_size: int
+    statistics: list[Tensor], positions: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, group_size: int
 ) -> list[Tensor]:
-    tops, totals, of_labels = _by_rank(statistics, group_size).unbind(2)
+    tops, totals, of_labels, *_ = _by_rank(statistics, group_size).unbind(2)
     top = tops.amax(0)
     log_sums = top + (totals * (tops - top).exp()).sum(0).log()
     losses = log_sums - of_labels.sum(0)
-    scored = losses.new_full((), len(positions))
+    if weight is None:
+        scored = losses.new_full((), len(positions))
+    else:
+        weights = _of_labels(weight, labels, positions)
+        losses, scored = losses * weights, weights.sum().to(losses.dtype)
     if reduction == 0:
         return [losses.new_zeros(labels.shape).index_copy_(0, positions, losses), scored, log_sums]
     return [losses.sum() / scored if reduction == 1 else losses.sum(), scored, log_sums]
 
 
-def head_coefficients(grad_output: Tensor, log_sums: Tensor, positions: Tensor, reduction: int) -> Tensor:
+def _of_labels(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    return weight.index_select(0, labels.index_select(0, positions))
+
+
+def head_smoothing(
+    statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
+) -> Tensor:
+    sums = _by_rank(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
+    return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
+
+
+def head_coefficients(
+    grad_output: Tensor,
+    grad_sums: Tensor | None,
+    log_sums: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    num_rows: int,
+) -> Tensor:
+    weights = None if weight is None else _of_labels(weight, labels, positions)
     if reduction == 0:
         gradient = grad_output.index_select(0, positions)
     else:
-        gradient = (grad_output / max(len(positions), 1) if reduction == 1 else grad_output).expand(len(positions))
-    return torch.stack([log_sums, gradient.to(log_sums.dtype)], 1)
+        scored = max(len(positions), 1) if weights is None else weights.sum()
+        gradient = (grad_output / scored if reduction == 1 else grad_output).expand(len(positions))
+    gradient = (gradient if weights is None else gradient * weights).to(log_sums.dtype)
+    if grad_sums is None:
+        return torch.stack([log_sums, gradient], 1)
+    of_sums = grad_sums.index_select(0, positions).to(log_sums.dtype)
+    return torch.stack([log_sums, gradient - num_rows * of_sums, gradient, of_sums], 1)
 
 
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    values, (log_sums, of_loss) = apply_steps(logits, steps), coefficients.unbind(1)
-    gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_loss[:, None])
+    values, (log_sums, of_softmax, *smoothing) = apply_steps(logits, steps), coefficients.unbind(1)
+    gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_softmax[:, None])
+    of_label, of_sums = smoothing or (of_softmax, None)
+    if of_sums is not None:
+        gradient += of_sums[:, None]
     own, rows = _own_labels(labels, logits, rank, group_size)
-    gradient.scatter_add_(1, rows[:, None], of_loss.neg().masked_fill(own.logical_not(), 0)[:, None])
+    gradient.scatter_add_(1, rows[:, None], of_label.neg().masked_fill(own.logical_not(), 0)[:, None])
     return steps_backward(gradient.to(values[-1].dtype), values, steps)
 
 
@@ -130,6 +163,7 @@ KERNELS: dict[str, Callable[..., object]] = {
     "embrace::chunk_of_positions": chunk_of_positions,
     "embrace::head_statistics": head_statistics,
     "embrace::head_loss": head_loss,
+    "embrace::head_smoothing": head_smoothing,
     "embrace::head_coefficients": head_coefficients,
     "embrace::head_gradient": head_gradient,
     "embrace::spread_positions": spread_positions,

@@ -23,6 +23,7 @@ from embrace_fx.runtime.kernels.head import (
     head_coefficients,
     head_gradient,
     head_loss,
+    head_smoothing,
     head_statistics,
     scored_positions,
     spread_positions,
@@ -36,13 +37,20 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """A sharded head, and how its losses are reduced: as `aten.nll_loss_forward` does."""
+    """A sharded head, and how its losses are weighted, smoothed and reduced: as `F.cross_entropy` does.
+
+    Attributes:
+        reduction: that of `aten.nll_loss_forward`.
+        smoothing: not with `weight`.
+    """
 
     promise: PromisedLogits
     state: ModelState
     communicator: Communicator
     reduction: int
     ignore_index: int
+    weight: Tensor | None = None
+    smoothing: float = 0.0
 
 
 class HeadLoss(torch.autograd.Function):
@@ -66,13 +74,17 @@ class HeadLoss(torch.autograd.Function):
             every_hidden.append(communicator.wait(gathering[chunk]))
             logits = F.linear(every_hidden[-1], local, own_bias)
             chunk_labels = chunk_of_positions(all_labels, counts, chunk, chunks)
-            of_rank = head_statistics(logits, chunk_labels, promise.steps, rank, ranks)
+            of_rank = head_statistics(logits, chunk_labels, head.smoothing > 0, promise.steps, rank, ranks)
             sending.append(exchange.scatter_positions(of_rank, counts, chunk, chunks, *where))
             if promise.keeps_logits:
                 every_logits.append(logits)
         statistics = [communicator.wait(each) for each in sending]
-        loss, _, log_sums = head_loss(statistics, positions, labels, head.reduction, ranks)
-        kept = (hidden, local, own_bias, all_labels, positions, counts, log_sums)
+        loss, scored, log_sums = head_loss(statistics, positions, labels, head.weight, head.reduction, ranks)
+        if head.smoothing:
+            sums = head_smoothing(statistics, log_sums, positions, labels, table.shape[0], ranks)
+            smooth = -sums if head.reduction == 0 else -sums.sum() / (scored if head.reduction == 1 else 1)
+            loss = (1 - head.smoothing) * loss + head.smoothing / table.shape[0] * smooth
+        kept = (hidden, local, own_bias, labels, all_labels, positions, counts, log_sums)
         ctx.save_for_backward(*kept, *every_hidden, *every_logits)
         ctx.head, ctx.bias = head, bias
         return loss
@@ -82,12 +94,12 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
-        hidden, local, own_bias, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
+        hidden, local, own_bias, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"gradient of the loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
-        own = head_coefficients(gradient, log_sums, positions, head.reduction)
+        own = _coefficients(head, gradient, log_sums, positions, labels, table.shape[0])
         all_coefficients = communicator.wait(exchange.gather_positions(own, counts, 0, 1, *where))
         of_table, of_own_bias, sending = torch.zeros_like(local), local.new_zeros(len(local)), []
         for chunk in range(chunks):
@@ -106,3 +118,14 @@ class HeadLoss(torch.autograd.Function):
             of_bias[rank::ranks] = of_own_bias.to(of_bias.dtype)
         of_hidden = spread_positions([communicator.wait(each) for each in sending], positions, hidden, ranks)
         return of_hidden, of_bias, None, None
+
+
+def _coefficients(
+    head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
+) -> Tensor:
+    of_sums = None
+    if head.smoothing:
+        scored = max(len(positions), 1) if head.reduction == 1 else 1
+        of_sums = (gradient * (-head.smoothing / num_rows / scored)).expand(labels.shape)
+        gradient = gradient * (1 - head.smoothing)
+    return head_coefficients(gradient, of_sums, log_sums, positions, labels, head.weight, head.reduction, num_rows)

@@ -263,15 +263,17 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the loss of logits by the sharded head, where it is one of labels alone. Collective."""
-    is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    """Computes the loss of logits by the sharded head, where labels are indices. Collective."""
+    is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
+    is_plain = is_plain and (weight is None or not weight.requires_grad)
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if not is_plain or not labels or logits.dim() != 2 or reduction not in _REDUCTIONS:
         return NotImplemented
     source = _in_autocast(logits)
     source.check()
     bias = source.state.parameter(source.promise.bias) if source.promise.bias else None
-    head = LossArguments(source.promise, source.state, source.communicator, _REDUCTIONS[reduction], ignore_index)
+    how = _REDUCTIONS[reduction], ignore_index, weight, label_smoothing
+    head = LossArguments(source.promise, source.state, source.communicator, *how)
     loss: Tensor = HeadLoss.apply(logits.hidden, bias, head, target)  # type: ignore[no-untyped-call]
     return loss.to(source.dtype(logits.hidden))
 

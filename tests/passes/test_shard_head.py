@@ -75,6 +75,9 @@ FOUND: dict[str, Callable[..., Any]] = {
     "a sum": lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="sum"),
     "each": lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="none").square().sum(),
     "three dimensions": lambda m, x, y: F.cross_entropy(F.linear(m.words(x), m.words.weight).flatten(0, 1), y),
+    "class weights": lambda m, x, y: F.cross_entropy(m.logits(x), y, m.bias.detach() + 1),
+    "label smoothing": lambda m, x, y: F.cross_entropy(m.logits(x), y, label_smoothing=0.1),
+    "label smoothing, each": lambda m, x, y: F.cross_entropy(m.logits(x), y, reduction="none", label_smoothing=0.1),
     "log-softmax": lambda m, x, y: F.nll_loss(F.log_softmax(m.logits(x), 1), y),
 }
 
@@ -92,8 +95,14 @@ def test_the_whole_table_and_its_logits_leave_the_graph(name: str, train: bool) 
 
 IN_THE_WAY: dict[str, tuple[Callable[..., Any], str]] = {
     "argmax": (lambda m, x, y: (F.cross_entropy(z := m.logits(x), y), z.argmax(1)), "read by argmax"),
-    "label smoothing": (lambda m, x, y: F.cross_entropy(m.logits(x), y, label_smoothing=0.1), "log-softmax is read by"),
-    "class weights": (lambda m, x, y: F.cross_entropy(m.logits(x), y, m.bias.detach() + 1), "class weights"),
+    "smoothing of its own": (
+        lambda m, x, y: F.nll_loss(z := m.logits(x).log_softmax(1), y) + (-z.sum(1)).mean(),
+        "the sum of its log-softmax is read by",
+    ),
+    "smoothing and class weights": (
+        lambda m, x, y: F.cross_entropy(m.logits(x), y, m.bias.detach() + 1, label_smoothing=0.1),
+        "its log-softmax is read by",
+    ),
     "a tensor on logits": (lambda m, x, y: F.cross_entropy(m.logits(x) * m.bias, y), "read by mul"),
     "rows of logits": (lambda m, x, y: (plain(m, x, y), m.logits(x)[:, :2]), "output layers"),
     "a part of logits": (lambda m, x, y: m.logits(x)[:2], "a part of its logits"),
@@ -181,8 +190,8 @@ def test_columns_of_ranks_make_the_loss_and_its_gradient(steps: str, reduction: 
     (gradient,) = torch.autograd.grad(expected.sum(), whole)
 
     parts = [whole.detach()[:, rank::ranks] for rank in range(ranks)]
-    statistics = [head_statistics(part, labels, steps, rank, ranks) for rank, part in enumerate(parts)]
-    loss, count, log_sums = head_loss([torch.cat(statistics)], torch.arange(4), labels, number, ranks)
+    statistics = [head_statistics(part, labels, False, steps, rank, ranks) for rank, part in enumerate(parts)]
+    loss, count, log_sums = head_loss([torch.cat(statistics)], torch.arange(4), labels, None, number, ranks)
     torch.testing.assert_close(loss, expected.detach())
     assert count == 4
     coefficients = torch.stack([log_sums, torch.full((4,), 0.25 if reduction == "mean" else 1.0).double()], 1)

@@ -28,6 +28,8 @@ class HeadModel(nn.Module):
         reduction: of the loss; without one, the mean of squares of losses.
     """
 
+    smoothing = 0.0
+
     def __init__(self, num_words: int, width: int, *, tied: bool, bias: bool, cap: float, shifts: bool, reduction: str):
         super().__init__()
         self.words = nn.Embedding(num_words, width)
@@ -41,13 +43,31 @@ class HeadModel(nn.Module):
         found: Tensor = self.head(torch.tanh(self.body(self.words(words_BT))))
         return self.cap * torch.tanh(found / self.cap) if self.cap else found
 
+    def weight_of_words(self) -> Tensor | None:
+        return None
+
     def forward(self, words_BT: Tensor, labels_BT: Tensor) -> Tensor:
         logits_BTV = self.logits(words_BT)
         if self.shifts:
             logits_BTV, labels_BT = logits_BTV[:, :-1], labels_BT[:, 1:]
         flat = logits_BTV.reshape(-1, logits_BTV.shape[-1]), labels_BT.reshape(-1)
-        loss = F.cross_entropy(*flat, ignore_index=IGNORED, reduction=self.reduction)
+        how: Any = {"weight": self.weight_of_words(), "label_smoothing": self.smoothing}
+        loss = F.cross_entropy(*flat, ignore_index=IGNORED, reduction=self.reduction, **how)
         return loss.square().mean() if self.reduction == "none" else loss
+
+
+class Smooths(HeadModel):
+    """Smooths labels."""
+
+    smoothing = 0.1
+
+
+class Weighs(HeadModel):
+    """Weighs words in the loss."""
+
+    def weight_of_words(self) -> Tensor:
+        like = self.words.weight
+        return torch.linspace(0.5, 1.5, len(like), dtype=like.dtype)
 
 
 class Predicts(HeadModel):
@@ -83,7 +103,13 @@ def _by_log_softmax(logits: Tensor, labels_BT: Tensor) -> Tensor:
     return F.nll_loss(F.log_softmax(flat, dim=-1), labels, reduction="sum")
 
 
-def _made(logits: Tensor, labels_BT: Tensor) -> Tensor:
+def _weighted(logits: Tensor, labels_BT: Tensor) -> Tensor:
+    flat, labels = _flat(logits, labels_BT)
+    weight = torch.linspace(0.5, 1.5, logits.size(-1), dtype=logits.dtype)
+    return F.cross_entropy(flat, labels, weight, reduction="sum")
+
+
+def _smoothed(logits: Tensor, labels_BT: Tensor) -> Tensor:
     flat, labels = _flat(logits, labels_BT)
     return F.cross_entropy(flat, labels, reduction="sum", label_smoothing=0.1)
 
@@ -105,7 +131,8 @@ OF_LOGITS: Mapping[str, Loss] = {
     "module": lambda logits, labels: nn.CrossEntropyLoss(reduction="sum")(*_flat(logits, labels)),
     "log-softmax": _by_log_softmax,
     "next word": _next_word,
-    "label smoothing": _made,
+    "label smoothing": _smoothed,
+    "class weights": _weighted,
     "with a penalty": _with_penalty,
     "two losses": _two,
     "squares": lambda logits, labels: logits.softmax(-1).square().mean() + 0.0 * labels.sum(),

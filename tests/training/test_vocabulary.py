@@ -14,7 +14,7 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.support.heads import OF_LOGITS, HeadModel, HeadWorkload, Predicts, PredictsBoth
+from tests.support.heads import OF_LOGITS, HeadModel, HeadWorkload, Predicts, PredictsBoth, Smooths, Weighs
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
 from tests.support.training import Way, expected_parameters, make_optimizers, train_compiled, whole_parameters
@@ -27,6 +27,9 @@ CASES = {
     "tied, bias, none": HeadWorkload(bias=True, reduction="none"),
     "untied, bias": HeadWorkload(tied=False, bias=True),
     "tied, capped, shifted": HeadWorkload(cap=2.0, shifts=True),
+    "class weights": HeadWorkload(kind=Weighs),
+    "label smoothing": HeadWorkload(kind=Smooths, bias=True, cap=2.0),
+    "label smoothing, none": HeadWorkload(kind=Smooths, tied=False, reduction="none"),
 }
 
 

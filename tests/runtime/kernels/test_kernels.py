@@ -220,15 +220,18 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::end_replay": (torch.get_rng_state(), torch.device("cpu")),
         "embrace::copy_unwritten": (rows,),
         "embrace::scored_positions": (torch.tensor([-100, 2, 3]), -100, 4),
-        "embrace::head_statistics": (rows, torch.tensor([0, 9, 3, 4]), "div 2.0, tanh, to float64", 1, 2),
+        "embrace::head_statistics": (rows, torch.tensor([0, 9, 3, 4]), True, "div 2.0, tanh, to float64", 1, 2),
         "embrace::head_loss": (
-            [numbered(2, 3), numbered(2, 3)],
-            torch.tensor([0, 2]),
-            torch.tensor([1, -100, 3]),
-            1,
-            2,
+            *([numbered(2, 3), numbered(2, 3)], torch.tensor([0, 2]), torch.tensor([1, -100, 3])),
+            *(torch.ones(4), 1, 2),
         ),
-        "embrace::head_coefficients": (torch.tensor(0.5), numbered(2), torch.tensor([0, 2]), 1),
+        "embrace::head_smoothing": (
+            *([numbered(4, 4)], numbered(2), torch.tensor([0, 2]), torch.tensor([1, -100, 3]), 4, 2),
+        ),
+        "embrace::head_coefficients": (
+            *(torch.tensor(0.5), numbered(3), numbered(2), torch.tensor([0, 2]), torch.tensor([1, -100, 3])),
+            *(torch.ones(4), 1, 4),
+        ),
         "embrace::head_gradient": (rows, torch.tensor([0, 9, 3, 4]), numbered(4, 2), "div 2.0, tanh", 1, 2),
         "embrace::chunk_of_positions": (numbered(7, 2), torch.tensor([3, 4]), 1, 2),
         "embrace::spread_positions": ([rows[:2], rows[2:]], torch.tensor([2, 0]), numbered(3, 5), 2),
@@ -262,11 +265,14 @@ def test_the_worked_examples_of_the_vocabulary() -> None:
     assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
     assert [each.tolist() for each in head.scored_positions(torch.tensor([-100, 2]), -100, 4)] == [[1], [2]]
     parts = [torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])]
-    of_ranks = [head.head_statistics(part, torch.tensor([2]), "", rank, 2) for rank, part in enumerate(parts)]
+    of_ranks = [head.head_statistics(part, torch.tensor([2]), True, "", rank, 2) for rank, part in enumerate(parts)]
     small = 1 + exp(-2)
-    torch.testing.assert_close(torch.cat(of_ranks), torch.tensor([[3, small, 3], [2, small, 0]]))
-    loss, *_ = head.head_loss([torch.cat(of_ranks)], torch.tensor([0]), torch.tensor([2]), 1, 2)
+    torch.testing.assert_close(torch.cat(of_ranks), torch.tensor([[3, small, 3, 4], [2, small, 0, 2]]))
+    position, label = torch.tensor([0]), torch.tensor([2])
+    loss, _, log_sums = head.head_loss([torch.cat(of_ranks)], position, label, None, 1, 2)
     torch.testing.assert_close(loss, torch.tensor(log(exp(1) + exp(2) + exp(3) + 1) - 3))
+    sums = head.head_smoothing([torch.cat(of_ranks)], log_sums, position, label, 4, 2)
+    torch.testing.assert_close(sums, torch.tensor([6 - 4 * log(exp(1) + exp(2) + exp(3) + 1)]))
     chunk = head.chunk_of_positions(torch.arange(7), torch.tensor([3, 4]), 1, 2)
     assert chunk.tolist() == [1, 2, 5, 6]
     ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
