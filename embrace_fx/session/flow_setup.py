@@ -15,7 +15,7 @@ from embrace_fx.runtime.exchanges.in_place import (
     exchange_gradient_,
 )
 from embrace_fx.runtime.exchanges.rounded import sum_rounded_
-from embrace_fx.runtime.flow.bucket_updates import BucketExchange, BucketUpdates
+from embrace_fx.runtime.flow.bucket_updates import BucketExchange, Buckets
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
@@ -73,7 +73,7 @@ def start_flow(
             name: RowExchange(table, communicator, launcher, pieces.get(name, 0), overlaps=name in plan.overlapped)
             for name, table in tables.items()
         },
-        BucketUpdates(plan.buckets, state.parameters, communicator, launcher, by_bucket),
+        Buckets(plan.buckets, state.parameters, communicator, launcher, by_bucket),
         looks_ahead=looks_ahead(plan),
         warn=warn,
         after_announcement=after_announcement,

@@ -138,7 +138,8 @@ class GraphCalls:
     def _capture(self, kind: Entries, call: Arguments) -> Entry:
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
-        programs.flow.flush()  # a capture reads `.grad`, and could not apply a pending gradient
+        programs.flow.apply()
+        programs.flow.wait()  # a capture reads `.grad`, and could not apply a pending gradient
         try:
             with stage("capturing", rank):
                 captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)

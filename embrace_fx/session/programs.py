@@ -330,7 +330,7 @@ class Programs:
             return [memory for space in state.spaces.values() for memory in space.joined]
 
         def apply_dense() -> None:
-            self.flow.settle_buckets()
+            self.flow.apply_buckets()
 
         dense = Updates(lambda: self.flow.buckets.stepped, apply_dense, lock)
         return dense, Updates(tables, self._tables_may_change, lock, joined)
@@ -346,7 +346,8 @@ class Programs:
         self._apply()
 
     def _apply(self) -> None:
-        self.flow.parameters_may_change()
+        self.flow.apply()
+        self.flow.hand_out()
         self._context.state.settle_tables()
 
     def parameters_may_change(self) -> None:

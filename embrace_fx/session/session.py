@@ -135,7 +135,7 @@ class Session:
         """Applies updates, and waits for gradients; of those, this thread alone knows that nobody works with them."""
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
-            self.programs.flow.materialise()
+            self.programs.flow.wait()
 
     def in_fork(self) -> None:
         """Has a forked child use no connection to other ranks."""

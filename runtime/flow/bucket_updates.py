@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost import links as cost
+from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -97,50 +98,136 @@ share_memory(PendingGradient, lambda gradient, _: gradient.resolve())
 BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""
 
+_Sent = tuple[Tensor, list[Ticket]]
+"""A packed bucket, and its launches."""
 
-class _Bucket:
-    """One bucket's gradients, from their submission to their update.
+
+class Bucket(Owed):
+    """The gradients of one bucket, of one backward at a time.
+
+    Args:
+        names: of its parameters.
 
     Attributes:
-        gradients: once they have landed.
+        parameters: those that the last backward found.
+        sent: what is on its way; None: nothing is.
+        stepped: parameters whose step an optimizer has left to the next forward, by identity: a tensor's hash is a call
+            of Python.
+        late: what has been put into `.grad` of the parameters; None: nothing that is still on its way.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], flat: Tensor, tickets: list[Ticket]) -> None:
-        self.parameters = parameters
-        self.flat = flat
-        self.tickets = tickets
-        self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+    def __init__(
+        self, names: tuple[str, ...], find: Callable[[Collection[str]], list[nn.Parameter]], launcher: Launcher
+    ) -> None:
+        self._names, self._find, self._launcher = names, find, launcher
+        self.parameters: list[nn.Parameter] = []
+        self.sent: _Sent | None = None
         self.stepped: dict[int, nn.Parameter] = {}
-        """Parameters that `updates` covers, by identity: a tensor's hash is a call of Python."""
-        self.gradients: Sequence[Tensor] = ()
-        self.late: Callable[[], Late[Tensor] | None] = lambda: None
-        """Finds what has been put into `.grad` of the parameters, as long as someone holds that."""
+        self._updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+        self.late: Late[Tensor] | None = None
 
-    def stands_in(self, n: int) -> bool:
-        """Tells whether `.grad` of the n-th parameter is what was put there, and nobody has looked at it."""
-        found = self.parameters[n].grad
-        if type(found) is not PendingGradient or found.place != n or found.late.landed is not None:
-            return False
-        return found.late is self.late()
+    @property
+    def waiting(self) -> bool:
+        return self.sent is not None and not self._updates
 
-    def is_held(self) -> bool:
-        """Tells whether someone holds what was put into `.grad`."""
-        return self.late() is not None
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizer, _ in self._updates]
 
-    def arrived(self, gradients: Sequence[Tensor]) -> None:
-        """Tells whoever still holds a stand-in."""
-        self.gradients = gradients
-        if (late := self.late()) is not None and late.landed is None:
-            late.landed = gradients
+    def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
+        """Takes gradients over that are on their way."""
+        if self.sent is not None:  # of the step before, if no forward has read the parameters since
+            self._finish()
+        self.parameters, self.sent = self._find(self._names), (flat, tickets)
+
+    def deliver(self, without: Set[int]) -> None:
+        """Puts stand-ins into `.grad`, but for parameters (by identity) that this backward gives no gradient."""
+        assert self.sent is not None
+        sent, late = self.sent, self._promise(self.sent)
+        for n, parameter in enumerate(self.parameters):
+            if id(parameter) not in without:
+                parameter.grad = PendingGradient(parameter, late, n, sparse=sent[0].is_sparse)
+
+    def _promise(self, sent: _Sent) -> Late[Tensor]:
+        """Makes what stands for gradients on their way; it refers to the model weakly."""
+        itself = ref(self)
+
+        def land() -> Sequence[Tensor]:
+            if (bucket := itself()) is None:
+                raise RuntimeError(GONE)
+            return bucket.wanted(sent)
+
+        self.late = Late(land)
+        return self.late
+
+    def add_to(self, without: Set[int]) -> None:
+        """Waits for the gradients, and adds them to what `.grad` holds; likewise."""
+        gradients, self.sent = self._land(self.sent), None
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if id(parameter) not in without:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def wanted(self, sent: _Sent) -> Sequence[Tensor]:
+        """Returns gradients of which someone uses one, once they are here."""
+        # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
+        with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
+            return self._finish() if self.sent is sent else self._land(sent)
+
+    def take_step(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Leaves the step of some of the parameters to the next forward, under these options."""
+        self._updates.append((optimizer, groups))
+        self.stepped |= {id(parameter): parameter for group in groups for parameter in group["params"]}
+
+    def wait(self) -> None:
+        if self.sent is not None and not self._updates:
+            self._finish()
+
+    def apply(self) -> None:
+        if self._updates:
+            self._finish()
+
+    def drop(self) -> None:
+        if self.waiting:
+            for n, parameter in enumerate(self.parameters):
+                found = parameter.grad
+                if type(found) is PendingGradient and found.place == n and found.late is self.late:
+                    parameter.grad = None
+            self.sent = self.late = None
+
+    def _finish(self) -> Sequence[Tensor]:
+        """Applies what optimizers have taken; other gradients become ordinary ones."""
+        updates, late, gradients = self._updates, self.late, self._land(self.sent)
+        self.sent, self.late, self._updates, self.stepped = None, None, [], {}
+        if late is not None:
+            late.landed = gradients  # for whoever still holds a stand-in
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for optimizer, groups in updates:
+            step_groups(optimizer, groups)
+        for parameter, gradient, stood in zip(self.parameters, gradients, before, strict=True):
+            # None after zero_grad, or without a gradient; or the user's own; else what was waited for
+            parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
+        return gradients
+
+    def _land(self, sent: _Sent | None) -> list[Tensor]:
+        assert sent is not None
+        flat, tickets = sent
+        for ticket in tickets:
+            self._launcher.wait(ticket)
+        return unpack_bucket(flat, self.parameters)
 
 
-class BucketUpdates:
+class Buckets:
     """All buckets of a model.
 
     Args:
         buckets: parameter names by bucket.
         parameters: finds parameters by their names.
         exchanges: by bucket, those that are not AllReduced.
+
+    Attributes:
+        all: by number.
     """
 
     def __init__(
@@ -152,13 +239,10 @@ class BucketUpdates:
         exchanges: Mapping[int, BucketExchange],
     ) -> None:
         self._exchanges = exchanges
-        self._names = tuple(buckets)
-        self._bucket_of = {bucket_name(k): k for k in range(len(buckets))}
-        self._parameters = parameters
+        self._number = {bucket_name(k): k for k in range(len(buckets))}
         self._communicator = communicator
         self._launcher, self._recorder = launcher, launcher.recorder
-        self._waiting: dict[int, _Bucket] = {}
-        self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
+        self.all = [Bucket(names, parameters, launcher) for names in buckets]
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
         self._stood_in = False  # some `.grad` has been a stand-in
         self._any_sparse = False  # some gradient was sparse
@@ -172,7 +256,7 @@ class BucketUpdates:
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
         """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
-        exchange = self._exchanges.get(self._bucket_of[launch.what])
+        exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
         if exchange is not None:
             return self._launcher.submit(launch, lambda: exchange(part, str(launch)), 0)
@@ -192,29 +276,11 @@ class BucketUpdates:
         """Waits for a chunk, if it is on its way: its gradient may have been used, or dropped, before."""
         self._recorder.stand()
         ticket = self._submitted.pop(launch, None)
-        if ticket is None and (bucket := self._waiting.get(self._bucket_of[launch.what])) is not None:
-            ticket = next((each for each in bucket.tickets if each.id == launch), None)
+        if ticket is None and (sent := self.all[self._number[launch.what]].sent) is not None:
+            ticket = next((each for each in sent[1] if each.id == launch), None)
         if ticket is not None:
             self._launcher.wait(ticket)
         return value
-
-    @property
-    def waiting(self) -> bool:
-        """Tells whether there are gradients that no optimizer has taken over."""
-        return any(not bucket.updates for bucket in self._waiting.values())
-
-    @property
-    def stepped(self) -> list[nn.Parameter]:
-        """Parameters whose update is still to be applied."""
-        found: list[nn.Parameter] = []
-        for bucket in self._waiting.values():
-            found += bucket.stepped.values()
-        return found
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Lists the optimizers with an update of a bucket still to be applied."""
-        return [optimizer for bucket in self._waiting.values() for optimizer, _ in bucket.updates]
 
     def forget_submitted(self) -> None:
         """Forgets chunks that a backward has submitted, which has been given up: they are no bucket's."""
@@ -222,180 +288,113 @@ class BucketUpdates:
 
     def hand_over(self, flat: Tensor, k: int) -> None:
         """Takes a packed bucket over, all of whose chunks have been submitted; an optimizer will have it in flight."""
-        self.await_update(k)  # of the step before, if no forward has read the parameters since
-        mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
-        tickets = [self._submitted.pop(launch) for launch in mine]
+        mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
-        self._waiting[k] = _Bucket(self._parameters(self._names[k]), flat, tickets)
+        self.all[k].take(flat, [self._submitted.pop(launch) for launch in mine])
 
-    def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
+    def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
         """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.
 
         Args:
             absent: parameters that this backward gives no gradient.
         """
-        without = {id(parameter) for parameter in absent}
+        without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
         summed = False
-        for k in buckets:
-            bucket = self._waiting[k]
+        for bucket in buckets:
             for parameter in bucket.parameters:
                 summed |= parameter.grad is not None and id(parameter) not in without
-        if summed:
+        self._stood_in |= bool(buckets) and not summed
+        for bucket in buckets:
+            if not summed:
+                bucket.deliver(without)
+                continue
             with self._launcher.hurrying():  # rows of a forward to come may stand before the buckets
-                landed = {k: self._land(self._waiting[k]) for k in buckets}
-            for k, gradients in landed.items():
-                for parameter, gradient in zip(self._waiting.pop(k).parameters, gradients, strict=True):
-                    if id(parameter) not in without:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            return
-        self._stood_in |= bool(buckets)
-        for k in buckets:
-            bucket, late = self._waiting[k], self._late(k)
-            for n, parameter in enumerate(bucket.parameters):
-                if id(parameter) not in without:
-                    parameter.grad = PendingGradient(parameter, late, n, sparse=bucket.flat.is_sparse)
-
-    def _late(self, k: int) -> Late[Tensor]:
-        """Returns the gradients of a bucket, which refer to the model weakly."""
-        bucket = self._waiting[k]
-        itself, of_bucket = ref(self), ref(bucket)
-        late = Late(lambda: _landed(itself(), k, of_bucket()))
-        bucket.late = ref(late)
-        return late
-
-    def wanted(self, k: int, bucket: _Bucket) -> Sequence[Tensor]:
-        """Lands the gradients of a bucket, of which someone uses one."""
-        # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
-        with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
-            if self._waiting.get(k) is not bucket:  # dropped since
-                bucket.arrived(self._land(bucket))
-            elif bucket.updates:
-                self.await_update(k)
-            else:
-                self.materialise()
-        return bucket.gradients
+                bucket.add_to(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> list[tuple[nn.Parameter, Tensor]]:
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Parameters whose update is still to be applied."""
+        found: list[nn.Parameter] = []
+        for bucket in self.all:
+            found += bucket.stepped.values()
+        return found
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Lists the optimizers with an update of a bucket still to be applied."""
+        return [optimizer for bucket in self.all if bucket.stepped for optimizer in bucket.optimizers]
+
+    def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
         """Hides late gradients from an optimizer that is about to step, if every gradient it would read is late.
 
         Args:
             tables: ids of sharded ones, which others look after.
 
-        Returns: what `.grad` was, to be put back after the step, which then skips those parameters. Nothing where the
-        optimizer has to step them by itself, at once; their gradients are ordinary ones then.
+        Returns: by the ids of parameters, what `.grad` was, to be put back after the step, which then skips them; and
+        their buckets. Nothing where the optimizer has to step them by itself, at once; their gradients are ordinary
+        ones then.
         """
-        if not self._stood_in and not self._waiting:
-            return []
-        place_of: dict[int, tuple[_Bucket, Late[Tensor] | None, int]] = {}
-        for bucket in self._waiting.values():
-            late = bucket.late()
-            for n, parameter in enumerate(bucket.parameters):
-                place_of[id(parameter)] = bucket, late, n
-        hidden, may_step = [], True
-        takes_any = not self._any_sparse or takes_sparse(optimizer)
+        if not self._stood_in:
+            return {}
+        bucket_of = {id(bucket.late): bucket for bucket in self.all if bucket.late is not None}
+        hidden: dict[int, tuple[nn.Parameter, Tensor, Bucket]] = {}
+        may_step, takes_any = True, not self._any_sparse or takes_sparse(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = None if id(parameter) in tables else parameter.grad
                 if gradient is None:
                     continue
-                is_late = False
+                bucket: Bucket | None = None
                 if type(gradient) is PendingGradient:  # of every parameter: without calls
                     late, n = gradient.late, gradient.place
                     if late.landed is not None:
                         parameter.grad = late.landed[n]  # put back by an assignment such as `p.grad *= 2`
-                    elif (found := place_of.get(id(parameter))) is not None:
-                        is_late = found[1] is late and found[2] == n and id(parameter) not in found[0].stepped
-                may_step = may_step and is_late and (takes_any or not gradient.is_sparse)
-                hidden.append((parameter, gradient))
+                    elif (found := bucket_of.get(id(late))) is not None and found.parameters[n] is parameter:
+                        bucket = found if id(parameter) not in found.stepped else None
+                if bucket is not None and (takes_any or not gradient.is_sparse):
+                    hidden[id(parameter)] = parameter, gradient, bucket
+                else:
+                    may_step = False
         if not may_step:
             self.release(optimizer)
-            return []
-        for parameter, _ in hidden:
+            return {}
+        for parameter, _, _ in hidden.values():
             parameter.grad = None
         return hidden
 
-    def step(self, optimizer: Optimizer, hidden: Set[int]) -> None:
+    def step(self, optimizer: Optimizer, bucket_of: Mapping[int, Bucket]) -> None:
         """Leaves the step of hidden gradients, of parameters by their ids, to the next forward, under the options of
         this moment: the optimizer has stepped."""
-        bucket_of = {id(parameter): k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
-        groups: dict[int, list[dict[str, Any]]] = {}
+        groups: dict[int, tuple[Bucket, list[dict[str, Any]]]] = {}
         for group in optimizer.param_groups:
             kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
             for parameter in group["params"]:
-                if id(parameter) in hidden:
-                    by_bucket.setdefault(bucket_of[id(parameter)], []).append(parameter)
+                if (bucket := bucket_of.get(id(parameter))) is not None:
+                    groups.setdefault(id(bucket), (bucket, []))
+                    by_bucket.setdefault(id(bucket), []).append(parameter)
             for k, parameters in by_bucket.items():
-                groups.setdefault(k, []).append({**kept, "params": parameters})
-        for k, of_bucket in groups.items():
-            bucket = self._waiting[k]
-            bucket.updates.append((optimizer, of_bucket))
-            bucket.stepped |= {id(parameter): parameter for group in of_bucket for parameter in group["params"]}
+                groups[k][1].append({**kept, "params": parameters})
+        for bucket, of_bucket in groups.values():
+            bucket.take_step(optimizer, of_bucket)
 
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
-        if not self._waiting:
+        sent = [bucket for bucket in self.all if bucket.sent is not None]
+        if not sent:
             return
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         with self._launcher.hurrying():
-            for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(map(id, bucket.parameters))]:
-                self.await_update(k)
+            for bucket in sent:
+                if not mine.isdisjoint(map(id, bucket.parameters)):
+                    bucket.apply()
+                    bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Calls `await_update` in a forward, which goes on with the parameters."""
-        self.await_update(k)
+        """Applies what is owed of a bucket in a forward, which goes on with the parameters."""
+        self.all[k].apply()
+        self.all[k].wait()
         self._recorder.mark(compute_id("update", bucket_name(k)))
         self._recorder.begin_segment(compute_id("forward", bucket_name(k)))
         return parameters
-
-    def await_update(self, k: int) -> None:
-        """Applies what an optimizer has taken over of a bucket; other gradients of it become ordinary ones."""
-        bucket = self._waiting.pop(k, None)
-        if bucket is None:
-            return
-        gradients = self._land(bucket)
-        bucket.arrived(gradients)
-        before = [parameter.grad for parameter in bucket.parameters]
-        for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for optimizer, groups in bucket.updates:
-            step_groups(optimizer, groups)
-        for parameter, gradient, stood in zip(bucket.parameters, gradients, before, strict=True):
-            # None after zero_grad, or without a gradient; or the user's own; else what was waited for
-            parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
-
-    def apply_pending(self) -> None:
-        """Applies every update that an optimizer has taken over."""
-        for k in [k for k, bucket in self._waiting.items() if bucket.updates]:
-            self.await_update(k)
-
-    def materialise(self) -> None:
-        """Makes gradients that no optimizer has taken over ordinary ones."""
-        for k in [k for k, bucket in self._waiting.items() if not bucket.updates]:
-            self.await_update(k)
-
-    def discard(self) -> None:
-        """Forgets gradients that no optimizer has taken over."""
-        for k in [k for k, bucket in self._waiting.items() if not bucket.updates]:
-            bucket = self._waiting.pop(k)
-            for n, parameter in enumerate(bucket.parameters):
-                if bucket.stands_in(n):
-                    parameter.grad = None
-            self._dropped = [each for each in (*self._dropped, bucket) if each.is_held()]
-
-    def _land(self, bucket: _Bucket) -> list[Tensor]:
-        for ticket in bucket.tickets:
-            self._launcher.wait(ticket)
-        return unpack_bucket(bucket.flat, bucket.parameters)
-
-
-def _landed(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> Sequence[Tensor]:
-    """Has gradients of which someone uses one land.
-
-    Raises:
-        RuntimeError: the compiled model is gone, and with it what would have brought the gradient.
-    """
-    if updates is None or bucket is None:
-        raise RuntimeError(GONE)
-    return updates.wanted(k, bucket)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from embrace_fx.cost import links as cost
-from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
+from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
+from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.flow.row_gradient import RowGradient
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -64,7 +64,7 @@ class Flow:
         announcements: Announcements,
         launcher: Launcher,
         exchanges: Mapping[str, RowExchange],
-        buckets: BucketUpdates,
+        buckets: Buckets,
         *,
         looks_ahead: bool,
         warn: Callable[[], None] = lambda: None,
@@ -79,7 +79,7 @@ class Flow:
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
-        self._late: tuple[RowGradient | BucketUpdates, ...] = (*(each.gradient for each in exchanges.values()), buckets)
+        self._owed: tuple[Owed, ...] = (*(each.gradient for each in exchanges.values()), *buckets.all)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self.after_announcement = after_announcement
@@ -99,7 +99,7 @@ class Flow:
     ) -> Flow:
         """Makes the flow of steps that launch each collective where it is called, and wait for it in the same step."""
         launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
-        buckets = BucketUpdates((), lambda names: [], announcements.communicator, launcher, {})
+        buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
         return cls(announcements, launcher, {}, buckets, looks_ahead=False, streams=streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Flow:
         if waiting:
             with self.launcher.hurrying():
                 for gradient in waiting:
-                    gradient.materialise()
+                    gradient.wait()
 
     def begin_plain_forward(self) -> None:
         """Begins an announced forward that leaves nothing to the next step and has found nothing of the last one."""
@@ -242,12 +242,13 @@ class Flow:
         self.recorder.mark(OWN_CODE)  # losses, since the forward
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
-        self.buckets.apply_pending()
+        for bucket in self.buckets.all:
+            bucket.apply()
         nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
             exchange.gradient.begin_backward()
             if name not in program.routes or not nodes_apply:
-                exchange.gradient.apply_pending()
+                exchange.gradient.apply()
         if not self.is_within_steps:
             self.recorder.mark(EARLY)
 
@@ -271,7 +272,7 @@ class Flow:
         self._left = self.looks_ahead  # of this backward or of the one before
         self._forget_rows()
         self.buckets.forget_submitted()
-        self.discard()
+        self.drop()
         self.launcher.open_window()
 
     # -- the next batch, as nodes of an overlapped program call for it -------------------------------------------------
@@ -303,26 +304,33 @@ class Flow:
         """Tells whether an update of a table is still to be applied, or rows have left ahead."""
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
-    def settle_buckets(self) -> None:
-        """Applies updates of dense parameters, as `settle`; on a device, those of tables too."""
+    def apply_buckets(self) -> None:
+        """Applies updates of dense parameters, as `apply`; on a device, those of tables too."""
         if self.streams is not None:  # of dense ones alone, emulated devices found two receives that write one memory
-            self.parameters_may_change()
+            self.apply()
+            self.hand_out()
             return
         with self._out_of_turn():
-            self.buckets.apply_pending()
+            for bucket in self.buckets.all:
+                bucket.apply()
 
-    def settle(self) -> None:
-        """Applies every update that a step has taken. What is still to be submitted holds none up."""
+    def apply(self) -> None:
+        """Applies every update that a step has left. What is still to be submitted holds none up."""
         with self._out_of_turn():
-            for each in self._late:
-                each.apply_pending()
+            for each in self._owed:
+                each.apply()
 
-    def materialise(self) -> None:
+    def wait(self) -> None:
         """Makes the gradients that no step has taken ordinary ones, for code that is about to read or change them."""
-        if any(each.waiting for each in self._late):
+        if True in [each.waiting for each in self._owed]:
             with self._out_of_turn():
-                for each in self._late:
-                    each.materialise()
+                for each in self._owed:
+                    each.wait()
+
+    def drop(self) -> None:
+        """Forgets gradients that no step has taken."""
+        for each in self._owed:
+            each.drop()
 
     @contextlib.contextmanager
     def _out_of_turn(self) -> Iterator[None]:
@@ -330,29 +338,17 @@ class Flow:
         with outside_of_modes(), self.launcher.hurrying():
             yield
 
-    def flush(self) -> None:
-        """Applies every update, and makes all other gradients ordinary ones: none is on its way any more."""
-        self.settle()
-        self.materialise()
-
-    def discard(self) -> None:
-        """Forgets gradients that no step has taken."""
-        for each in self._late:
-            each.discard()
-
-    def parameters_may_change(self) -> None:
-        """Applies every update; whoever reads parameters from now on may write them too.
+    def hand_out(self) -> None:
+        """Expects parameters to be written, from now on.
 
         Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
         they are sent again.
         """
-        self.settle()
         self._handed_out = True
         self._valid &= self.streams is None
 
-    def state_may_change(self) -> None:
-        """Applies every update: the optimizer's state may change, with which rows that were sent early have left."""
-        self.settle()
+    def forget_sent(self) -> None:
+        """Has rows that were sent early sent again: the optimizer's state changes, with which they have left."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
@@ -360,8 +356,9 @@ class Flow:
         self._ahead = None
 
     def leave(self) -> None:
-        """Flushes, and forgets what was looked up ahead, before a call that runs without the flow."""
-        self.flush()
+        """Applies, waits, and forgets what was looked up ahead, before a call that runs without the flow."""
+        self.apply()
+        self.wait()
         self._ahead = None
         self._forget_rows()
 

@@ -110,7 +110,7 @@ class RowExchange:
             (late,) = early.rest()
             gradient.begin_batch(early.whole)
             return late
-        gradient.apply_pending()  # no row was early, or for another batch
+        gradient.apply()  # no row was early, or for another batch
         self.sent, batch = [], self.routing(ids, counts)
         gradient.begin_batch(batch)
         return batch
@@ -182,7 +182,7 @@ class RowExchange:
             found: how they are cut, as `routing.cut` tells, where that is known already.
         """
         gradient = self.gradient
-        gradient.apply_pending()
+        gradient.apply()
         assert gradient.batch is not None
         if found is None:
             found = cut(gradient.batch, gradient.batch.of_batch(ids, counts), self.among, self.delayed_chunks)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns
 from embrace_fx.runtime.kernels.among import on_device
@@ -45,7 +46,7 @@ How = tuple[torch.dtype, int, tuple[int, ...], float]
 """How gradients are summed up: the table's dtype, this rank's columns, the rows without gradient, a factor."""
 
 
-class RowGradient:
+class RowGradient(Owed):
     """The row gradient of one table, or of the tables of a row space: of one backward at a time.
 
     Args:
@@ -88,7 +89,7 @@ class RowGradient:
             with self._launcher.hurrying():  # rows of this forward stand before them
                 for launch in list(self.parts):
                     if launch.part != "delayed":
-                        self.update(launch)
+                        self.apply(launch)
 
     def submit_gradients(
         self,
@@ -110,8 +111,8 @@ class RowGradient:
             assert self.prior is not None
             self._send(launch, rows, self.prior.rest()[launch.number])
             return self
-        self.apply_pending()
-        self.materialise()  # of an earlier backward: the step will want the sum
+        self.apply()
+        self.wait()  # of an earlier backward: the step will want the sum
         batch = self.batch
         if batch is None or batch.ids is not ids:  # not the batch of the last forward
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
@@ -172,7 +173,7 @@ class RowGradient:
 
     @property
     def waiting(self) -> bool:
-        """Tells whether it is on its way, no step has taken it, and `.grad` of any of the tables still is of it."""
+        """Whether it is on its way, no step has taken it, and `.grad` of any of the tables still is of it."""
         if self.step is not None or self._late is None:
             return False
         if not self._table.standing(self._late):  # dropped, or someone has looked at it
@@ -190,16 +191,14 @@ class RowGradient:
         self.step = self._table.begin_step()
         return self.step
 
-    def materialise(self) -> None:
-        """Waits for it, if no step has taken it: it was asked for, or is summed up."""
+    def wait(self) -> None:
         if self.waiting and self._late is not None:
             for table in self._table.members:
                 if table.standing(self._late):
                     table.open_gradient().land()
-        self.discard()
+        self.drop()
 
-    def discard(self) -> None:
-        """Forgets it, if no step has taken it."""
+    def drop(self) -> None:
         if self.step is None:
             self._forget()
 
@@ -215,20 +214,24 @@ class RowGradient:
         return self.step, merged(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Calls `update`; the shard orders nodes."""
-        self.update(launch)
+        """Applies a part; the shard orders nodes."""
+        self.apply(launch)
         if not self._recorder.in_forward:
             self._recorder.mark(EARLY)
         return shard
 
-    def update(self, launch: OperationId) -> None:
-        """Applies a part of what a step has taken; with the last delayed one, what the step does to all other rows.
+    def apply(self, launch: OperationId | None = None) -> None:
+        """Applies what a step has taken, or a part; with the last delayed one, what the step does to all other rows.
 
         Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
         """
         if self.step is None:
-            if launch.part != "delayed":
-                self.materialise()
+            if launch is not None and launch.part != "delayed":
+                self.wait()
+            return
+        if launch is None:
+            self.step.finish(self._rest())
+            self._forget()
             return
         landed = not self.parts
         own = [self.parts.pop(launch)] if launch in self.parts else None
@@ -243,12 +246,6 @@ class RowGradient:
                 ids = torch.cat([ids, on_device(paddings, ids.device)])
                 rows = F.pad(rows, (0, 0, 0, len(paddings)))
             self.step.apply(ids, rows)
-
-    def apply_pending(self) -> None:
-        """Applies everything that a step has taken."""
-        if self.step is not None:
-            self.step.finish(self._rest())
-            self._forget()
 
     def _rest(self) -> list[Rows]:
         return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)

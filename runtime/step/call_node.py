@@ -68,7 +68,7 @@ class _Final(torch.autograd.Function):
 
 def make_final(program: Program) -> None:
     """Has gradients require grad, as after `backward(create_graph=True)`, and raise where they are differentiated."""
-    program.flow.materialise()
+    program.flow.wait()
     with torch.enable_grad():
         for parameter in program.state.parameters():
             if parameter.grad is not None:

@@ -194,7 +194,7 @@ class Step:
         outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
         program.flow.mark_end()
         if not for_parameters:
-            program.flow.discard()
+            program.flow.drop()
             return self._of_batch(roles, outputs)
         absent = program.used.absent(counts)
         absent_here = program.used.absent(used) | program.used.left(given)
@@ -218,7 +218,7 @@ class Step:
         if not self._shares_failures():
             return None
         program = self.program
-        program.flow.materialise()  # of an earlier backward, which is not given up with this one
+        program.flow.wait()  # of an earlier backward, which is not given up with this one
         return Gate(program.announcements, call)
 
     def _open(self, values: Values) -> Opened:
@@ -285,7 +285,7 @@ class Step:
             flow.give_up_backward()
             raise
         except (FloatingPointError, RuntimeError):
-            flow.discard()
+            flow.drop()
             raise
         if self.program.deliver.synchronised:
             self.program.state.reached = reached

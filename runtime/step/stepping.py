@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from embrace_fx.runtime.flow.bucket_updates import Bucket
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -51,7 +52,7 @@ class _Step:
 
     Attributes:
         hidden: parameters, what `.grad` of each is to be again after it, and what it is meanwhile.
-        buckets: ids of parameters whose update is left to the next forward.
+        buckets: those of parameters (by id) whose update is left to the next forward.
         late: exchanges of tables whose update is.
         joined: row spaces to be updated by rows, at once, and their gradients.
         rows: tables to be updated by rows, at once.
@@ -61,7 +62,7 @@ class _Step:
     """
 
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
-    buckets: set[int] = field(default_factory=set)
+    buckets: dict[int, Bucket] = field(default_factory=dict)
     late: list[RowExchange] = field(default_factory=list)
     joined: list[tuple[JoinedTable, Rows]] = field(default_factory=list)
     rows: list[RowTable] = field(default_factory=list)
@@ -182,7 +183,8 @@ class Stepping:
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._flow.flush()
+            self._flow.apply()
+            self._flow.wait()
             return loss
 
         if decides:
@@ -202,7 +204,7 @@ class Stepping:
         step.late = self._in_flight(exchanges, tables) if may_wait else []
         for exchange in exchanges:
             if exchange.gradient.step is not None:
-                exchange.gradient.apply_pending()  # of the last step
+                exchange.gradient.apply()  # of the last step
         self._sort_tables(step, tables, optimizer)
         for table in replicas:
             if (gradient := table.parameter.grad) is not None:
@@ -210,9 +212,8 @@ class Stepping:
                 step.hide(table.parameter)
         if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
             hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
-            for parameter, gradient in hidden:
-                step.buckets.add(id(parameter))
-                step.hidden.append((parameter, gradient, None))
+            step.buckets = {key: bucket for key, (_, _, bucket) in hidden.items()}
+            step.hidden += [(parameter, gradient, None) for parameter, gradient, _ in hidden.values()]
         else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
             self._flow.buckets.release(optimizer)
 
@@ -283,7 +284,7 @@ class Stepping:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
-                    exchange.gradient.apply_pending()  # what another one has stepped is applied as its step
+                    exchange.gradient.apply()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
@@ -405,7 +406,7 @@ class Stepping:
 
     def _settle(self, *_: Any) -> None:
         self._state.pending.close()
-        self._flow.settle()
+        self._flow.apply()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -413,7 +414,7 @@ class Stepping:
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._settle()
-        self._flow.state_may_change()
+        self._flow.forget_sent()
         return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 

@@ -62,7 +62,7 @@ class Listening:
 class Buckets:
     """In place of buckets: there are none."""
 
-    waiting = False
+    all = ()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None

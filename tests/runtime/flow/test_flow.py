@@ -114,7 +114,8 @@ def test_parameters_that_were_handed_out_are_looked_at_before_early_rows_are_use
     following = steps.look_ahead(2)
     steps.forward(steps.look_ahead(1), following)
     steps.backward()
-    steps.flow.parameters_may_change()
+    steps.flow.apply()
+    steps.flow.hand_out()
     steps.table.holds = holds
 
     assert steps.forward(following).arrives == ("cut" if holds else "other")
@@ -135,11 +136,11 @@ def test_what_no_node_applies_is_applied_at_the_head_of_a_backward(steps: Steps)
     first, second = steps.look_ahead(1), steps.look_ahead(2)
     steps.forward(first, second)
     steps.backward()
-    assert "apply_pending" in steps.table.told
+    assert "apply" in steps.table.told
 
     steps.forward(second, steps.look_ahead(3))
     steps.backward()
-    assert "apply_pending" not in steps.table.told
+    assert "apply" not in steps.table.told
 
 
 def test_what_a_phase_leaves_out_is_not_waited_for(steps: Steps) -> None:
@@ -174,6 +175,6 @@ def test_gradients_that_no_step_has_taken_become_ordinary_ones(steps: Steps, wai
     steps.table.waiting = waiting
     steps.table.told.clear()
 
-    steps.flow.materialise()
+    steps.flow.wait()
 
-    assert ("materialise" in steps.table.told) is waiting
+    assert ("wait" in steps.table.told) is waiting

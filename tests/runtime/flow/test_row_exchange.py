@@ -236,7 +236,7 @@ class Training:
         self.launcher.open_window()
         self.exchange.gradient.begin_backward()  # of a forward that was not this program's
         for launch in self.pieces:
-            self.exchange.gradient.update(launch)
+            self.exchange.gradient.apply(launch)
         cut = following is not None and self.exchange.can_split(batch.ids)
         if following is not None and cut:
             self.exchange.cut(following.ids, following.counts)
@@ -267,7 +267,7 @@ class Training:
         if not self.moves or self.draw.random() < 0.3:  # the options are those of this moment
             self.group["lr"] *= 0.9
             self.reference.optimizer.param_groups[0]["lr"] *= 0.9
-        self.exchange.gradient.apply_pending()
+        self.exchange.gradient.apply()
         if self.exchange.gradient.may_wait():
             self.exchange.note_step(moved_all=self.exchange.gradient.begin_step().moves_all)
         elif self.table.parameter.grad is not None:
@@ -286,7 +286,7 @@ class Training:
 
     def finish(self) -> None:
         self.launcher.open_window()
-        self.exchange.gradient.apply_pending()
+        self.exchange.gradient.apply()
         while self.launcher.queue.under_way():  # discarded ones too: the next training uses the same groups
             time.sleep(0.001)
         mine = self.table.local
@@ -325,7 +325,7 @@ def train(training: Training, steps: int = 7) -> None:
         training.backward(batch, gradients, None if event == "do not" else following)
         if event == "clip":
             with training.launcher.hurrying():
-                training.exchange.gradient.materialise()
+                training.exchange.gradient.wait()
         if event not in ("drop", "sum up"):
             training.step()
         if event != "sum up":

@@ -1,0 +1,33 @@
+"""What is owed to the parameters of one unit: a bucket, a table, or a row space.
+
+    in flight  a backward has sent the gradients; `.grad` stands in for them
+    stepped    an optimizer has taken them; the update waits for the next forward, under the options of that moment
+    applied    nothing is owed
+
+Whoever is about to read or change parameters or gradients calls one of three.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Owed(ABC):
+    """The gradients of one unit on their way, or the update that a step has left, of one backward at a time."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> bool:
+        """Whether gradients are in flight that no step has taken."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Makes gradients that no step has taken ordinary ones."""
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Applies the update that a step has left."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forgets gradients that no step has taken."""
