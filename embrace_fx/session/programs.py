@@ -281,6 +281,7 @@ class Programs:
         """Puts another plan in use, between two steps. Collective."""
         old, context = self._in_use().plan, self._context
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
+            context.state.pending.close()
             self._in_use().close()
             context.state.settle_tables()
             context.state.reads.restart()

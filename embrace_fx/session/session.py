@@ -166,7 +166,7 @@ class Session:
         if self._watch.all_stand_ins(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
         self.lookahead.begin_call()
-        with self.state.pending.closed():
+        with self.state.pending.closed(grows=False):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

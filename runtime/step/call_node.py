@@ -47,7 +47,7 @@ class CallNode(torch.autograd.Function):
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)
             final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
-            with span("backward"), program.state.pending.closed():
+            with span("backward"), program.state.pending.closed(grows=program.overlaps_steps):
                 gradients = ctx.step.backward(tangents, for_parameters=wanted, twice=twice and not final)
         if final:
             make_final(program)

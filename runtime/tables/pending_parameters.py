@@ -1,9 +1,10 @@
 """Parameters an update of which is still to come, between calls, steps and backwards: whoever uses one finds it done.
 
 Contract
-    Between `closed()` blocks their class is one that torch asks before it calls a function of them: whoever reads or
-    writes one, by whichever reference, finds every update applied, and nothing that left ahead is used unseen. What
-    only asks for a shape, a dtype or `.grad` waits for nothing. So it is with `optimizer.state`.
+    Between `closed()` blocks the class of a dense one is one that torch asks before it calls a function of it, and the
+    memory of a table's part has a guard: whoever reads or writes one, by whichever reference, finds every update
+    applied, and nothing that left ahead is used unseen. What only asks for a shape, a dtype or `.grad` waits for
+    nothing. So it is with `optimizer.state`. The guard of a part lets a step pass, and stays.
     A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) can be used without a word
     to the parameter. Where one is there when an update would begin to wait, the update is applied at that moment; so it
     is where someone holds a tensor of the optimizer's state.
@@ -16,7 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from operator import attrgetter, sub
+from operator import sub
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -125,7 +126,15 @@ class Updates:
         apply: applies every update, and has what left ahead looked at before it is used.
         lock: of the model.
         own: yields tensors of the model's own that share memory of parameters.
+
+    Attributes:
+        inside: a step runs, which knows what is pending.
+        dense: parameters of another class meanwhile.
+        stale: more may be pending than what is watched, or someone may hold memory of it.
+        is_open: something is watched.
     """
+
+    inside, stale, is_open = False, True, False
 
     def __init__(
         self,
@@ -141,28 +150,29 @@ class Updates:
         self.states_aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Has optimizers hold their own state, while it is written."""
         self._kinds: dict[type[nn.Parameter], type[PendingParameter]] = {}
-        self._open: list[nn.Parameter] = []
+        self.dense: list[nn.Parameter] = []
         self._held: list[Held] = []
         self._applies = False
         self._opener = 0  # the thread that goes on with training
 
     def open(self) -> None:
         """Has any use of a parameter apply what is pending, from now on; at once, if memory of one is shared."""
+        self.stale = False
         parameters = list(self._parameters())
         if parameters and (share_memory(parameters, self._own()) or _are_held_by_torch(parameters)):
             self._apply()
             return
-        self._opener = threading.get_ident()
+        self._opener, self.is_open = threading.get_ident(), bool(parameters)
         for parameter in parameters:
             if issubclass(type(parameter), PendingParameter):  # of another model, too
                 _apply(parameter)
-            self._open.append(parameter)
             plain: Any = type(parameter)
             if plain is Part:  # every way to its memory leads by what holds it
                 held: Held = parameter.held  # type: ignore[attr-defined]
                 self._held.append(held)
                 held.on_use = self.apply
             else:
+                self.dense.append(parameter)
                 parameter.__class__ = self._kinds.get(plain) or self._kind(plain)
 
     def _apply(self) -> None:
@@ -187,18 +197,27 @@ class Updates:
     def close(self) -> None:
         """Makes parameters what they were."""
         with self._lock:
-            for parameter in self._open:
-                if issubclass(kind := type(parameter), PendingParameter):  # its metaclass would be asked for instances
-                    parameter.__class__ = kind.plain
+            if self.dense:
+                self.pass_by()
             for held in self._held:
                 held.on_use = None
-            self._open.clear()
             self._held.clear()
+            self.stale, self.is_open = True, False
+
+    def pass_by(self) -> None:
+        """Lets a step use parameters; called with the lock held."""
+        self.stale = True
+        for parameter in self.dense:
+            if issubclass(kind := type(parameter), PendingParameter):  # its metaclass would be asked for instances
+                parameter.__class__ = kind.plain
+        self.dense.clear()
+        self.is_open = bool(self._held)
 
     def apply(self) -> None:
         """Applies what is pending, for a user of a parameter."""
         with self._lock:
-            if not self._open or self._applies:  # another thread has, or this one does
+            self.stale = True  # whoever uses it may keep its memory
+            if self.inside or self._applies or not self.is_open:  # a step, this thread, or another one has
                 return
             with self.states_aside(), self._applying():
                 if threading.get_ident() == self._opener:
@@ -211,107 +230,126 @@ class Updates:
                 self.close()
 
 
-_PENDING = attrgetter("_open")  # called where a generator would be Python's
-
-
 class PendingUpdates:
     """All of one model's.
 
     Attributes:
         lock: held while any is applied, or begins or ends to be pending.
+        kinds: the updates.
+        states: what stands in for optimizers' states.
+        inside: number of `closed` that go on.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._kinds: tuple[Updates, ...] = ()
+        self.kinds: tuple[Updates, ...] = ()
         self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
-        self._states: list[PendingState] = []
-        self._inside = 0
+        self.states: list[PendingState] = []
+        self._stepped: list[Optimizer] = []  # optimizers whose steps may be pending
+        self.inside = 0
 
     def watch(self, kinds: tuple[Updates, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         """Watches parameters of these kinds, and the state of optimizers whose steps may be to be applied."""
-        self._kinds, self._optimizers = kinds, optimizers
+        self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
             kind.states_aside = self._states_aside
 
-    def closed(self) -> contextlib.AbstractContextManager[None]:
-        """Has parameters be what they are at other times, for who knows what is pending."""
-        return _Closed(self)
+    def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Has parameters be what they are at other times, for who knows what is pending.
 
-    def enter(self) -> None:
-        """Begins such a time, as `leave` ends it."""
-        self._inside += 1
-        self.close()
-
-    def leave(self) -> None:
-        """Ends what `enter` began."""
-        self._inside -= 1
-        self.open()
+        Args:
+            grows: whether more may be pending at the end.
+        """
+        return _Closed(self, grows)
 
     def close(self) -> None:
-        """Begins such a time."""
+        """Watches nothing, until `open`."""
         with self.lock:
-            if self._states:
-                self._leave_states()
-            if self._is_open():
-                for kind in self._kinds:
-                    kind.close()
+            if self.states:
+                self.leave_states()
+            for kind in self.kinds:
+                kind.close()
 
     def open(self) -> None:
-        """Ends it, where no `closed` goes on."""
-        if self._inside:
-            return
+        """Watches all that is pending, where no `closed` goes on."""
         with self.lock:
-            if self._states or self._is_open():
-                self.close()
-            for kind in self._kinds:
+            for kind in self.kinds:
+                kind.stale = True
+            if not self.inside:
+                self.watch_stale()
+
+    def watch_stale(self) -> None:
+        """Watches what may have grown since it was watched; called with the lock held."""
+        if self.states:
+            self.leave_states()
+        grown = is_open = False
+        for kind in self.kinds:
+            if kind.stale:
+                if kind.is_open:
+                    kind.close()
                 kind.open()
-            if self._is_open():
-                optimizers = set(self._optimizers())
-                if _most_holders(optimizers) > _fewest_holders():
-                    self.apply()  # who holds a tensor of a state reads and writes it unseen
-                else:
-                    self._take_states(optimizers)
+                grown |= kind.is_open
+            is_open |= kind.is_open
+        if grown:
+            self._stepped = list(dict.fromkeys(self._optimizers()))
+            if _most_holders(self._stepped) > _fewest_holders():
+                self.apply()  # who holds a tensor of a state reads and writes it unseen
+                return
+        if is_open:
+            self._take_states()
 
-    def _is_open(self) -> bool:
-        """Whether anything is pending."""
-        return any(map(_PENDING, self._kinds))
+    def _take_states(self) -> None:
+        for optimizer in self._stepped:
+            self.states.append(PendingState(optimizer, self.apply))
 
-    def _take_states(self, optimizers: Iterable[Optimizer]) -> None:
-        for optimizer in optimizers:
-            self._states.append(PendingState(optimizer, self.apply))
-
-    def _leave_states(self) -> None:
-        states, self._states = self._states, []
+    def leave_states(self) -> None:
+        states, self.states = self.states, []
         for state in states:
             state.leave()
 
     @contextlib.contextmanager
     def _states_aside(self) -> Iterator[None]:
-        self._leave_states()
+        self.leave_states()
         try:
             yield
         finally:
-            if self._is_open():
-                self._take_states(set(self._optimizers()))
+            if True in [kind.is_open for kind in self.kinds]:
+                self._take_states()
 
     def apply(self) -> None:
         """Applies all that is pending, for whoever looks."""
         with self.lock:
-            for kind in self._kinds:
+            for kind in self.kinds:
                 kind.apply()
-            self._leave_states()
+            self.leave_states()
 
 
 class _Closed(contextlib.AbstractContextManager[None]):
-    def __init__(self, updates: PendingUpdates) -> None:
-        self._updates = updates
+    """A time at which parameters are what they are; `grows` as `closed` says."""
+
+    def __init__(self, updates: PendingUpdates, grows: bool) -> None:
+        self._updates, self._grows = updates, grows
 
     def __enter__(self) -> None:
-        self._updates.enter()
+        updates = self._updates
+        with updates.lock:
+            updates.inside += 1
+            if updates.states:
+                updates.leave_states()
+            for kind in updates.kinds:
+                kind.inside = True
+                if kind.dense:
+                    kind.pass_by()
 
     def __exit__(self, *_: object) -> None:
-        self._updates.leave()
+        updates = self._updates
+        with updates.lock:
+            updates.inside -= 1
+            for kind in updates.kinds:
+                kind.inside = updates.inside > 0
+                kind.stale |= self._grows
+            if not updates.inside:
+                updates.watch_stale()
 
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
