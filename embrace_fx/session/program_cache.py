@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ class StepCounters:
         """Adds to a step's announcement the values that are sent once, and clears them."""
         seen, self.rows_seen = self.rows_seen, {}
         steps = 0 if self.uneven else optimizer_steps
-        return replace(own, asks_to_plan=bool(self.replan_for), steps=steps, rows_seen=seen)
+        own.asks_to_plan, own.steps, own.rows_seen = bool(self.replan_for), steps, seen
+        return own
 
 
 def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:

@@ -121,9 +121,10 @@ class NextBatch:
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Tells whether a flattened batch is this one, as far as its ids are computed from it."""
-        read = (leaves[k] for k in self.program.reads)
-        same = all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(read, self._read, strict=True))
-        return same and not self._seen.written()
+        for k, own in zip(self.program.reads, self._read, strict=True):  # at every step: without calls
+            if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
+                return False
+        return not self._seen.written()
 
     def sizes(self) -> list[int]:
         """Counts its rows by table; -1 where it holds an id that is to fail at its turn."""
@@ -313,12 +314,12 @@ def announce(
     state = found * _FOUND + (not launcher.queue.took_turns()) * _OVERTOOK
     with launcher.recorder.waiting(ANNOUNCEMENT):
         everyone = announcements.announce_step([state, *now, *(coming or [-1] * len(now))], failure)
-    return Announced(
-        all(row[0] & _FOUND for row in everyone),
-        any(row[0] & _OVERTOOK for row in everyone),
-        [row[1 : 1 + len(now)] for row in everyone],
-        [row[1 + len(now) :] for row in everyone],
-    )
+    all_found, overtook, read, coming_rows = True, False, list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for row in everyone:
+        all_found, overtook = all_found and bool(row[0] & _FOUND), overtook or bool(row[0] & _OVERTOOK)
+        read.append(row[1 : 1 + len(now)])
+        coming_rows.append(row[1 + len(now) :])
+    return Announced(all_found, overtook, read, coming_rows)
 
 
 def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:

@@ -57,12 +57,17 @@ class LaunchWindow:
         self.expected = set(order)  # not submitted yet, but may be
         self.in_forward = False
 
-    def to_come(self) -> Sequence[OperationId]:
-        """Returns the launches of the order from the first one on that may still be launched."""
+    def head(self) -> OperationId | None:
+        """Returns the first launch of the order that may still be launched; None: there is none."""
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
-        return order[self._passed :]
+        return order[self._passed] if self._passed < len(order) else None
+
+    def to_come(self) -> Sequence[OperationId]:
+        """Returns the launches of the order from the first one on that may still be launched."""
+        self.head()
+        return self.order[self._passed :]
 
     def drop(self) -> None:
         """Drops all launches of the window."""
@@ -85,7 +90,8 @@ class LaunchQueue:
     Attributes:
         hurried: number of hurried waits.
         draining: all submitted launches may leave, whatever is not yet submitted.
-        callbacks: callbacks of collectives, run and dropped by their threads.
+        callbacks: references to callbacks of collectives, run and dropped by their threads.
+        sleepers: number of threads that wait for `arrived`.
     """
 
     def __init__(self, recorder: Recorder, channel: Mapping[Lane, str] = LANE_GROUP, at_once: int = IN_FLIGHT) -> None:
@@ -105,7 +111,8 @@ class LaunchQueue:
         self.draining = False
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # launch -> its last time alone in flight
-        self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.callbacks: set[weakref.ref[Any]] = set()
+        self.sleepers = 0
         self._end: Callable[[], object] = lambda: None
 
     # -- what a launcher asks of it ------------------------------------------------------------------------------------
@@ -124,11 +131,22 @@ class LaunchQueue:
         """
         self.draining = True
         self.issue()
-        with self.lock:
-            self.arrived.wait_for(lambda: self.error is not None or not self.under_way())
+        self.empty()
         self._end()
         if self.error is not None:
             raise self.error
+
+    def empty(self, timeout: float | None = None) -> None:
+        """Waits until all submitted launches have completed, or one has failed."""
+        with self.lock:
+            self.sleepers += 1
+            self.arrived.wait_for(lambda: self.error is not None or not self.under_way(), timeout)
+            self.sleepers -= 1
+
+    def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Returns a callback of a collective, which is known as long as a thread has it."""
+        self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
+        return callback
 
     def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Makes the ticket of a launch of the current window."""
@@ -164,7 +182,8 @@ class LaunchQueue:
             window = self.windows[-1]
             window.expected.clear()
             self.windows.append(LaunchWindow(order, window.number + 1, held=held))
-            self.forget_windows()
+            while len(self.windows) > 1 and not self.windows[0].waiting:
+                self.windows.popleft()
         self.note_change(window)
 
     @contextlib.contextmanager
@@ -204,7 +223,7 @@ class LaunchQueue:
                 if not any(map(_WAITING, self.windows)):
                     return
                 if (ticket := self.next()) is None:
-                    if self.wakes_s > -math.inf and time.perf_counter() + self.until_due_s() < self.wakes_s:
+                    if self.wakes_s > -math.inf and self.due_s() < self.wakes_s:
                         self.changed.notify_all()
                     return
                 self.issuing = True
@@ -234,8 +253,7 @@ class LaunchQueue:
                 return
             self.complete(ticket)
 
-        self.callbacks.add(completed)
-        launched.work.get_future().add_done_callback(completed)
+        launched.work.get_future().add_done_callback(self.watch(completed))
 
     def complete(self, ticket: Ticket) -> None:
         """Records that a launch has arrived."""
@@ -249,7 +267,8 @@ class LaunchQueue:
                 self.took_s.pop(ticket.id, None)  # another rank was late
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
-            self.arrived.notify_all()
+            if self.sleepers:
+                self.arrived.notify_all()
         self.issue()
         self.recorder.tally.sent(ticket.sent_bytes)
         if ticket.window > OUTSIDE:
@@ -266,19 +285,18 @@ class LaunchQueue:
 
     # -- all methods below are called with the lock held
 
-    def wait_for_change(self) -> None:
-        """Waits until a launch may leave because time has passed, or until woken."""
-        wait_s = self.until_due_s()
-        self.wakes_s = time.perf_counter() + wait_s
-        self.changed.wait(None if wait_s == math.inf else wait_s)
-        self.wakes_s = -math.inf
-
-    def until_due_s(self) -> float:
-        """Returns the seconds until a launch may leave because of a standstill, or because the last launch is late."""
+    def due_s(self) -> float:
+        """Returns when a launch may leave because of a standstill, or because the last launch is late."""
         if not any(map(_WAITING, self.windows)):
             return math.inf
-        late_s = self.until_late_s()
-        return min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
+        now_s = time.perf_counter()
+        due_s = now_s + STANDSTILL_S / 2
+        if self.in_flight:
+            last = self.in_flight[-1]
+            late_s = last.started_s + max(LATE * self.took_s.get(last.id, -math.inf), SHORTEST_S)
+            if last.id in self.took_s and now_s < late_s < due_s:
+                return late_s
+        return due_s
 
     def next(self) -> Ticket | None:
         """Returns the ticket to launch now, or None."""
@@ -290,11 +308,22 @@ class LaunchQueue:
                 each.tells = False
                 self.took_s.pop(each.id, None)
         room = self.at_once - len(self.in_flight)
-        if room <= 0 and not standing_still and (room < 0 or self.until_late_s() > 0):
+        if room <= 0 and not standing_still and (room < 0 or not self._is_late()):
             return None
-        self.forget_windows()
-        may_overtake = self._may_overtake(standing_still) if standing_still or self.draining or self.hurried else ()
-        passed_over: set[str] = set()
+        while len(self.windows) > 1 and not self.windows[0].waiting:
+            self.windows.popleft()
+        if not (standing_still or self.draining or self.hurried):
+            for window in self.windows:
+                if window.held:
+                    return None
+                if (launch := window.head()) is not None:
+                    return window.waiting.pop(launch, None)
+            return None
+        return self._next_out_of_turn(standing_still)
+
+    def _next_out_of_turn(self, standing_still: bool) -> Ticket | None:
+        """Returns the ticket to launch now, where some may leave before others that are not submitted."""
+        may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
             if window.held:
                 return None
@@ -317,19 +346,11 @@ class LaunchQueue:
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
-    def forget_windows(self) -> None:
-        """Drops windows, but for the current one, that have launched everything."""
-        while len(self.windows) > 1 and not self.windows[0].waiting:
-            self.windows.popleft()
-
-    def until_late_s(self) -> float:
-        """Returns the seconds until the last launch is late: 0 if its time is unknown, infinite without one."""
-        if not self.in_flight:
-            return math.inf
+    def _is_late(self) -> bool:
+        """Whether the last launch in flight is late, or its time is unknown."""
         last = self.in_flight[-1]
-        if (took_s := self.took_s.get(last.id)) is None:
-            return 0.0
-        return last.started_s + max(LATE * took_s, SHORTEST_S) - time.perf_counter()
+        took_s = self.took_s.get(last.id)
+        return took_s is None or time.perf_counter() >= last.started_s + max(LATE * took_s, SHORTEST_S)
 
     def leaves(self, ticket: Ticket) -> None:
         """Records that a launch is in flight; one that shares the link is timed only if its time is not known."""
@@ -348,8 +369,10 @@ def _run(queue: LaunchQueue) -> None:
     """Runs the launcher's thread: issues launches that became due as time passed, or that it is woken for."""
     while True:
         with queue.lock:
-            if not queue.stopped:
-                queue.wait_for_change()
+            if not queue.stopped:  # waits until a launch may leave because time has passed, or until woken
+                queue.wakes_s = queue.due_s()
+                queue.changed.wait(None if queue.wakes_s == math.inf else queue.wakes_s - time.perf_counter())
+                queue.wakes_s = -math.inf
             if queue.stopped:
                 return
         queue.issue()
@@ -360,9 +383,8 @@ def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()
+    queue.empty(_FAREWELL_S)  # all ranks have submitted the same launches, which complete unless a rank is gone
     with queue.lock:
-        # All ranks have submitted the same launches, which complete unless a rank is gone.
-        queue.arrived.wait_for(lambda: queue.error is not None or not queue.under_way(), timeout=_FAREWELL_S)
         queue.stopped = True
         queue.changed.notify_all()
     if thread is not threading.current_thread():

@@ -105,8 +105,7 @@ class Launcher:
                     window.drop()
             self.queue.note_change(window)
 
-        self.queue.callbacks.add(ended)
-        future.add_done_callback(ended)
+        future.add_done_callback(self.queue.watch(ended))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
         """Returns the launch that a node submits or awaits; None: none, or one that goes through no launcher."""
@@ -160,8 +159,12 @@ class Launcher:
         """Waits for the value of a launch; the recorder records a wait that takes time."""
         if ticket.done:
             return ticket.wait()
-        with self._communicator.watching(ticket.id), self.recorder.waiting(ticket.id):
-            return ticket.wait()
+        try:
+            with self.recorder.waiting(ticket.id):
+                return ticket.wait()
+        except RuntimeError as error:
+            self._communicator.name_ranks(error, ticket.id)
+            raise
 
     def hurrying(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which launches not yet submitted do not delay those that the caller waits for."""

@@ -66,8 +66,10 @@ class Ticket:
                 self.wanted = True
                 queue.issue()
             with queue.lock:
+                queue.sleepers += 1
                 while self.ended_s == 0.0 and not self.dropped and queue.error is None:
                     queue.arrived.wait()
+                queue.sleepers -= 1
         if queue.error is not None:
             raise queue.error
         if self.dropped:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Form:
         return 1 + 2 * self.tables
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announcement:
     """One rank's announcement, as its caller builds it and as the others read it.
 
@@ -215,8 +215,9 @@ class Announcements:
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
         own = self.of_step
-        found, deeds = own.failure or failure or self.trouble(), self.communicator.deeds
-        return replace(own, sizes=tuple(sizes), failure=found, deeds=deeds)
+        own.failure = own.failure or failure or self.trouble()
+        own.sizes, own.deeds = tuple(sizes), self.communicator.deeds
+        return own
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
         """Announces a step; returns every rank's sizes.
@@ -319,8 +320,11 @@ class Announcements:
         _, everyone, work = launched
         try:
             self._watchdog.waiting_since_s = time.monotonic()
-            with self.communicator.watching(ANNOUNCEMENT):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                self.communicator.name_ranks(error, ANNOUNCEMENT)
+                raise
         except DeadRank as error:
             if self._given_up is None:
                 raise

@@ -63,6 +63,10 @@ def widened(
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
+def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
+    return dist.all_reduce(flat, group=carrier, async_op=True)
+
+
 InTurn = Callable[[], AbstractContextManager[None]]
 """Makes a context for a collective outside of a launcher, on the current stream."""
 
@@ -190,9 +194,8 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
-        carrier, _ = self._carrier(group, own)
 
-        def gather(to: Tensor, sent: Tensor) -> Any:
+        def gather(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
             return gather_single(to, sent, carrier, async_op=True)
 
         found = self._launch(gather, group, packed.view(-1), own)
@@ -204,8 +207,7 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(own, None)
 
-        def exchange(to: Tensor, sent: Tensor) -> Any:
-            carrier, _ = self._carrier(group, to)
+        def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
             return send_parts(carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.waiter(group))
 
         return self._launch(exchange, group, own.new_empty((sum(sizes),)), own)
@@ -280,8 +282,7 @@ class Communicator(Groups):
     ) -> InFlight:
         """Launches an AlltoAll of parts with these numbers of elements from each rank and for each rank."""
 
-        def exchange(to: Tensor, own: Tensor) -> Any:
-            carrier, backend = self._carrier(group, to)
+        def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
             if backend != "gloo":
                 return dist.all_to_all_single(to, own, receive_sizes, send_sizes, group=carrier, async_op=True)
             parts = torch.split_with_sizes(own, send_sizes), torch.split_with_sizes(to, receive_sizes)
@@ -290,9 +291,8 @@ class Communicator(Groups):
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        carrier, _ = self._carrier(group, flat)
         narrow = self._narrow(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
-        launched = self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, narrow)
+        launched = self._launch(_all_reduce, group, narrow)
         if narrow is flat:
             return launched
         return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
@@ -304,16 +304,16 @@ class Communicator(Groups):
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """Launches a collective; one of device tensors over gloo, which needs them on the host, has ended on return."""
-        _, backend = self._carrier(group, written)
+        carrier, backend = self._carrier(group, written)
         if not written.is_cuda or "nccl" in backend:
             turn = self._turn(written, group) if group in CLASSES else None
             if turn is None:
-                return InFlight(written, collective(written, *read), reads=read)
+                return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
-                collective(written, *read).wait()  # the current stream waits, which reads it next
+                collective(carrier, backend, written, *read).wait()  # the current stream waits, which reads it next
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
-        collective(*on_host).wait()
+        collective(*self._carrier(group, on_host[0]), *on_host).wait()
         written.copy_(on_host[0])
         return InFlight(written, None)
 
@@ -330,8 +330,11 @@ class Communicator(Groups):
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
         if launch.work is not None:
-            with self.watching(what):
+            try:
                 launch.work.wait()
+            except RuntimeError as error:
+                self.name_ranks(error, what)
+                raise
         return launch.value
 
     def launches(self) -> Mapping[str, Any]:

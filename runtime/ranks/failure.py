@@ -285,5 +285,5 @@ class Watching(contextlib.AbstractContextManager[None]):
         """There is nothing to prepare."""
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerFailure | DeadRank | StuckRank):
+        if isinstance(error, RuntimeError) and not is_of_ranks(error):
             self._liveness.raise_named(error, str(self._what))

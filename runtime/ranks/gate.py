@@ -48,8 +48,11 @@ class Gate:
 
     def wait(self) -> None:
         """Waits until the gate's exchange has ended."""
-        with self._announcements.communicator.watching(NAME):
+        try:
             self._work.wait()
+        except RuntimeError as error:
+            self._announcements.communicator.name_ranks(error, NAME)
+            raise
 
     def check(self) -> None:
         """Checks that all ranks are in this backward, once the gate's exchange has ended.

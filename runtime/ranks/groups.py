@@ -32,6 +32,7 @@ from embrace_fx.runtime.ranks.failure import (
     PeerFailure,
     Watching,
     failure_text,
+    is_of_ranks,
 )
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.group_deadlock import check_group_deadlock
@@ -383,6 +384,11 @@ class Groups:
             what: what is waited for inside, by its name in `progress`.
         """
         return contextlib.nullcontext() if self._liveness is None else Watching(self._liveness, what)
+
+    def name_ranks(self, error: RuntimeError, what: object = "") -> None:
+        """Raises the error of a broken collective with the names of ranks, as `watching` does, if they are known."""
+        if self._liveness is not None and not is_of_ranks(error):
+            self._liveness.raise_named(error, str(what))
 
 
 def _of_peer(kind: Any, content: bytes, rank: int) -> Any:

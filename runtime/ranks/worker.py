@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 
@@ -23,7 +25,7 @@ class Worker:
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Returns what ends with a job: with its result, or with its error."""
-        end: Future[Any] = Future()
+        end: Any = torch._C.Future([])  # of the methods of `torch.futures.Future`, each is two calls of Python
         self._jobs.put((job, end))
         return end
 
@@ -34,10 +36,15 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         try:
             result = job()
         except Exception as error:  # for the caller of wait()
-            end.set_exception(error)
+            end._set_unwrap_func(partial(_raise, error))
+            end.set_result(error)
         else:
             end.set_result(result)
         del job, end, next_  # drop references before waiting for the next job
+
+
+def _raise(error: Exception, _: object) -> None:
+    raise error
 
 
 class Ending:

@@ -50,6 +50,9 @@ class MissingLaunches:
 
     Args:
         flow: through whose launcher those go that are in its order; others are launched on the spot.
+
+    Attributes:
+        on_the_spot: whether any launch goes through no launcher.
     """
 
     def __init__(self, communicator: Communicator, flow: Flow) -> None:
@@ -57,12 +60,8 @@ class MissingLaunches:
         self._flow = flow
         self._launches: list[_Launch] = []
         self._names: set[str] = set()  # of saved values
+        self.on_the_spot = False
         self._made = 0  # of those that are launched on the spot, in this run of the phase
-
-    @property
-    def on_the_spot(self) -> bool:
-        """Whether any launch goes through no launcher."""
-        return any(each.id is None for each in self._launches)
 
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a node that launches; returns the function that the node is to call."""
@@ -74,6 +73,7 @@ class MissingLaunches:
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
         launch = self._flow.launcher.launch_of(node)
+        self.on_the_spot |= launch is None
         self._launches.append(_Launch(op, launch, call, arguments, like))
         return call if launch is not None else self._counted(call)
 

@@ -192,7 +192,6 @@ class Step:
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
         outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
-        program.flow.mark_end()
         if not for_parameters:
             program.flow.drop()
             return self._of_batch(roles, outputs)
@@ -334,11 +333,14 @@ class Step:
 
     def _check_gate(self, gate: Gate) -> None:
         """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
-        with self._meeting():
+        if gate.future.done():
             gate.wait()
+        else:
+            with self._meeting():
+                gate.wait()
         if not gate.all_are_here():
             self.program.flow.give_up_backward()
-        gate.check()
+            gate.check()
 
     def _fail_backward(
         self, backward: LoweredPhase, gate: Gate, needed: Values, used: Sequence[int], failure: Exception
