@@ -10,18 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tiers.joined_tiers import joined
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
-from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, JoinedTiers, TieredTable
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
@@ -125,6 +126,14 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     tables = context.state.tables
     beyond = [table.memory for table in tables.values() if isinstance(table, TieredTable)]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    context.state.spaces = {space.name: joined(space, [tables[name] for name in space.tables]) for space in plan.spaces}
+    context.state.spaces = {
+        space.name: _joined(space, [tables[name] for name in space.tables]) for space in plan.spaces
+    }
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)
+
+
+def _joined(space: RowSpace, tables: Sequence[RowTable]) -> JoinedTable:
+    """Makes one table of those of a row space, all of which are in memory, or beyond it."""
+    beyond = [table for table in tables if isinstance(table, TieredTable)]
+    return JoinedTiers(space, beyond) if beyond else JoinedTable(space, tables)

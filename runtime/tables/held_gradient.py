@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
-from embrace_fx.runtime.tables.gradient_norms import whole_norms
 from embrace_fx.runtime.tables.held import Held, Late, Rows
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.as_seen import AsSeen
@@ -256,7 +256,7 @@ class HeldGradient(Held):
         if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
             asked = known if any(held is self for held in known) else [self]
-            for held, norm in zip(asked, whole_norms(asked, order), strict=True):
+            for held, norm in zip(asked, _whole_norms(asked, order), strict=True):
                 held._known_norms()[order] = norm
             own = self._norms
         return own[order]
@@ -286,3 +286,24 @@ def merged(parts: Sequence[Rows]) -> Rows:
     ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
     unique, summed = coalesce(ids, rows.view(-1), rows.shape[1], (), 1.0)
     return unique, summed
+
+
+def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
+    """Norms of tables, of each rank's parts of them."""
+    first = asked[0]
+    own = [held.own_norm(order) for held in asked]
+    if first.layout.is_alone:
+        return own
+    if abs(order) == float("inf"):
+        return _together(first, own, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+    if order == 0:
+        return _together(first, own, dist.ReduceOp.SUM)
+    return [total.pow(1.0 / order) for total in _together(first, [norm.pow(order) for norm in own], dist.ReduceOp.SUM)]
+
+
+def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Numbers reduced at once, in the widest of their types."""
+    widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
+    joined = torch.stack([value.to(widest) for value in values])
+    held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
+    return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]

@@ -55,7 +55,8 @@ class Holders:
         """Tells how rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
         held = self.of(parameter)
         if len(held) == 1:
-            return moving(*held[0], row_updates, parameter.dtype)
+            (optimizer, group) = held[0]
+            return moving(type(optimizer), group, row_updates, parameter.dtype)
         if row_updates == "lazy":
             return ""
         can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.joined_table import JoinedTable
-from embrace_fx.runtime.tables.parameter_reads import ParameterReads
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
@@ -42,6 +42,46 @@ class ToCome(Protocol):
 def names_to_ignore(model: nn.Module) -> frozenset[str]:
     """The parameters and buffers that DDP has been told to ignore: each rank's own, neither shared nor reduced."""
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+OFTEN = 2
+"""Steps in a row after each of which all parameters were read."""
+
+
+class ParameterReads:
+    """Notices a training loop that reads all of a model's parameters in every step.
+
+    Where all rows are wanted after each step, letting rows rest costs more than it saves. `in_every_step` changes only
+    when parameters are read: nothing that a step has taken is pending then, so that one step is never taken two ways.
+    """
+
+    _in_a_row: int
+    _stepped: set[int]  # ids of optimizers, since parameters were last read
+    _missed: bool  # one of them has stepped twice
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all reads: a change of the plan, while nothing is pending, reads what the loop does not."""
+        self._in_a_row, self._stepped, self._missed = 0, set(), False
+
+    @property
+    def in_every_step(self) -> bool:
+        """Whether the loop does so in every step."""
+        return self._in_a_row >= OFTEN
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Counts a step that an optimizer has taken."""
+        self._missed |= id(optimizer) in self._stepped
+        self._stepped.add(id(optimizer))
+
+    def note(self) -> None:
+        """Counts a read of all parameters; once between two steps."""
+        if self._stepped:
+            self._in_a_row = 1 if self._missed else self._in_a_row + 1
+            self._stepped.clear()
+            self._missed = False
 
 
 class ModelState:

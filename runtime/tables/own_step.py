@@ -7,13 +7,17 @@ its step over some rows and their state is its step over the table, as far as th
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+from embrace_fx.runtime.kernels import gpu
 
 State = MutableMapping[str, Any]
 """What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
@@ -40,6 +44,27 @@ def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, H
                 return None
             found.append((name, value))
     return tuple(found)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_options(
+    decide: Callable[Concatenate[type[Optimizer], Mapping[str, Any], P], R],
+) -> Callable[Concatenate[type[Optimizer], Mapping[str, Any], P], R]:
+    """Remembers what is decided of a class of optimizers and the options of a param group, where these are plain."""
+
+    @lru_cache(maxsize=256)
+    def under(kind: type[Optimizer], plain: tuple[tuple[str, Hashable], ...], *rest: P.args, **named: P.kwargs) -> R:
+        return decide(kind, dict(plain), *rest, **named)
+
+    @wraps(decide)
+    def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: P.args, **named: P.kwargs) -> R:
+        plain = plain_options(options)
+        return decide(kind, options, *rest, **named) if plain is None else under(kind, plain, *rest, **named)
+
+    return of
 
 
 PLAIN = frozenset({float, bool, int, str, type(None)})
@@ -171,6 +196,67 @@ def step_rows(
         local.index_copy_(0, some, values)
         put_rows(state, after, some, total)
     return {key: value for key, value in after.items() if not is_of_rows(state.get(key), total)}
+
+
+def step_rows_on_device(
+    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
+) -> bool:
+    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), with their state but its counters, in place.
+
+    Returns: whether it has; if not, nothing is done.
+    """
+    kind = type(optimizer)
+    if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
+        return False
+    parts = [part for part in state.values() if isinstance(part, Tensor) and part.dim() > 0]
+    if not all(gpu.takes(tensor) for tensor in (local, rows, *parts)):
+        return False
+    number = float(state["step"]) + 1 if "step" in state else 0.0
+    lr, common = options["lr"], {"maximize": options.get("maximize", False)}
+    if kind is SGD:
+        momentum = state["momentum_buffer"] if options["momentum"] != 0 else None
+        names = ("momentum", "weight_decay", "nesterov")
+        gpu.sgd_rows(local, momentum, ids, rows, lr=float(lr), **{name: options[name] for name in names}, **common)
+    elif kind is Adagrad:
+        size = float(lr / (1 + (number - 1) * options["lr_decay"]))
+        common |= {"eps": options["eps"], "weight_decay": options["weight_decay"]}
+        gpu.adagrad_rows(local, state["sum"], ids, rows, step_size=size, **common)
+    else:
+        _adam(kind, options, local, state, ids, rows, number)
+    return True
+
+
+def _adam(
+    kind: type[Optimizer],
+    options: Mapping[str, Any],
+    local: Tensor,
+    state: Mapping[str, Any],
+    ids: Tensor,
+    rows: Tensor,
+    number: float,
+) -> None:
+    beta1, beta2 = options["betas"]
+    size, rest = options["lr"] / (1 - beta1**number), (1 - beta2**number) ** -0.5
+    decay, shrink = options.get("weight_decay", 0.0), 1.0
+    if kind is SparseAdam:  # leaves the bias of the second moment out of the term that eps is added to
+        size, rest = options["lr"] * math.sqrt(1 - beta2**number) / (1 - beta1**number), 1.0
+    elif options["decoupled_weight_decay"]:
+        decay, shrink = 0.0, float(1 - options["lr"] * decay)
+    gpu.adam_rows(
+        local,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state["max_exp_avg_sq"] if options.get("amsgrad") else None,
+        ids,
+        rows,
+        step_size=float(size),
+        betas=(float(beta1), float(beta2)),
+        eps=options["eps"],
+        correction=rest,
+        weight_decay=decay,
+        shrink=shrink,
+        maximize=options.get("maximize", False),
+    )
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ class Part(Tensor):
         is_sparse: a gradient that looks as the sparse one (COO) that autograd would make.
     """
 
+    answer: ClassVar[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]]
+    """Computes an op on arguments of which some are parts: by the rules of `part_rules`."""
+
     held: Held
     spread: Layout
     kind: str
@@ -66,9 +69,7 @@ class Part(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from embrace_fx.runtime.tables.part_rules import answer  # noqa: PLC0415  (rules make parts)
-
-        return answer(func, args, kwargs or {})
+        return cls.answer(func, args, kwargs or {})
 
     def like(self, held: Held, layout: Layout | None = None) -> Part:
         """Another part of the same table; sparse as this one, unless its layout is given."""

@@ -1,7 +1,8 @@
 """Rows of a part by their ids: a rank writes its own columns of them, and reads them whole; and gradients in rows.
 
 Contract
-    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them).
+    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them). A part of a
+    sparse one answers as a coalesced COO tensor: ids of its rows, and their values in its columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.tables.held import Held, Rows
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis
 
@@ -159,11 +162,6 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
     return _read(func, (part, [ids]), {}) if isinstance(part, Part) and dim in (0, -part.dim()) else NotImplemented
 
 
-def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    part, ids = args[:2]
-    return _read(func, (part, [ids]), {})
-
-
 def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
     """Returns the rows of this rank's ids; each rank brings its own columns of the rows of all. Collective."""
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
@@ -232,6 +230,50 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
+# -- sparse gradients -------------------------------------------------------------------------------------------------
+
+
+def _shown_rows(part: Part, asked: str) -> Rows:
+    """Returns ids (K,) and this rank's columns of their rows (K, d), which may be written.
+
+    Raises:
+        RuntimeError: ranks hold other rows, or views of all elements are held.
+    """
+    held = part.held
+    found = held.shown_rows() if isinstance(held, HeldGradient) and not part.spread.axes[0].of else None
+    if found is None:
+        raise part.refused(asked)
+    return found
+
+
+def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
+    part: Part = args[0]
+    ids, rows = _shown_rows(part, "its values()")
+    layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
+    return part.like(Held(rows, part.held.viewer()), layout)
+
+
+def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _shown_rows(args[0], "its indices()")[0][None]
+
+
+def _nnz(func: Any, args: Any, kwargs: Any) -> int:
+    return len(_shown_rows(args[0], "the number of its rows")[0])
+
+
+def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    part: Part = args[0]
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or part.dtype
+    return part.like(Held(part.held.dense().to(dtype, copy=True)), part.spread)
+
+
+def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
+    return torch.linalg.vector_norm(
+        args[0], 2.0 if order is None else order, dims or None, bool(keep and keep[0]), **kwargs
+    )
+
+
 def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
     """Refuses lookups by the plain model: each rank has its own columns of the rows."""
     if args[0].spread.is_alone:
@@ -261,7 +303,6 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         ),
         aten.index.Tensor: _read,
         aten.index_select.default: _select_index,
-        aten.embedding.default: _embedding,
         aten.zero_.default: _zero,
         **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
         **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
@@ -273,6 +314,16 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
             ),
             _look_up,
         ),
+        # Of a sparse one; `coalesce()` returns a coalesced one as it is.
+        torch.ops.prim.layout.default: lambda func, args, kwargs: torch.sparse_coo,
+        aten.is_coalesced.default: lambda func, args, kwargs: True,
+        aten.sparse_dim.default: lambda func, args, kwargs: 1,
+        aten.dense_dim.default: lambda func, args, kwargs: args[0].dim() - 1,
+        **dict.fromkeys((aten.values.default, aten._values.default), _sparse_values),
+        **dict.fromkeys((aten.indices.default, aten._indices.default), _indices),
+        aten._nnz.default: _nnz,
+        aten._to_dense.default: _to_dense,
+        **dict.fromkeys((aten.norm.Scalar, aten.norm.ScalarOpt_dim), _sparse_norm),
     }
 )
-"""Rows by their ids, and what leaves a gradient in rows."""
+"""Rows by their ids, what leaves a gradient in rows, and what is asked of sparse ones."""

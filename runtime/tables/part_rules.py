@@ -32,12 +32,10 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
-from embrace_fx.runtime.tables.part_memory import set_memory
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
-from embrace_fx.runtime.tables.part_sparse import SPARSE
 from embrace_fx.runtime.tables.part_views import VIEWS, view
-from embrace_fx.runtime.tables.part_whole import is_of_a_loss, leaves_of, of_loss, of_whole, to_be_read
+from embrace_fx.runtime.tables.part_whole import is_of_a_loss, leaves_of, of_loss, of_whole, set_memory, to_be_read
 
 aten = torch.ops.aten
 
@@ -326,7 +324,6 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.set_.source_Tensor: set_memory,
         **REDUCTIONS,
         **ROWS,
-        **SPARSE,
     }
 )
 _OF_NO_ELEMENTS = frozenset(
@@ -353,3 +350,5 @@ _OF_SUMS = frozenset(
 
 
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default], set_memory})
+
+Part.answer = answer

@@ -257,7 +257,7 @@ class RowTable(Unit):
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWise
-        return self._rule(moving(self.holder, options, self.row_updates, self.parameter.dtype), options)
+        return self._rule(moving(type(self.optimizer), options, self.row_updates, self.parameter.dtype), options)
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if way in STILL:

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, History, Moments, decay_rows
-from embrace_fx.runtime.tables.own_step import plain_options
+from embrace_fx.runtime.tables.own_step import by_options
 
 MOST_STEPS = 4096
 """Of a history: then all rows take what they have skipped, and it begins anew."""
@@ -94,20 +93,9 @@ Skipping = tuple[type[SkippedSteps], list[str]]
 """The form in which steps are skipped, and the state that it takes."""
 
 
+@by_options
 def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
     """Finds how a class's steps are skipped; None: they cannot be."""
-    plain = plain_options(options)
-    return _skipping(kind, options, dtype) if plain is None else _skipping_under(kind, plain, dtype)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _skipping_under(
-    kind: type[Optimizer], options: tuple[tuple[str, Hashable], ...], dtype: torch.dtype
-) -> Skipping | None:
-    return _skipping(kind, dict(options), dtype)
-
-
-def _skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):

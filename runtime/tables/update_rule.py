@@ -15,27 +15,25 @@ Shape legend: V' x d this rank's part of a table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables import fused_rows
 from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.history import SupposedStep
 from embrace_fx.runtime.tables.own_step import (
     State,
+    by_options,
     counters_after,
     hyperparameters,
     is_of_rows,
-    plain_options,
     put_rows,
     rows_of_state,
-    step_groups,
     step_rows,
+    step_rows_on_device,
     step_tensor,
     with_own_counters,
 )
@@ -73,7 +71,7 @@ class RowsAlone:
         """
         ids = self.table.places(ids, to_write=True)
         local, state = self.table.local, self.table.state
-        if not fused_rows.step(self.optimizer, self.options, local, state, ids, rows):
+        if not step_rows_on_device(self.optimizer, self.options, local, state, ids, rows):
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
@@ -195,37 +193,17 @@ class RowWise(RowsAlone):
 # -- which rule --------------------------------------------------------------------------------------------------------
 
 
-def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
-    """Tells how rows without gradient move under an optimizer and these options."""
-    kind, plain = type(optimizer), plain_options(options)
-    if plain is None:
-        return _moving(kind, options, tuple(optimizer.defaults), row_updates, dtype)
-    return _moving_under(kind, plain, tuple(optimizer.defaults), row_updates, dtype)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _moving_under(
-    kind: type[Optimizer],
-    options: tuple[tuple[str, Hashable], ...],
-    names: tuple[str, ...],
-    row_updates: RowUpdates,
-    dtype: torch.dtype,
-) -> Moving:
-    return _moving(kind, dict(options), names, row_updates, dtype)
-
-
-def _moving(
-    kind: type[Optimizer], options: Options, names: Sequence[str], row_updates: RowUpdates, dtype: torch.dtype
-) -> Moving:
-    """As `moving`; `names`: of the class's own options."""
+@by_options
+def moving(kind: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
+    """Tells how rows without gradient move under a class of optimizers and these options."""
     if kind in (SparseAdam, RowWiseAdagrad):
         return "lazy" if kind is SparseAdam else ""
     if kind in ELEMENT_WISE and steps_rows(options):
-        is_damped = kind is SGD and options["momentum"] != 0 and options["dampening"] != 0
+        momentum = kind is SGD and options["momentum"] != 0
         # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
-        if row_updates == "lazy" and not is_damped:
+        if row_updates == "lazy" and not (momentum and options["dampening"] != 0):
             return "lazy"
-        if _stand_still(kind, facts_of(names, options)):  # type: ignore[arg-type]  # classes hash
+        if kind in (SGD, Adagrad) and not momentum and options["weight_decay"] == 0:
             return ""
     return "sweep" if skipping(kind, options, dtype) is None else "either"
 
@@ -236,43 +214,6 @@ def steps_rows(options: Options) -> bool:
     return not (options.get("differentiable") or options.get("capturable")) and not (
         isinstance(lr, Tensor) and lr.requires_grad
     )
-
-
-def facts_of(names: Iterable[str], options: Options) -> tuple[tuple[str, Hashable], ...]:
-    """Returns a class's own options, by their names, as plain values, without the lr.
-
-    A class's defaults may name what its groups lack: once state is loaded, SparseAdam's name `differentiable`.
-    """
-    return tuple((name, _plain(options[name])) for name in sorted(names) if name != "lr" and name in options)
-
-
-def _plain(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return float(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
-
-
-_KERNEL: Options = {"foreach": None, "fused": None}
-"""Options that choose among kernels of one formula: torch's choice."""
-
-
-@lru_cache(maxsize=256)
-def _stand_still(kind: type[Optimizer], facts: tuple[tuple[str, Hashable], ...]) -> bool:
-    """Whether rows without gradient, and what one of torch's classes keeps of them, stand still whatever the lr: shown
-    by a step without gradient, after one with."""
-    with torch.device("cpu"):
-        parameter = nn.Parameter(torch.full((1,), 2.0))
-        make: Any = kind
-        optimizer: Optimizer = make([{**dict(facts), "lr": 0.5, "params": [parameter], **_KERNEL}])
-        seen = []
-        for gradient in (0.25, 0.0):
-            parameter.grad = torch.full((1,), gradient)
-            step_groups(optimizer, optimizer.param_groups)
-            kept = optimizer.state[parameter].values()
-            seen.append(
-                [parameter.item(), *(value.item() for value in kept if isinstance(value, Tensor) and value.dim())]
-            )
-    return seen[0] == seen[1]
 
 
 # -- steps to come -----------------------------------------------------------------------------------------------------

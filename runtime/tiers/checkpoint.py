@@ -1,8 +1,14 @@
 """Saves and loads models with tables beyond memory: a file of rows by rank and table, and one of all else.
 
+A rank writes its columns of the rows that differ from their first values, ascending, some at a time, with the steps
+that they have skipped. A loading rank reads the files of all ranks whose columns it needs, side by side. No whole table
+is in memory.
+
 Contract
     `checkpoint.pt`, which names the other files, is renamed into place last: if the processes end before, the earlier
     checkpoint remains. All ranks share the folder; any number of ranks may load it.
+
+Shape legend: K rows; a rank's columns of them.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,12 +27,10 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import own_state_of
 from embrace_fx.runtime.tables.part_state import as_state
-from embrace_fx.runtime.tables.state_dicts import whole_state
+from embrace_fx.runtime.tables.state_dicts import own_state_of, whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
-from embrace_fx.runtime.tiers.records import WEIGHTS
-from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
+from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES
 from embrace_fx.runtime.tiers.tiered_table import TieredTable
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
@@ -52,7 +57,7 @@ def save(
         for name, table in beyond.items():
             if table.memory.failure:
                 raise TierError(table.memory.failure)
-            save_rows(table, folder / files[name][communicator.rank])
+            _save_rows(table, folder / files[name][communicator.rank])
     others = {k: v for k, v in model.state_dict().items() if k not in beyond}
     with communicator.watching():
         rest = whole_state({"model": others, "optimizers": [_of_optimizer(each, state) for each in optimizers]})
@@ -105,7 +110,7 @@ def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, comm
     files, width = [folder / name for name in saved["files"]], table.shape[1]
     cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
     own = range(*own_columns(width, communicator.world_size, communicator.rank))
-    load_rows(table, files, cuts, own)
+    _load_rows(table, files, cuts, own)
     table.load(saved)
 
 
@@ -189,3 +194,70 @@ def _together(communicator: Communicator, expected: str) -> Iterator[None]:
         failure = f"expected {expected}, found {error}"
     for rank, text in communicator.reports(failure).items():
         raise TierError(f"{text}. The checkpoint before is whole. (rank {rank})")
+
+
+# -- the rows of a table -----------------------------------------------------------------------------------------------
+
+
+def _save_rows(table: TieredTable, path: Path) -> int:
+    """Writes this rank's rows to a file; returns their number. No update may be pending."""
+    count = 0
+    with path.open("wb") as file:
+        for rows, records in table.moved():
+            file.write(records.numpy().data)
+            count += rows.numel()
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
+    """Replaces all rows of a table by those of a checkpoint; returns their number.
+
+    Args:
+        paths: the files that ranks have written.
+        cuts: the columns in each file.
+        own: this rank's columns.
+
+    Raises:
+        TierError: a file is broken.
+    """
+    shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
+    needed = [k for k in shared if shared[k]] or [0]
+    count, columns = 0, table.memory.records.columns
+    table.memory.forget(table.rows)
+    with contextlib.ExitStack() as stack:
+        chunks = [_chunks(columns, paths[k], len(cuts[k]), table.memory.part, stack) for k in needed]
+        for chunk in zip(*chunks, strict=True):
+            (rows, *others), parts = zip(*chunk, strict=True)
+            if not all(torch.equal(each, rows) for each in others):
+                raise TierError(_BROKEN.format(paths[0].parent, "files of different rows"))
+            values = {key: parts[0][key] for key in columns}
+            for key in [key for key, column in columns.items() if column.size]:
+                pieces = [
+                    part[key][:, shared[k].start - cuts[k].start :][:, : len(shared[k])]
+                    for k, part in zip(needed, parts, strict=True)
+                ]
+                values[key] = torch.cat(pieces, 1)
+            table.memory.store(table.numbers(rows), values)
+            count += rows.numel()
+    return count
+
+
+def _chunks(
+    columns: Mapping[str, Column], path: Path, width: int, part: int, stack: contextlib.ExitStack
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yields rows (K,) of a file and their columns (K, ...), a part at a time."""
+    file = stack.enter_context(path.open("rb"))
+    records = Records({k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
+    data = torch.empty(records.nbytes * part, dtype=torch.uint8, device="cpu")
+    while size := file.readinto(data.numpy().data):
+        if size % records.nbytes:
+            raise TierError(_BROKEN.format(path, "a record cut short"))
+        read = data[:size].view(-1, records.nbytes)
+        if bool((wrong := records.wrong(read)).any()):
+            raise TierError(_BROKEN.format(path, f"other bytes in {int(wrong.sum())} records"))
+        yield records.rows(read), records.unpack(read)
+
+
+_BROKEN = "expected rows of a table as a checkpoint has them, in {}, found {}. Load an earlier checkpoint."

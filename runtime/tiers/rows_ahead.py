@@ -20,8 +20,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState, ToCome
-from embrace_fx.runtime.tiers.joined_tiers import JoinedTiers
-from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tiers.tiered_table import JoinedTiers, TieredTable
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 

@@ -1,4 +1,4 @@
-"""A sharded table with a working set of rows in memory; like a `RowTable`, but rows are addressed by slots.
+"""Tables, and row spaces, with a working set of rows in memory: like others, but rows are addressed by slots.
 
 Contract
     Rows are brought into memory when they are looked up or stepped, and get the same bits as in a table in memory that
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from embrace_fx.runtime.tables.held import Held, Rows
+from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
@@ -29,6 +30,7 @@ from embrace_fx.runtime.tiers.records import WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.vocabulary.exactness import STILL, Moving
+from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
@@ -234,6 +236,35 @@ class TieredTable(InSlots, RowTable):
     def _share(self, nbytes: int) -> int:
         """Its part of what a working set takes."""
         return nbytes * len(self.rows) // self.memory.num_rows
+
+
+class JoinedTiers(InSlots, JoinedTable):
+    """Tables beyond memory that travel together; ids are rows of the space.
+
+    Args:
+        members: in one working set, in the order of the space.
+    """
+
+    members: tuple[TieredTable, ...]
+
+    def __init__(self, space: RowSpace, members: Sequence[TieredTable]) -> None:
+        self.memory = members[0].memory
+        super().__init__(space, members)
+
+    def _make_history(self) -> SlotHistory:
+        return SlotHistory(self, self.memory, range(self.memory.num_rows), [each.history for each in self.members])
+
+    def is_one(self) -> bool:
+        return super().is_one() and all(each.shown == self.members[0].shown for each in self.members)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(self.members[0].state)
+
+    def begin_step(self) -> RowsAlone:
+        for each in self.members:
+            each.count_step()
+        return super().begin_step()
 
 
 class _FirstOfAll(RowsAlone):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -28,7 +29,6 @@ from torch import Tensor
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.tiers.budget import least_bytes, part_of
-from embrace_fx.runtime.tiers.counts import Counts
 from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstOfTables
@@ -43,6 +43,28 @@ _AHEAD, _BESIDE = 4, 12
 beside their slots until they are put there."""
 ROWS_AT_ONCE = 1 << 13
 """Of all, as one looks at them one after the other."""
+
+
+@dataclass
+class Counts:
+    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written; most at once."""
+
+    steps: int = 0
+    asked: int = 0
+    brought: int = 0
+    missed: int = 0
+    read: int = 0
+    written: int = 0
+    most: int = 0
+
+    def told(self, record_bytes: int) -> str:
+        """Tells of them in a report; a row's record has so many bytes."""
+        found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
+        read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
+        return (
+            f"{found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB read and "
+            f"{written:,.3f} written a step"
+        )
 
 
 class WorkingSet:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, facts_of, moving
+from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, moving
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
@@ -20,7 +20,7 @@ MOVE = [Definition(kind) for kind in (ASGD, Adadelta, Adamax, NAdam, RAdam, RMSp
 
 def way(definition: Definition, row_updates: RowUpdates, **group: object) -> str:
     optimizer = definition(nn.Parameter(torch.ones(V, D)))
-    return moving(optimizer, {**optimizer.param_groups[0], **group}, row_updates, torch.float32)
+    return moving(type(optimizer), {**optimizer.param_groups[0], **group}, row_updates, torch.float32)
 
 
 @pytest.mark.parametrize("definition", EXACT, ids=str)
@@ -115,7 +115,7 @@ def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
     optimizer = Adam([parameter], betas=(0.123, 0.456))  # of which no trial is kept
     handle = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
     try:
-        assert moving(optimizer, optimizer.param_groups[0], "exact", torch.float32) not in STILL
+        assert moving(Adam, optimizer.param_groups[0], "exact", torch.float32) not in STILL
     finally:
         handle.remove()
     assert not seen
@@ -125,12 +125,3 @@ def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
 
 def test_a_number_that_is_a_tensor_is_read_as_one() -> None:
     assert way(Definition(Adagrad, {"lr": torch.tensor(0.1)}), "exact", weight_decay=torch.tensor(0.1)) == "sweep"
-
-
-def test_defaults_that_groups_lack_are_no_options() -> None:
-    """Loading state gives SparseAdam's defaults a `differentiable`, and its groups none."""
-    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(V, D))])
-    before = facts_of(optimizer.defaults, optimizer.param_groups[0])
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.defaults.keys() > optimizer.param_groups[0].keys() - {"params"}
-    assert facts_of(optimizer.defaults, optimizer.param_groups[0]) == before

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.runtime.tables.parameter_reads import ParameterReads
+from embrace_fx.runtime.tables.model_state import ParameterReads
 from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 
