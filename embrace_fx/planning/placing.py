@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.optimizer_state import own_state
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead

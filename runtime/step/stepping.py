@@ -35,9 +35,9 @@ from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.state_dicts import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE

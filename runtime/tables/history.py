@@ -67,18 +67,10 @@ class History:
         self._first = 0  # of its rows in the space
         self._before = 0  # steps until the open ones
         self._supposed: SupposedStep | None = None
-        self._counts: Tensor | None = None
+        self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()
             each._space, each._with, each._first = self, (self, each), first
-
-    @property
-    def _taken(self) -> Tensor:
-        """How many steps each row has taken, (V',)."""
-        if self._counts is None:
-            local = self._unit.local
-            self._counts = torch.zeros(len(local), dtype=torch.int32, device=local.device)
-        return self._counts
 
     @property
     def rest(self) -> bool:
@@ -94,10 +86,13 @@ class History:
         if known is None or not (isinstance(known, form) and known.fits(options)):
             self.close()
             self.open = form(local.device)
+        if self._taken is None:
+            self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def took(self, places: Tensor) -> None:
         """Rows at places (K,), caught up before, have taken the step that is under way."""
         assert self.open is not None
+        assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def suppose(self, step: SupposedStep) -> None:
@@ -106,17 +101,18 @@ class History:
 
     def note(self, options: Mapping[str, Any]) -> None:
         """All other rows have had no gradient in this step, before which the table's state is as it is."""
-        skipped, supposed, unit = self.open, self._supposed, self._unit
+        skipped, supposed, unit, taken = self.open, self._supposed, self._unit, self._taken
         assert skipped is not None
+        assert taken is not None
         skipped.note(options, {} if skipped.count else unit.state)
         self._supposed = None
         if supposed is None or not same_options(supposed.options, options):
             return
         places, steps = unit.places(supposed.ids, to_write=True), self._before + skipped.count
-        if bool((self._taken.index_select(0, places) == steps - 1).all()):  # none has had a gradient
+        if bool((taken.index_select(0, places) == steps - 1).all()):  # none has had a gradient
             unit.local.index_copy_(0, places, supposed.rows)
-            put_rows(unit.state, supposed.state, places, len(self._taken))
-            self._taken.index_fill_(0, places, steps)
+            put_rows(unit.state, supposed.state, places, len(taken))
+            taken.index_fill_(0, places, steps)
 
     def shorten(self) -> None:
         """Begins a new history where this one is long."""
@@ -126,8 +122,7 @@ class History:
     def catch_up(self, places: Tensor) -> None:
         """Lets rows at places (K,) take the steps they have skipped, before they are read."""
         if self.open is not None:
-            if self.open.count:
-                self._take(places)
+            self.take(places, self._unit.local, self._unit.state)
         elif self._space is not None and self._space.open is not None:
             self._space.catch_up(places + self._first if self._first else places)
         elif self._members and self.rest:
@@ -141,9 +136,12 @@ class History:
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
-    def _take(self, places: Tensor) -> None:
+    def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
+        """Lets rows at places (K,) take the open steps that they have skipped; `local` and `state` are the unit's."""
         assert self.open is not None
-        self.open.take(self._unit.local, self._unit.state, places, self._taken)
+        assert self._taken is not None
+        if self.open.count:
+            self.open.take(local, state, places, self._taken)
 
     def close(self) -> None:
         """Has all rows take what they have skipped; not between `begin` and `note`."""
@@ -154,9 +152,11 @@ class History:
 
     def _close(self) -> None:
         assert self.open is not None
+        assert self._taken is not None
         if self.open.count:
-            for places in torch.arange(len(self._taken), device=self._taken.device).split(ROWS_AT_ONCE):
-                self._take(places)
+            local, state = self._unit.local, self._unit.state
+            for places in torch.arange(len(local), device=local.device).split(ROWS_AT_ONCE):
+                self.take(places, local, state)
         self._taken.zero_()
 
 

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.optimizer_state import state_of
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_state import state_of
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.unit import Unit
 from embrace_fx.runtime.tables.update_rule import Options, RowsAlone

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import lru_cache, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,25 +46,23 @@ def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, H
     return tuple(found)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
-def by_options(
-    decide: Callable[Concatenate[type[Optimizer], Mapping[str, Any], P], R],
-) -> Callable[Concatenate[type[Optimizer], Mapping[str, Any], P], R]:
+def by_options(decide: Decide) -> Decide:
     """Remembers what is decided of a class of optimizers and the options of a param group, where these are plain."""
 
     @lru_cache(maxsize=256)
-    def under(kind: type[Optimizer], plain: tuple[tuple[str, Hashable], ...], *rest: P.args, **named: P.kwargs) -> R:
-        return decide(kind, dict(plain), *rest, **named)
+    def under(kind: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
+        return decide(kind, dict(plain), *rest)
 
-    @wraps(decide)
-    def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: P.args, **named: P.kwargs) -> R:
+    def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
         plain = plain_options(options)
-        return decide(kind, options, *rest, **named) if plain is None else under(kind, plain, *rest, **named)
+        if plain is None:
+            return decide(kind, options, *rest)
+        return under(kind, plain, *rest)  # type: ignore[arg-type]  # classes hash
 
-    return of
+    return cast("Decide", wraps(decide)(of))
 
 
 PLAIN = frozenset({float, bool, int, str, type(None)})

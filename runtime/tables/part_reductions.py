@@ -18,8 +18,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Layout, NotAView, without_axes
-from embrace_fx.runtime.tables.part_views import arguments_of
+from embrace_fx.runtime.tables.part_layout import Layout, NotAView, arguments_of, without_axes
 
 aten = torch.ops.aten
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN

@@ -230,7 +230,7 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-# -- sparse gradients -------------------------------------------------------------------------------------------------
+# -- sparse gradients --------------------------------------------------------------------------------------------------
 
 
 def _shown_rows(part: Part, asked: str) -> Rows:

@@ -31,11 +31,21 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Axis, Layout, NotAView
+from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.part_rows import ROWS
-from embrace_fx.runtime.tables.part_views import VIEWS, view
-from embrace_fx.runtime.tables.part_whole import is_of_a_loss, leaves_of, of_loss, of_whole, set_memory, to_be_read
+from embrace_fx.runtime.tables.part_whole import (
+    ALIASES,
+    LIKE,
+    NEW,
+    RANDOM_LIKE,
+    is_of_a_loss,
+    leaves_of,
+    of_loss,
+    of_whole,
+    set_memory,
+    to_be_read,
+)
 
 aten = torch.ops.aten
 
@@ -297,27 +307,13 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.alias.default: _alias,
         aten.detach_.default: lambda func, args, kwargs: args[0],
         **dict.fromkeys(VIEWS, _view),
-        **dict.fromkeys(
-            (
-                *(aten.clone.default, aten._to_copy.default, aten.zeros_like.default, aten.ones_like.default),
-                *(aten.empty_like.default, aten.full_like.default),
-            ),
-            _like,
-        ),
-        **dict.fromkeys(
-            (
-                *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-                aten.new_empty_strided.default,
-            ),
-            _new,
-        ),
+        **dict.fromkeys((aten.clone.default, aten._to_copy.default, *LIKE), _like),
+        **dict.fromkeys(NEW, _new),
         **dict.fromkeys(
             (
                 *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
                 *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default),
-                *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from")),
-                *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default),
-                aten.randint_like.low_dtype,
+                *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), *RANDOM_LIKE),
             ),
             _random,
         ),
@@ -326,20 +322,12 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         **ROWS,
     }
 )
-_OF_NO_ELEMENTS = frozenset(
-    {
-        *(*VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
-        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-        aten.new_empty_strided.default,
-    }
-)
+_OF_NO_ELEMENTS = frozenset({*VIEWS, *ALIASES, *NEW})
 """What reads and writes no element, so that a rank may do it alone."""
 
 _OF_SUMS = frozenset(
     {
-        *(torch.ops.prim.layout.default, *VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
-        *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
-        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        *(torch.ops.prim.layout.default, *VIEWS, *ALIASES, *LIKE, *NEW),
         *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default),
         *(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_put_.default),
         *(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default),

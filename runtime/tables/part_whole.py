@@ -27,8 +27,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.part import Part, Rule, whole
-from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_views import VIEWS
+from embrace_fx.runtime.tables.part_layout import VIEWS, Layout
 from embrace_fx.runtime.tables.pending_parameters import share_memory
 from embrace_fx.vocabulary import forwarding
 
@@ -112,14 +111,17 @@ _BETWEEN = (
 )
 """Files that the call of an op goes through."""
 
-_OF_ONE = frozenset(
-    {
-        *(*VIEWS, aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default),
-        *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
-        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-        *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype),
-    }
+ALIASES = (aten.detach.default, aten.alias.default, aten.detach_.default)
+LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
+RANDOM_LIKE = (
+    *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.randint_like.default, aten.randint_like.low_dtype),
 )
+NEW = (
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    aten.new_empty_strided.default,
+)
+_OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default, *LIKE, *NEW, *RANDOM_LIKE})
 """What has no other operand, so that each element of a part of its result is of the same element."""
 
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table
+from embrace_fx.runtime.tables.optimizer_state import whole_state_of
 from embrace_fx.runtime.tables.part import Part, become_part, become_whole
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import whole_state_of
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept

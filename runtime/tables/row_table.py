@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.tables.held import Late, Rows
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import (
     hyperparameters,
     makes_state,
@@ -30,7 +31,6 @@ from embrace_fx.runtime.tables.own_step import (
 )
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import keep_state, state_of
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.unit import Unit
 from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, RowWise, Sweep, moving, steps_rows
@@ -92,11 +92,6 @@ class RowTable(Unit):
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Notes among which rows of the host (K,) ids of the device are, where it `needs_host`."""
-
-    @property
-    def joined(self) -> tuple[Tensor, ...]:
-        """Tensors besides the parameter that hold the table's memory: none."""
-        return ()
 
     @property
     def grid(self) -> Grid | None:
@@ -257,7 +252,7 @@ class RowTable(Unit):
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWise
-        return self._rule(moving(type(self.optimizer), options, self.row_updates, self.parameter.dtype), options)
+        return self._rule(moving(type(self.holder), options, self.row_updates, self.parameter.dtype), options)
 
     def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if way in STILL:

@@ -146,8 +146,8 @@ class Replay(RowsAlone):
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         places = self.table.places(ids, to_write=True)
-        self._history.catch_up(places)
         local, state = self.table.local, self.table.state
+        self._history.take(places, local, state)
         self._counted = step_rows(self.optimizer, self.options, local, state, places, rows) or self._counted
         self._history.took(places)
 

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part_state import as_state
-from embrace_fx.runtime.tables.state_dicts import own_state_of, whole_state
+from embrace_fx.runtime.tables.optimizer_state import as_state, own_state_of
+from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES

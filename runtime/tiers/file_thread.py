@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.budget import LEAVING, part_of
 from embrace_fx.runtime.tiers.initial import FirstOfTables
-from embrace_fx.runtime.tiers.record_file import RecordFile
+from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Records
 from embrace_fx.runtime.tiers.slots import Leave, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
@@ -39,14 +39,6 @@ _LATE_S, _BY_THREAD = 4e-3, 32
 """A write of a part that takes longer had to wait; so many of the next ones are the thread's."""
 _FIRST_BYTES = 64
 """Bytes of memory in which an element of first values is computed."""
-
-
-class Rest(Protocol):
-    """A place where records are at rest."""
-
-    def write(self, numbers: Tensor, records: Tensor) -> None: ...
-
-    def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor: ...
 
 
 class Come(NamedTuple):
@@ -75,7 +67,7 @@ class FileThread:
     def __init__(
         self,
         table: str,
-        file: Rest,
+        file: RecordFile | HostRecords,
         records: Records,
         slots: Slots,
         count: int,

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tiers.host_records import HostRecords
-from embrace_fx.runtime.tiers.record_file import RecordFile
+from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
 from embrace_fx.runtime.tiers.records import Records
 
 READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20

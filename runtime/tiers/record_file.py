@@ -1,9 +1,11 @@
-"""Stores records in a file: a row's values and optimizer state together, so that a row is one read.
+"""Stores records in a file, or in the memory of a device's host: a row's values and optimizer state together.
 
 Contract
     The file has no name: it ends with its process, and cannot be mistaken for a checkpoint. It is as long as all
     records, but takes disk space only for written ones. A read returns what was written, or raises an error that names
     the row: a record has a checksum of its bytes, which include the row's number.
+    In the host's memory a row takes room once its record has been written, at the number of the row. A thread gathers
+    what is read into pinned memory, from which the device copies it.
 
 Shape legend: K records of B bytes, as `records.py` packs them, at numbers (K,) in the file.
 """
@@ -159,3 +161,43 @@ class RecordFile:
                 there = os.fstat(self.descriptor).st_size
                 raise OSError(f"a file of {there:,} bytes, cut off before byte {at + len(run):,}")
             done += more
+
+
+class HostRecords:
+    """The records of one table on this rank.
+
+    Args:
+        count: how many rows there are.
+        records: their columns.
+    """
+
+    def __init__(self, count: int, records: Records) -> None:
+        self._all = torch.empty((count, records.nbytes), dtype=torch.uint8, device="cpu")
+        self.size = count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take once every row has moved."""
+        return self._all.nbytes
+
+    def write(self, numbers: Tensor, records: Tensor) -> None:
+        """Writes records (K, B) uint8 at numbers (K,)."""
+        self._all.index_copy_(0, numbers.to(torch.int64), records)
+
+    def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Reads records (K, B) at numbers (K,), whichever rows they are of, into memory of their own."""
+        into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.index_select(self._all, 0, numbers, out=into)
+
+    # -- numbers, as of `RecordLog` ------------------------------------------------------------------------------------
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Returns the numbers (K,) of rows (K,): their own."""
+        return rows.to(torch.int32)
+
+    def give_back(self, numbers: Tensor) -> None:
+        """Does nothing: a row keeps its number."""
+
+    def lacks(self, count: int) -> bool:
+        """Tells that there is room: each row has its own."""
+        return False

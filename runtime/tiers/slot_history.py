@@ -61,18 +61,15 @@ class SlotHistory(History):
     """
 
     rows: range
+    _taken: Tensor
 
     def __init__(self, unit: Unit, memory: WorkingSet, rows: range, members: Sequence[SlotHistory] = ()) -> None:
         super().__init__(unit, {each.rows.start: each for each in members})
-        self._memory, self.rows, self._tables = memory, rows, tuple(members)
+        self._memory, self.rows, self._tables, self._taken = memory, rows, tuple(members), memory.columns[TAKEN]
         for each in members:
             each._first = 0  # slots are the space's
         memory.arrived = self.arrived
         self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # with the number of steps before each
-
-    @property
-    def _taken(self) -> Tensor:
-        return self._memory.columns[TAKEN]
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         if self.open is None and self._tables:  # its tables count on from one number
@@ -121,12 +118,14 @@ class SlotHistory(History):
         for k in of.unique().tolist():
             yield self._tables[k], places[of == k]
 
-    def _take(self, places: Tensor, due: Sequence[tuple[int, SkippedSteps | _FirstStep]] | None = None) -> None:
+    def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
+        assert self.open is not None
+        if self.open.count:
+            self._take(places, [(self._before, self.open)])
+
+    def _take(self, slots: Tensor, due: Sequence[tuple[int, SkippedSteps | _FirstStep]]) -> None:
         """Lets rows in slots (K,) take what they have skipped of histories, which follow on each other."""
-        if due is None:
-            assert self.open is not None
-            due = [(self._before, self.open)]
-        memory, taken, slots = self._memory, self._taken, places
+        memory, taken = self._memory, self._taken
         until = due[-1][0] + due[-1][1].count
         steps = taken.index_select(0, slots)
         if not steps.is_cuda:  # where it costs nothing to know which

@@ -113,7 +113,7 @@ class TieredTable(InSlots, RowTable):
         super().__init__(*args, **kwargs)
         self.memory = memory
         self.shown: set[str] = self._with_made(shown)
-        self.rows, self._stepped = range(first, first + self.shape[0]), 0
+        self.rows = range(first, first + self.shape[0])
         self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
         self._expected: Tensor | None = None
         self.history = SlotHistory(self, memory, self.rows)
@@ -208,13 +208,8 @@ class TieredTable(InSlots, RowTable):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
-    def count_step(self) -> None:
-        """Counts a step of this table: those of a working set are those of the one that has taken most."""
-        self._stepped += 1
-        self.memory.counts.steps = max(self.memory.counts.steps, self._stepped)
-
     def begin_step(self) -> RowsAlone:
-        self.count_step()
+        self.memory.counts.steps += not self.rows.start
         return super().begin_step()
 
     @property
@@ -262,8 +257,7 @@ class JoinedTiers(InSlots, JoinedTable):
         return dict(self.members[0].state)
 
     def begin_step(self) -> RowsAlone:
-        for each in self.members:
-            each.count_step()
+        self.memory.counts.steps += 1
         return super().begin_step()
 
 

@@ -30,10 +30,9 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.tiers.budget import least_bytes, part_of
 from embrace_fx.runtime.tiers.file_thread import Come, FileThread
-from embrace_fx.runtime.tiers.host_records import HostRecords
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.next_use import NextUse
-from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Slots
@@ -47,7 +46,7 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written; most at once."""
+    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written."""
 
     steps: int = 0
     asked: int = 0
@@ -55,7 +54,6 @@ class Counts:
     missed: int = 0
     read: int = 0
     written: int = 0
-    most: int = 0
 
     def told(self, record_bytes: int) -> str:
         """Tells of them in a report; a row's record has so many bytes."""
@@ -324,7 +322,6 @@ class WorkingSet:
         that the call asks for."""
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
-        self.counts.most = max(self.counts.most, new.numel())
         self._next_use.keep(stays := where[~missing].to(torch.int64).sub_(1))
         self._make_room(new.numel())
         self._next_use.let_go(stays)

@@ -30,7 +30,7 @@ from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.part_state import own_state
+from embrace_fx.runtime.tables.optimizer_state import own_state
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowsAlone

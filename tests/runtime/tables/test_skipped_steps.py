@@ -39,7 +39,7 @@ class _Table:
         self._step(torch.arange(ROWS))
         self.local = self.parameter.detach().clone()
         self.state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self._own_state.items()}
-        self.history = History(self)
+        self.history = History(self.unit)
 
     def _draw(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.randn((rows, COLUMNS), generator=self._random, dtype=torch.float64).to(dtype)
@@ -54,6 +54,10 @@ class _Table:
         return self.optimizer.param_groups[0]
 
     # As a table.
+
+    @property
+    def unit(self) -> Any:
+        return self
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         return ids
@@ -86,7 +90,7 @@ class _Table:
         ids = torch.tensor(read, dtype=torch.int64)
         with torch.enable_grad():
             rows = self._step(ids)
-        Replay(self).finish([(ids, rows)])
+        Replay(self.unit).finish([(ids, rows)])
 
     def check(self) -> None:
         self.history.close()
@@ -155,7 +159,7 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
 def _read_a_step_ahead(table: _Table, *read: int) -> SupposedStep:
     ids = torch.tensor(read)
     table.history.catch_up(ids)
-    step = suppose(table, ids, table.local.index_select(0, ids))
+    step = suppose(table.unit, ids, table.local.index_select(0, ids))
     table.history.suppose(step)
     return step
 
