@@ -14,7 +14,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,14 @@ from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, read, written
 _STALE = (
     "logits must be read before optimizer.step(): they are computed when they are read, and their table {} has been "
     "stepped or written since the model was called. Or keep the table whole: strategy={{{!r}: 'allreduce'}}."
+)
+_SCORED = (
+    "the gradient of logits must be asked for before their loss is computed: a loss of logits that nobody has read "
+    "goes around them. Call logits.retain_grad() or register_hook() above the loss."
+)
+_CHANGED = (
+    "backward: logits were written, or their gradient asked for, and a custom autograd function was given them. Give "
+    "it a copy: function.apply(logits + 0)."
 )
 
 
@@ -72,15 +80,87 @@ class Source:
         if now != (self.steps, self.version):
             raise RuntimeError(_STALE.format(self.promise.table, self.promise.table))
 
-    def make(self, hidden: Tensor) -> Tensor:
-        """Makes logits of the whole table. Collective."""
+    def parameters(self) -> list[Tensor]:
+        """Lists the table, and the bias if there is one."""
+        return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
+
+    def make(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """Makes logits of the whole table. Collective.
+
+        Args:
+            parameters: in the place of its own.
+        """
         self.check()
         weight, narrow = self._weight(), self.promise.narrow
         bias = self.state.parameter(self.promise.bias) if self.promise.bias else None
         if narrow is not None:
             weight, bias = weight.to(narrow), None if bias is None else bias.to(narrow)  # type: ignore[assignment]
         with torch.autocast(hidden.device.type, enabled=False):
-            return apply_steps(F.linear(hidden, weight, bias), self.promise.steps)[-1]
+            return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
+
+
+@dataclass(eq=False)
+class Made:
+    """Logits once they are made.
+
+    Attributes:
+        before: the logits that these are a view of.
+        is_scored: whether a loss of these, or of a view, was computed without making them.
+        is_hooked: whether somebody has asked for their gradient.
+    """
+
+    before: Made | None
+    value: Tensor | None = None
+    version: int = 0
+    is_scored: bool = False
+    is_hooked: bool = False
+
+    def chain(self) -> Iterator[Made]:
+        """Yields these, and the logits that they are a view of."""
+        found: Made | None = self
+        while found is not None:
+            yield found
+            found = found.before
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether values or gradients are no longer those of hidden states and table."""
+        return self.is_hooked or (self.value is not None and self.value._version != self.version)
+
+
+class _Node(torch.autograd.Function):
+    """Logits as autograd knows them."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
+        logits = make()
+        ctx.save_for_backward(hidden)
+        ctx.made, ctx.source, ctx.is_log = logits.made, logits.source, logits.is_log
+        return logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if any(each.is_changed for each in ctx.made.chain()):
+            raise RuntimeError(_CHANGED)
+        whole = [each.full_tensor() if isinstance(each, Part) else each for each in ctx.source.parameters()]
+        with torch.enable_grad():
+            hidden, *parameters = (each.detach().requires_grad_() for each in (*ctx.saved_tensors, *whole))
+            values = ctx.source.make(hidden, parameters)
+            values = values.log_softmax(-1) if ctx.is_log else values
+            return (None, *torch.autograd.grad(values, (hidden, *parameters), gradient))
+
+
+class _Values(torch.autograd.Function):
+    """Values of logits that another function of autograd has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
     def _weight(self) -> Tensor:
         """Returns the whole table, or the parameter that yields it to what asks for it."""
@@ -98,14 +178,15 @@ class Logits(Tensor):
     Attributes:
         hidden: (.., D), with its graph.
         base: makes them of others, of which they may be a view; None: of `source`.
+        node: theirs in autograd's graph; another function that returns them changes `grad_fn`.
     """
 
     hidden: Tensor
     source: Source
     base: Callable[[], Tensor] | None
-    parent: Logits | None
     is_log: bool
-    made: Tensor | None
+    made: Made
+    node: Any
 
     @staticmethod
     def __new__(
@@ -113,33 +194,46 @@ class Logits(Tensor):
         hidden: Tensor,
         source: Source,
         base: Callable[[], Tensor] | None = None,
-        parent: Logits | None = None,
+        before: Made | None = None,
         *,
         is_log: bool = False,
     ) -> Logits:
         rows = source.state.tables[source.promise.table].shape[0]
-        found: Any = Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
-        )
-        found.hidden, found.source, found.base, found.parent = hidden, source, base, parent
-        found.is_log, found.made = is_log, None
-        return found  # type: ignore[no-any-return]
+        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
+        inputs = (hidden, *source.parameters()) if hidden.requires_grad else (hidden,)
+
+        def make() -> Logits:
+            found: Any = Tensor._make_wrapper_subclass(
+                cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
+            )
+            found.hidden, found.source, found.base = hidden, source, base
+            found.is_log, found.made = is_log, Made(before)
+            return found  # type: ignore[no-any-return]
+
+        found: Logits = _Node.apply(make, *inputs)  # type: ignore[no-untyped-call]
+        found.node = found.grad_fn
+        return found
 
     def make(self) -> Tensor:
         """Makes them, once; with a graph where the model's call had one, whoever reads them first. Collective."""
-        if self.made is None:
-            with torch.set_grad_enabled(self.hidden.requires_grad):
-                self.made = self.source.make(self.hidden) if self.base is None else self.base()
-        return self.made
+        made = self.made
+        if made.value is None:
+            with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
+                made.value = self.source.make(self.hidden) if self.base is None else self.base()
+            made.version = made.value._version
+        if self.grad_fn is not self.node:
+            found: Tensor = _Values.apply(self, made.value.detach())  # type: ignore[no-untyped-call]
+            return found
+        return made.value
 
     @property
     def is_made(self) -> bool:
-        """Whether these logits, or those that they are a view of, have been made, and may have been written."""
-        return self.made is not None or (self.parent is not None and self.parent.is_made)
+        """Whether values are known or have been changed, here or where these are a view of."""
+        return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: Source | None = None) -> Logits:
         """Returns logits of other hidden states, which are also what `base` makes of these."""
-        return Logits(hidden, source or self.source, base, self, is_log=self.is_log)
+        return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod
     def __torch_function__(
@@ -149,8 +243,8 @@ class Logits(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
-            return args[0].hidden.requires_grad
+        if func in _OF_GRADIENTS:
+            _hook([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits)])
         lazily = _LAZY.get(func)
         if lazily is not None and args and isinstance(args[0], Logits) and not args[0].is_made:
             found = lazily(func, *args, **kwargs)
@@ -165,6 +259,14 @@ class Logits(Tensor):
         return func(*_made(args), **_made(kwargs or {}))
 
 
+def _hook(logits: Sequence[Logits]) -> None:
+    """Raises `RuntimeError` where a gradient would lack that of a loss."""
+    for each in logits:
+        if any(made.is_scored for made in each.made.chain()):
+            raise RuntimeError(_SCORED)
+        each.made.is_hooked = True
+
+
 def _made(tree: Any) -> Any:
     return pytree.tree_map_only(Logits, Logits.make, tree)
 
@@ -176,9 +278,12 @@ _FACTS = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
         *(Tensor.ndimension, Tensor.nelement, torch.is_floating_point, torch.is_complex, torch.numel),
         *(Tensor.element_size, Tensor.__hash__),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn")),
     }
 )
 """What is answered without logits."""
+_OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.retain_grad})
+"""What asks for the gradient of logits."""
 
 
 # -- views and casts ---------------------------------------------------------------------------------------------------
@@ -237,9 +342,8 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
     dtype = kwargs.get("dtype")
     if logits.is_log or dim not in (-1, logits.dim() - 1) or args or (dtype is not None and dtype != logits.dtype):
         return NotImplemented
-    with_log = logits.derived(logits.hidden, lambda: func(logits.make(), dim, **kwargs), _in_autocast(logits))
-    with_log.is_log = True
-    return with_log
+    base, source = (lambda: func(logits.make(), dim, **kwargs)), _in_autocast(logits)
+    return Logits(logits.hidden, source, base, logits.made, is_log=True)
 
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import ROOMS, compare
+from tests.support.scenarios.heads import Words
 from tests.support.sides import Predicting
 
 pytestmark = [
@@ -79,6 +80,14 @@ AS_WRITTEN = (
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
 )
 """Scenarios of the eager route."""
+LOSSES_OF_LOGITS = [
+    *("class weights in the loop", "a temperature in place", "a teacher", "log probabilities gathered"),
+    *("positions behind classes", "scored positions chosen", "a loss of detached logits beside"),
+    *("a checkpointed loss", "a function of autograd behind logits", "gradients of logits hooked"),
+    *("gradients of logits asked for", "gradients of logits hooked too late"),
+    *("a function of autograd behind logits that were written", "a function of autograd behind log softmax"),
+    *("read under inference mode before the loss", "columns left out"),
+]
 OF_SHARDS = ("parameters", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""
 
@@ -88,6 +97,8 @@ OF_HEAD: Mapping[str, Any] = {
     "module": Predicting,
 }
 """A table that an output layer reads, too, in the model that scenarios share."""
+OF_LOGITS: Mapping[str, Any] = {"strategy": {"words.weight": "vocabulary"}, "module": Words}
+"""A model that returns logits of its sharded table, in the scenarios of heads."""
 BY_COLUMNS = {
     *("state read on one rank", "written through the state dict", "every third read", "foreach average"),
     "read by a thread",
@@ -119,6 +130,16 @@ def test_scenarios_of_an_output_layer_end_where_ddp_does_in_every_room(room: str
     _check(ROOMS[room], 2, OF_HEAD)
 
 
+def test_losses_of_logits_end_where_ddp_does() -> None:
+    _check(LOSSES_OF_LOGITS, 2, OF_LOGITS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "none"), (3, "2d"), (4, "vertical")])
+def test_every_use_of_logits_ends_where_ddp_does(ranks: int, schedule: str) -> None:
+    _check(ROOMS["heads"], ranks, {**OF_LOGITS, "schedule": schedule})
+
+
 def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:
     _check(list(OF_THEIR_OWN), *WAYS["2 ranks"])
 
@@ -129,7 +150,8 @@ def test_scenarios_of_models_that_run_as_written_end_where_ddp_does() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("room", "way"), [(room, way) for room in ROOMS for way in WAYS if way != "eager" or room not in OF_SHARDS]
+    ("room", "way"),
+    [(room, way) for room in ROOMS if room != "heads" for way in WAYS if way != "eager" or room not in OF_SHARDS],
 )
 def test_scenarios_end_where_ddp_does_in_every_way(room: str, way: str) -> None:
     _check(ROOMS[room], *WAYS[way])

@@ -19,6 +19,7 @@ from tests.support.scenario import OPTIMIZERS, SCENARIOS, Scenario, Shared, Trai
 from tests.support.scenarios import (
     batches,
     gradients,
+    heads,
     joins,
     losses,
     modes,
@@ -38,6 +39,7 @@ ROOMS = {
     for room in (
         batches,
         gradients,
+        heads,
         losses,
         modes,
         optimizers,
