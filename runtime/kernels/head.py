@@ -64,7 +64,7 @@ def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
-    top = values.amax(1)
+    top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # all of a rank's words may be ruled out, by -inf
     total = (values - top[:, None]).exp_().sum(1)
     own, rows = _own_labels(labels, logits, rank, group_size)
     label = values.gather(1, rows[:, None])[:, 0].masked_fill(own.logical_not(), 0)

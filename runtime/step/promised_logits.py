@@ -293,7 +293,7 @@ def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Answers a change of the leading shape."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits.shape[-1] or not logits.hidden.numel():
+    if not shape or shape[-1] != logits.shape[-1]:
         return NotImplemented
     hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
     return logits.derived(hidden, lambda: func(logits.make(), *args, **kwargs))

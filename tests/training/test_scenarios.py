@@ -80,6 +80,8 @@ AS_WRITTEN = (
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
 )
 """Scenarios of the eager route."""
+HEADS = ("heads", "output_layers")
+"""Rooms of scenarios of sharded output layers."""
 LOSSES_OF_LOGITS = [
     *("class weights in the loop", "a temperature in place", "a teacher", "log probabilities gathered"),
     *("positions behind classes", "scored positions chosen", "a loss of detached logits beside"),
@@ -87,6 +89,11 @@ LOSSES_OF_LOGITS = [
     *("gradients of logits asked for", "gradients of logits hooked too late"),
     *("a function of autograd behind logits that were written", "a function of autograd behind log softmax"),
     *("read under inference mode before the loss", "columns left out"),
+]
+OF_OUTPUT_LAYERS = [
+    *("losses weighed by position", "three modules of one table", "banned words", "an empty batch"),
+    *("accumulated reads", "a frozen body and a loss of the loop", "losses of two output layers"),
+    *("data written before the loss", "tied anew between steps"),
 ]
 OF_SHARDS = ("parameters", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""
@@ -130,14 +137,19 @@ def test_scenarios_of_an_output_layer_end_where_ddp_does_in_every_room(room: str
     _check(ROOMS[room], 2, OF_HEAD)
 
 
-def test_losses_of_logits_end_where_ddp_does() -> None:
+def test_losses_of_logits_end_where_those_of_ddp_do() -> None:
     _check(LOSSES_OF_LOGITS, 2, OF_LOGITS)
 
 
+def test_models_with_output_layers_end_where_ddp_does() -> None:
+    _check(OF_OUTPUT_LAYERS, 2, {})
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("room", HEADS)
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "none"), (3, "2d"), (4, "vertical")])
-def test_every_use_of_logits_ends_where_ddp_does(ranks: int, schedule: str) -> None:
-    _check(ROOMS["heads"], ranks, {**OF_LOGITS, "schedule": schedule})
+def test_every_output_layer_ends_where_ddp_does(room: str, ranks: int, schedule: str) -> None:
+    _check(ROOMS[room], ranks, {**OF_LOGITS, "schedule": schedule})
 
 
 def test_scenarios_of_their_own_models_end_where_ddp_does() -> None:
@@ -151,7 +163,7 @@ def test_scenarios_of_models_that_run_as_written_end_where_ddp_does() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("room", "way"),
-    [(room, way) for room in ROOMS if room != "heads" for way in WAYS if way != "eager" or room not in OF_SHARDS],
+    [(room, way) for room in ROOMS if room not in HEADS for way in WAYS if way != "eager" or room not in OF_SHARDS],
 )
 def test_scenarios_end_where_ddp_does_in_every_way(room: str, way: str) -> None:
     _check(ROOMS[room], *WAYS[way])

@@ -1,4 +1,4 @@
-"""What loops do with the output layer of a table, and with its logits."""
+"""What loops do with logits of a table that its output layer shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.scenario import OPTIMIZERS, Training, scenario
@@ -37,41 +36,10 @@ class Words(nn.Module):
         return self.head(self.hidden(words_BT))
 
 
-class WithLoss(Words):
-    """Returns the loss and the logits, where it has labels."""
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED)
-
-    def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Any:
-        logits = self.head(self.hidden(words_BT))
-        return logits if labels_BT is None else (self.loss(logits.flatten(0, 1), labels_BT.flatten()), logits)
-
-
 def draw(training: Training, step: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(10 * step + training.rank)
     words, labels = torch.randint(NUM_WORDS, (2, 2, 4 + training.rank % 2), generator=random)
     return words, labels.masked_fill(torch.rand(labels.shape, generator=random) < 0.3, IGNORED)
-
-
-class Predicting:
-    """A model whose table is sharded by its output layer, and its optimizer."""
-
-    def __init__(self, training: Training, module: nn.Module, *, table: str = "words.weight", whole: bool = False):
-        self.training, self.module, self.table, self.whole = training, module, table, whole
-        self.model = training.wrap(module, strategy={table: "vocabulary"})
-        trained = [each for each in module.parameters() if each.requires_grad]
-        self.optimizer: Any = training.optimize(AdamW, trained, lr=0.02, eps=1e-3)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def check(self) -> None:
-        """Asserts that the table is sharded, or whole."""
-        if self.training.is_compiled:
-            decision = self.model.plan[self.table]
-            assert (decision.strategy == "vocabulary") != self.whole, decision
 
 
 def of_logits(refused: str = "") -> Callable[[OfLogits], OfLogits]:
@@ -89,30 +57,6 @@ def of_logits(refused: str = "") -> Callable[[OfLogits], OfLogits]:
         run.__name__ = function.__name__
         scenario(optimizer=OPTIMIZERS["adamw"], refused=refused)(run)
         return function
-
-    return enter
-
-
-def of_a_model(*, whole: bool = False, **needs: Any) -> Callable[[type[Words]], type[Words]]:
-    """Enters a model with a loss of its own.
-
-    Args:
-        whole: whether its table stays whole.
-    """
-
-    def enter(kind: type[Words]) -> type[Words]:
-        def run(training: Training) -> None:
-            predicting = Predicting(training, kind(), whole=whole)
-            for step in range(3):
-                loss, *_ = predicting.model(*draw(training, step))
-                training.note(loss)
-                loss.backward()
-                predicting.step()
-            predicting.check()
-
-        run.__name__ = kind.__name__
-        scenario(optimizer=None, fresh=True, **needs)(run)
-        return kind
 
     return enter
 
