@@ -25,6 +25,7 @@ from torch.optim import SGD
 
 from benchmarks.namespaces import interface_sent_bytes, obstacle
 from benchmarks.network import Links, network
+from tests.support.heads import HeadWorkload
 from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
 from tests.support.wire import (
@@ -57,6 +58,19 @@ def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> 
     assert_predicted(sent_small)
     assert_predicted(sent_large)
     assert sent_large[0].ddp_bytes == 10 * sent_small[0].ddp_bytes
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_bytes_of_an_output_layer_equal_the_prediction(world_size: int, tied: bool) -> None:
+    workload = HeadWorkload(tied=tied, bias=True, num_words=3000, width=256, length=60, ignored=0)
+    strategy = {"words.weight": "alltoall", workload.table: "vocabulary"}
+
+    by_rank = on_ranks(world_size, workload, strategy)
+
+    assert by_rank[0].table_strategies == (("vocabulary",) if tied else ("alltoall",))
+    assert_predicted(by_rank)
+    assert by_rank[0].predicted_bytes < by_rank[0].ddp_bytes / 2
 
 
 @pytest.mark.long

@@ -142,7 +142,13 @@ OF_LOGITS: Mapping[str, Loss] = {
 
 @dataclass(frozen=True)
 class HeadWorkload:
-    """A `HeadModel` and its batches; `ranks`: the rank behind the last."""
+    """A `HeadModel` and its batches.
+
+    Attributes:
+        length: of the shorter batches.
+        ignored: rate of labels that are not scored.
+        ranks: the rank behind the last.
+    """
 
     kind: Callable[..., nn.Module] = HeadModel
     tied: bool = True
@@ -152,6 +158,8 @@ class HeadWorkload:
     reduction: str = "sum"
     num_words: int = 41
     width: int = 6
+    length: int = 4
+    ignored: float = 0.3
     ranks: int = 2
     vary: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -168,8 +176,8 @@ class HeadWorkload:
 
     def batches(self, step: int, rank: int, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(1000 * seed + 100 * step + rank)
-        words = torch.randint(self.num_words, (2, 4 + (step + rank) % 2), generator=generator)
+        words = torch.randint(self.num_words, (2, self.length + (step + rank) % 2), generator=generator)
         labels = torch.randint(self.num_words, words.shape, generator=generator)
         none_scored = rank == self.ranks - 1 and step % 3 == 2
-        ignored = torch.rand(words.shape, generator=generator) < (1.0 if none_scored else 0.3)
+        ignored = torch.rand(words.shape, generator=generator) < (1.0 if none_scored else self.ignored)
         return words, labels.masked_fill(ignored, IGNORED)

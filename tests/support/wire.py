@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
+from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.probe import wire
 from tests.support.models import Workload
 from tests.support.ranks import run_ranks
@@ -102,7 +103,7 @@ def bytes_per_step(step: Callable[[], object], counter: Counter, settle: Callabl
 
 
 def train_compiled(
-    rank: int, world_size: int, workload: Workload, strategy: str, autocast: bool, counter: Counter
+    rank: int, world_size: int, workload: Workload, strategy: Strategy, autocast: bool, counter: Counter
 ) -> Sent:
     """Trains on one batch again and again, for the plan predicts the step of the first one."""
     model = workload.make(torch.float32, seed=0)
@@ -124,7 +125,9 @@ def train_compiled(
     )
 
 
-def on_ranks(world_size: int, workload: Workload, strategy: str = "alltoall", autocast: bool = False) -> list[Sent]:
+def on_ranks(
+    world_size: int, workload: Workload, strategy: Strategy = "alltoall", autocast: bool = False
+) -> list[Sent]:
     return run_ranks(world_size, train_compiled, workload, strategy, autocast, sent_by_connection)
 
 

@@ -190,6 +190,22 @@ def test_autocast_trains_as_whole_tables_do() -> None:
         torch.testing.assert_close(found[name], value, rtol=2e-2, atol=5e-3)
 
 
+def _holds(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    workload = CASES["tied"]
+    model = workload.make(DTYPE, seed=0)
+    (optimizer,) = make_optimizers("adamw", model)
+    compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
+    _steps(compiled, optimizer, [workload.batches(0, rank, 0)])
+    table = compiled.get_parameter(workload.table)
+    held = [table, table.grad, *optimizer.state[table].values()]
+    return [tuple(own(each).shape) for each in held if each is not None and each.dim()]
+
+
+def test_a_rank_holds_its_rows_of_the_table_and_of_its_state() -> None:
+    for rank, held in enumerate(run_ranks(3, _holds)):
+        assert held == [(14 - rank // 2, 6)] * 3
+
+
 # ---- ranks that differ ----
 
 
