@@ -7,8 +7,9 @@
 Contract
     Shapes, dtypes, views of the leading dimensions and casts are answered without making logits. The cross entropy of
     logits, and the negative log-likelihood of their log-softmax, run the sharded head. Whatever else reads logits makes
-    them, of the whole table, with gradients as of any parameter that a loss reads outside of the model.
-    Both are collective: if one rank does either alone, all ranks raise. Without gradients, as in an evaluation, the
+    them, of the whole table, with gradients as of any parameter that a loss reads outside of the model. What autograd
+    records of logits themselves, as of a custom function, ends in a node that makes them again in the backward.
+    All of them are collective: if one rank does any alone, all ranks raise. Without gradients, as in an evaluation, the
     table is gathered for the first read, and kept until it is stepped or written, or the model is trained.
 """
 
@@ -91,12 +92,20 @@ class Source:
             parameters: in the place of its own.
         """
         self.check()
-        weight, narrow = self._weight(), self.promise.narrow
-        bias = self.state.parameter(self.promise.bias) if self.promise.bias else None
-        if narrow is not None:
-            weight, bias = weight.to(narrow), None if bias is None else bias.to(narrow)  # type: ignore[assignment]
+        weight, *bias = self.parameters() if parameters is None else parameters
+        if isinstance(weight, Part) and not torch.is_grad_enabled():
+            weight = self._gathered(weight)
+        if self.promise.narrow is not None:
+            weight, bias = weight.to(self.promise.narrow), [each.to(self.promise.narrow) for each in bias]
         with torch.autocast(hidden.device.type, enabled=False):
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
+
+    def _gathered(self, weight: Part) -> Tensor:
+        """Returns the whole table, which stays gathered."""
+        gathered, name = self.state.gathered, self.promise.table
+        if name not in gathered:
+            gathered[name] = (self.steps, self.version), weight.full_tensor()
+        return gathered[name][1]
 
 
 @dataclass(eq=False)
@@ -161,15 +170,6 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-    def _weight(self) -> Tensor:
-        """Returns the whole table, or the parameter that yields it to what asks for it."""
-        weight, name = self.state.parameter(self.promise.table), self.promise.table
-        if torch.is_grad_enabled() or not isinstance(weight, Part):
-            return weight
-        if name not in self.state.gathered:
-            self.state.gathered[name] = (self.steps, self.version), weight.full_tensor()
-        return self.state.gathered[name][1]
 
 
 class Logits(Tensor):
@@ -375,7 +375,11 @@ def _loss(
         return NotImplemented
     source = _in_autocast(logits)
     source.check()
-    bias = source.state.parameter(source.promise.bias) if source.promise.bias else None
+    bias: Tensor | None = source.state.parameter(source.promise.bias) if source.promise.bias else None
+    if bias is not None and not logits.hidden.requires_grad:
+        bias = bias.detach()
+    for made in logits.made.chain():
+        made.is_scored = True
     how = _REDUCTIONS[reduction], ignore_index, weight, label_smoothing
     head = LossArguments(source.promise, source.state, source.communicator, *how)
     loss: Tensor = HeadLoss.apply(logits.hidden, bias, head, target)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.heads import OF_LOGITS, HeadModel, HeadWorkload, Predicts, PredictsBoth, Smooths, Weighs
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
+from tests.support.scenario import own
 from tests.support.training import Way, expected_parameters, make_optimizers, train_compiled, whole_parameters
 
 DTYPE = torch.float64
