@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.vocabulary.plan import BY_ROWS
 from tests.eager.models import CASES, Asserting, Case, labelled
+from tests.support.beside import check
+from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -25,113 +27,79 @@ STEPS = 8
 QUICK = ("experts", "packing", "recommender", "spectral")
 
 
-def _train(model: nn.Module, case: Case, rank: int, *, sparse: bool) -> tuple[list[float], list[Tensor | None]]:
+def _trains(name: str, case: Case) -> Callable[[Any, int], list[Any]]:
     """The losses of a loop, and the last gradients."""
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1) if sparse else adam
-    losses, gradients = [], list[Tensor | None]()
-    for step in range(STEPS):
-        torch.manual_seed(100 * step + rank)
-        optimizer.zero_grad()
-        loss = model(*case.batch(step, rank))
-        loss.backward()
-        gradients = [p.grad.to_dense().clone() if p.grad is not None else None for p in model.parameters()]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, gradients
+
+    def loop(model: Any, rank: int) -> list[Any]:
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1) if name == "sparse" else adam
+        losses, gradients = [], list[Any]()
+        for step in range(STEPS):
+            torch.manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            losses.append(model(*case.batch(step, rank)))
+            losses[-1].backward()
+            gradients = [p.grad.to_dense().clone() if p.grad is not None else None for p in model.parameters()]
+            optimizer.step()
+        return [[loss.detach() for loss in losses], gradients]
+
+    return loop
 
 
-def _beside_ddp(rank: int, world_size: int, names: list[str], strategy: Any) -> dict[str, str]:
-    """By case, how the route names itself; asserts that both loops are one."""
-    torch.set_default_dtype(torch.float64)
-    routes = {}
-    for name in names:
-        case, made = CASES[name], []
-        for _ in range(2):
-            torch.manual_seed(0)
-            made.append(case.make())
-        ddp = DistributedDataParallel(made[0], find_unused_parameters=name != "checkpointed")
-        theirs = _train(ddp, case, rank, sparse=name == "sparse")
-        compiled = embrace_fx.compile(made[1], strategy=strategy)
-        ours = _train(compiled, case, rank, sparse=name == "sparse")
-        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-9, atol=1e-12)
-        for own, other in zip(ours[1], theirs[1], strict=True):
-            assert (own is None) == (other is None)
-            if own is not None:
-                torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
-        for (key, own), other in zip(made[1].state_dict().items(), made[0].state_dict().values(), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
-        routes[name] = compiled.report().rpartition("route: ")[2]
-        compiled.close()
-    return routes
+MODELS = {name: (case.make, _trains(name, case)) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("name", QUICK)
+def check_models(*names: str, ranks: int = 2, strategy: Any = "auto") -> None:
+    for unused in (True, False):  # a backward within the backward cannot be searched for unused parameters
+        some = [name for name in names if (name != "checkpointed") is unused]
+        if some:
+            how: dict[str, Any] = {"ranks": ranks, "strategy": strategy, "dtype": torch.float64, "says": "route: eager"}
+            check(__name__, *some, cases="MODELS", ddp={"find_unused_parameters": unused}, rtol=1e-9, **how)
+
+
+@pytest.mark.parametrize("name", long_but(QUICK, {name: (name,) for name in CASES}))
 def test_training_equals_ddp(name: str) -> None:
-    for routes in run_ranks(2, _beside_ddp, [name], "auto"):
-        assert routes[name].startswith("eager")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(CASES) - set(QUICK)))
-def test_more_models_train_as_under_ddp(name: str) -> None:
-    for routes in run_ranks(2, _beside_ddp, [name], "auto"):
-        assert routes[name].startswith("eager")
+    check_models(name)
 
 
 @pytest.mark.long
 def test_three_ranks_train_as_under_ddp() -> None:
-    run_ranks(3, _beside_ddp, list(CASES), "auto")
+    check_models(*CASES, ranks=3)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["allgather", "zen", "omnireduce", "ps"])
 def test_every_exchange_yields_the_gradients_of_ddp(strategy: str) -> None:
-    run_ranks(3, _beside_ddp, ["asserting", "recommender", "sparse"], strategy)
+    check_models("asserting", "recommender", "sparse", ranks=3, strategy=strategy)
 
 
-def _train_rows(model: Any, rank: int) -> list[float]:
+def _trains_rows(model: Any, rank: int) -> list[Tensor]:
     """The losses of a loop whose tables' gradients are of layout COO, some of them sums of two backwards."""
     tables = [p for name, p in model.named_parameters() if "rows" in name]
-    optimizers = [
-        torch.optim.SparseAdam(tables, lr=1e-2),
-        torch.optim.AdamW([p for p in model.parameters() if all(p is not table for table in tables)], lr=1e-2),
-    ]
+    rest = [p for p in model.parameters() if all(p is not table for table in tables)]
+    optimizers = [torch.optim.SparseAdam(tables, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
     losses = []
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with model.no_sync() if step % 2 else contextlib.nullcontext():
             model(*labelled(100 + step, rank)).backward()
-        loss = model(*labelled(step, rank))
-        loss.backward()
+        losses.append(model(*labelled(step, rank)))
+        losses[-1].backward()
         assert step < 2 or all(table.grad.is_sparse for table in tables)  # by then the plan is made for gradients
         for optimizer in optimizers:
             optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [loss.detach() for loss in losses]
 
 
-def _rows_beside_ddp(rank: int, world_size: int, strategy: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Asserting(sparse=True))
-    theirs = _train_rows(DistributedDataParallel(made[0]), rank)
-    compiled = embrace_fx.compile(made[1], strategy={"rows.weight": strategy})
-    torch.testing.assert_close(_train_rows(compiled, rank), theirs, rtol=1e-9, atol=1e-12)
-    for (key, own), other in zip(made[1].state_dict().items(), made[0].state_dict().values(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=key)
-    assert compiled.plan["rows.weight"].strategy == strategy
-    compiled.close()
+ROWS = {"rows": (lambda: Asserting(sparse=True), _trains_rows)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["allgather", "zen", "ps"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_in_rows_stay_in_rows(strategy: str, world_size: int) -> None:
-    run_ranks(world_size, _rows_beside_ddp, strategy)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_in_rows_stay_in_rows(strategy: str, ranks: int) -> None:
+    check(__name__, cases="ROWS", ranks=ranks, strategy={"rows.weight": strategy}, dtype=torch.float64, rtol=1e-9)
 
 
 class Wide(nn.Module):

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import embrace_fx
 from tests.eager.models import Batch, Critic, Experts, Repeating, Turning, drawn, labelled, placed
-from tests.support.ranks import run_ranks
+from tests.support.beside import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")  # DDP's
 
 STEPS = 6
-
-Loop = Callable[[Any, int], list[float]]
+UNUSED = {"find_unused_parameters": True}
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -74,37 +68,16 @@ def plain(model: Any, rank: int) -> list[float]:
     return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS)]
 
 
-LOOPS: dict[str, tuple[Loop, type[nn.Module]]] = {
-    loop.__name__: (loop, kind)
-    for loop, kind in (
-        (joining_before_a_turn, Turning),
-        (own_experts, Experts),
-        (penalised, Critic),
-        (plain, Repeating),
-    )
+CASES = {
+    "joining before a turn": (Turning, joining_before_a_turn),
+    "own experts": (Experts, own_experts),
+    "penalised": (Critic, penalised),
+    "plain": (Repeating, plain),
 }
 
 
-def _beside_ddp(rank: int, world_size: int, names: list[str]) -> None:
-    torch.set_default_dtype(torch.float64)
-    for name in names:
-        loop, kind = LOOPS[name]
-        torch.manual_seed(0)
-        ours = kind()
-        theirs = copy.deepcopy(ours)
-        expected = loop(DistributedDataParallel(theirs, find_unused_parameters=True), rank)
-        dist.barrier()
-        compiled = embrace_fx.compile(ours)
-        found = loop(compiled, rank)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        for (key, own), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
-        assert "route: eager" in compiled.report()
-        compiled.close()
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", LOOPS)
-def test_each_loop_ends_where_ddp_ends(name: str, world_size: int) -> None:
-    run_ranks(world_size, _beside_ddp, [name])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_each_loop_ends_where_ddp_ends(name: str, ranks: int) -> None:
+    check(__name__, name, ranks=ranks, ddp=UNUSED, dtype=torch.float64, says="route: eager", rtol=1e-9)

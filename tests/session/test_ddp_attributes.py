@@ -24,6 +24,7 @@ def test_what_cannot_change_is_refused() -> None:
 @pytest.mark.parametrize("name", ["reducer", "logger", "_sync_buffers", "_register_fused_optim", "scatter"])
 def test_machinery_of_ddp_is_an_attribute_error_in_one_line(name: str) -> None:
     model = embrace_fx.compile(Words())
+
     assert not hasattr(model, name)
     with pytest.raises(AttributeError, match=f"has no {name!r}, which is internal to DistributedDataParallel"):
         getattr(model, name)
@@ -46,6 +47,7 @@ def test_the_models_own_attributes_go_first() -> None:
         dim, device, reducer = 5, "here", "mine"
 
     model = embrace_fx.compile(Own())
+
     assert (model.dim, model.device, model.reducer) == (5, "here", "mine")
     with pytest.raises(AttributeError, match="'Own' object has no attribute 'nothing'"):
         _ = model.nothing

@@ -43,25 +43,26 @@ def ids(step: int, rank: int, *shape: int, high: int = 50) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def run(wrap: Callable[[nn.Module], Any], case: Case, rank: int) -> list[Any]:
-    """Runs a loop from the beginning; returns what it has found, and the end of its model."""
+def run(wrap: Callable[[nn.Module], Any], case: Case, rank: int, says: str = "") -> list[Any]:
+    """Runs a loop from the beginning; returns what it has found, and the end of its model, whose report says so."""
     torch.manual_seed(0)
     make, loop = case
     model = wrap(make())
-    return [loop(model, rank), ends(model)]
+    found = loop(model, rank)
+    assert not says or not isinstance(model, embrace_fx.CompiledModel) or says in model.report()
+    return [found, ends(model)]
 
 
-def _apart(
-    rank: int, ranks: int, where: tuple[str, str], names: Iterable[str], of: tuple[Any, Any, bool, float]
-) -> dict[str, str]:
+def _apart(rank: int, ranks: int, where: tuple[str, str], names: Iterable[str], of: tuple[Any, ...]) -> dict[str, str]:
     cases: Mapping[str, Case] = getattr(importlib.import_module(where[0]), where[1])
-    ddp, options, once, rtol = of
+    ddp, options, once, dtype, says, rtol = of
+    torch.set_default_dtype(dtype)
     theirs = partial(DistributedDataParallel, **ddp)
     ours = compiled_once(**options) if once else partial(embrace_fx.compile, **options)
     found = {}
     for name in names or cases:
         expected = run(theirs, cases[name], rank)
-        if wrong := differs(run(ours, cases[name], rank), expected, rtol):
+        if wrong := differs(run(ours, cases[name], rank, says), expected, rtol):
             found[name] = wrong
     return found
 
@@ -73,6 +74,8 @@ def check(
     ranks: int = 2,
     ddp: Mapping[str, Any] | None = None,
     once: bool = False,
+    dtype: torch.dtype = torch.float32,
+    says: str = "",
     rtol: float = 1e-6,
     **options: Any,
 ) -> None:
@@ -81,8 +84,10 @@ def check(
     Args:
         where: the module that has `cases`; of these, `names`, or all.
         once: all cases have one kind of model, which is compiled once.
+        dtype: the default one.
+        says: a part of the compiled model's report.
         options: of `compile`.
     """
     __tracebackhide__ = True
-    for wrong in run_ranks(ranks, _apart, (where, cases), names, (dict(ddp or {}), options, once, rtol)):
+    for wrong in run_ranks(ranks, _apart, (where, cases), names, (dict(ddp or {}), options, once, dtype, says, rtol)):
         assert not wrong

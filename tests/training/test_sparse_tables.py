@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
+from tests.support.beside import check
 from tests.support.ranks import run_ranks
-from tests.support.scenario import Wrap
 
 ROWS, DIM, STEPS = 60, 6, 6
-Loop = Callable[[Wrap, int], list[Any]]
-LOOPS: dict[str, Loop] = {}
-
-
-def loop(function: Loop) -> Loop:
-    """Enters a loop under its name, in words."""
-    LOOPS[function.__name__.replace("_", " ")] = function
-    return function
 
 
 class Words(nn.Module):
@@ -88,117 +79,66 @@ def seen(gradient: Any) -> list[Any]:
     return [own.indices().clone(), whole, gradient._nnz(), float(values.norm()), gradient.to_dense().sum().item()]
 
 
-def trained(
-    wrap: Wrap,
-    rank: int,
-    plain: nn.Module,
+def loop(
     of_tables: Callable[[Any], Optimizer] = sparse_adam,
     look: Callable[[Any], list[Any]] | None = seen,
     every: int = 1,
-) -> list[Any]:
-    model = wrap(plain.double())
-    steps, log = optimizers(model, of_tables), list[Any]()
-    for k in range(STEPS):
-        last = (k + 1) % every == 0
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = model(*batch(k, rank))
-            loss.backward()
-        log.append(loss.item())
-        if not last:
-            continue
-        log += look(model.module.emb.weight.grad) if look is not None else []
-        for each in steps:
-            each.step()
-        for each in steps:
-            each.zero_grad()
-    return [*log, *embrace_fx.full_state_dict(model).values()]
+    *,
+    in_place: bool = False,
+    scaled: bool = False,
+) -> Callable[[Any, int], list[Any]]:
+    """Steps of every so many batches; notes losses, and what a look at the table's gradient finds."""
+
+    def run(model: Any, rank: int) -> list[Any]:
+        steps, log = optimizers(model, of_tables), list[Any]()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
+        for k in range(STEPS):
+            with contextlib.nullcontext() if (k + 1) % every == 0 else model.no_sync():
+                loss = model(*batch(k, rank))
+                scaler.scale(loss).backward()
+            log.append(loss.detach())
+            if (k + 1) % every:
+                continue
+            for each in steps if scaled else ():
+                scaler.unscale_(each)
+            log += look(model.module.emb.weight.grad) if look is not None else []
+            for each in steps:
+                scaler.step(each)
+            for each in steps:
+                each.zero_grad(set_to_none=not in_place)
+            scaler.update()
+        return log + getattr(model.module, "hooked", [])
+
+    return run
 
 
-@loop
-def sparse_adam_sees_rows(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Words())
+def clipped(gradient: Any) -> list[Any]:
+    """A norm of the values is clipped in place."""
+    values = gradient.coalesce().values()
+    values.mul_(0.1 / (values.norm() + 1e-6))
+    return [gradient._values().abs().max().item()]
 
 
-@loop
-def rows_whose_gradient_is_zero_move_on(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Gated())
+def hooked() -> nn.Module:
+    """A hook keeps the values that it sees."""
+    plain: Any = Words()
+    plain.hooked = []
+    plain.emb.weight.register_hook(lambda g: plain.hooked.append(g.coalesce().values().clone()))
+    return plain
 
 
-@loop
-def bags_and_two_lookups(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Bags())
-
-
-@loop
-def sums_of_several_backwards(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Words(), every=3)
-
-
-@loop
-def momentum(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Words(), lambda p: SGD(p, 0.3, momentum=0.9))
-
-
-@loop
-def adagrad_without_a_look(wrap: Wrap, rank: int) -> list[Any]:
-    return trained(wrap, rank, Words(), lambda p: Adagrad(p, 0.1), look=None)
-
-
-@loop
-def values_written_in_place(wrap: Wrap, rank: int) -> list[Any]:
-    """A norm of the values is clipped; what was kept of them is not touched."""
-    kept = []
-
-    def clip(gradient: Any) -> list[Any]:
-        values = gradient.coalesce().values()
-        values.mul_(0.1 / (values.norm() + 1e-6))
-        kept.append(values)
-        return [gradient._values().abs().max().item()]
-
-    return trained(wrap, rank, Words(), lambda p: SGD(p, 0.3), clip)
-
-
-@loop
-def a_scaler_unscales_values(wrap: Wrap, rank: int) -> list[Any]:
-    model = wrap(Words().double())
-    scaler, log = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3), list[Any]()
-    steps = optimizers(model, sparse_adam)
-    for k in range(STEPS):
-        for each in steps:
-            each.zero_grad()
-        loss = model(*batch(k, rank))
-        scaler.scale(loss).backward()
-        for each in steps:
-            scaler.unscale_(each)
-        log += [loss.item(), *seen(model.module.emb.weight.grad)]
-        for each in steps:
-            scaler.step(each)
-        scaler.update()
-    return [*log, *embrace_fx.full_state_dict(model).values()]
-
-
-@loop
-def a_hook_sees_rows(wrap: Wrap, rank: int) -> list[Any]:
-    plain, found = Words(), list[Any]()
-    plain.emb.weight.register_hook(lambda g: found.append(g.coalesce().values().clone()))
-    return trained(wrap, rank, plain) + found
-
-
-@loop
-def gradients_zeroed_in_place(wrap: Wrap, rank: int) -> list[Any]:
-    model = wrap(Words().double())
-    steps, log = optimizers(model, sparse_adam), list[Any]()
-    for k in range(STEPS):
-        for each in steps:
-            each.zero_grad(set_to_none=False)
-        loss = model(*batch(k, rank))
-        loss.backward()
-        log.append(loss.item())
-        for each in steps:
-            each.step()
-    return [*log, *embrace_fx.full_state_dict(model).values()]
-
-
+CASES = {
+    "sparse adam sees rows": (Words, loop()),
+    "rows whose gradient is zero move on": (Gated, loop()),
+    "bags and two lookups": (Bags, loop()),
+    "sums of several backwards": (Words, loop(every=3)),
+    "momentum": (Words, loop(lambda p: SGD(p, 0.3, momentum=0.9))),
+    "adagrad without a look": (Words, loop(lambda p: Adagrad(p, 0.1), None)),
+    "values written in place": (Words, loop(lambda p: SGD(p, 0.3), clipped)),
+    "a scaler unscales values": (Words, loop(scaled=True)),
+    "a hook sees rows": (hooked, loop()),
+    "gradients zeroed in place": (Words, loop(look=None, in_place=True)),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "alltoall": {"strategy": "alltoall"},
     "asked to be whole": {"strategy": "allreduce"},
@@ -206,19 +146,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "zen, one after the other": {"strategy": "zen", "schedule": "none"},
     "eager": {"strategy": "auto", "route": "eager"},
 }
-by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
-
-
-def _found(name: str, wrap: Wrap, rank: int) -> list[Any]:
-    torch.manual_seed(0)
-    return LOOPS[name](wrap, rank)
-
-
-def _all_ways(rank: int, world_size: int, name: str, ways: Iterable[str]) -> dict[str, Any]:
-    ours = {way: _found(name, functools.partial(embrace_fx.compile, **WAYS[way]), rank) for way in ways}
-    return {"DDP": _found(name, by_ddp, rank), **ours}
-
-
 DEFAULT = (
     ("sparse adam sees rows", ("alltoall", "eager")),
     ("rows whose gradient is zero move on", ("asked to be whole", "zen, one after the other")),
@@ -227,13 +154,11 @@ DEFAULT = (
 
 
 @pytest.mark.parametrize(
-    ("name", "ways"), [*DEFAULT, *(pytest.param(name, tuple(WAYS), marks=pytest.mark.long) for name in LOOPS)]
+    ("name", "ways"), [*DEFAULT, *(pytest.param(name, tuple(WAYS), marks=pytest.mark.long) for name in CASES)]
 )
 def test_a_loop_ends_where_it_ends_under_ddp(name: str, ways: tuple[str, ...]) -> None:
-    for found in run_ranks(2, _all_ways, name, ways):
-        expected = found.pop("DDP")
-        for way, values in found.items():
-            torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-12, msg=f"{way}: {values} {expected}")
+    for way in ways:
+        check(__name__, name, ddp={"find_unused_parameters": True}, dtype=torch.float64, rtol=1e-9, **WAYS[way])
 
 
 def _whole_amid_training(rank: int, world_size: int, grid: bool) -> list[Any]:
