@@ -26,6 +26,8 @@ from tests.support.sides import Matching, Words, draw_batch
 Wrap = Callable[..., Any]
 """(module, options of `compile`) -> what a script calls."""
 Make = Callable[[Any], Optimizer]
+Use = Callable[[Any, int], Any]
+"""(training, step) -> what is noted."""
 
 OPTIMIZERS: Mapping[str, Make] = {
     "adamw": lambda parameters: AdamW(parameters, 0.02, eps=1e-3, weight_decay=0.05),
@@ -272,6 +274,13 @@ def after_each_step(**needs: Any) -> Callable[[F], F]:
         return function
 
     return enter
+
+
+def enter_all(decorator: Callable[..., Any], uses: Mapping[str, Callable[..., Any]], **needs: Any) -> None:
+    """Enters short uses, by one of the decorators above, under the names of a table."""
+    for name, use in uses.items():
+        use.__name__ = name
+        decorator(**needs)(use)
 
 
 class Mean(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.scenario import OPTIMIZERS, Mean, Training, before_each_step, scenario
+from tests.support.scenario import OPTIMIZERS, Mean, Training, before_each_step, enter_all, scenario
 
 ADAMW = OPTIMIZERS["adamw"]
 
@@ -68,26 +68,22 @@ def gradients_read_after_the_step(training: Training) -> None:
 
 # -- clipped, scaled, replaced -----------------------------------------------------------------------------------------
 
-
-@before_each_step()
-def clipping(training: Training) -> Any:
-    return nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
-
-
-@before_each_step()
-def clipping_by_other_norms(training: Training) -> Any:
-    parameters = list(training.model.parameters())
-    return [nn.utils.clip_grad_norm_(parameters, most, norm) for norm, most in ((1, 1.0), (float("inf"), 0.01))]
-
-
-@before_each_step()
-def clipping_of_some(training: Training) -> Any:
-    return nn.utils.clip_grad_norm_([training.module.second.weight], 0.01, foreach=False)
-
-
-@before_each_step()
-def clipping_by_value(training: Training) -> None:
-    nn.utils.clip_grad_value_(training.module.parameters(), 0.01)
+USES: dict[str, Callable[[Training], Any]] = {
+    "clipping": lambda training: nn.utils.clip_grad_norm_(training.model.parameters(), 0.05),
+    "clipping by other norms": lambda training: [
+        nn.utils.clip_grad_norm_(list(training.model.parameters()), most, norm)
+        for norm, most in ((1, 1.0), (float("inf"), 0.01))
+    ],
+    "clipping of some": lambda training: nn.utils.clip_grad_norm_([training.module.second.weight], 0.01, foreach=False),
+    "clipping by value": lambda training: nn.utils.clip_grad_value_(training.module.parameters(), 0.01),
+    "gradients replaced without a look": lambda training: setattr(
+        training.module.second.weight, "grad", torch.ones_like(training.module.second.weight)
+    ),
+    "gradients swapped between parameters": lambda training: setattr(
+        training.module.second.bias, "grad", training.module.first.bias.grad[:6]
+    ),
+}
+enter_all(before_each_step, USES)
 
 
 @before_each_step()
@@ -150,19 +146,9 @@ def gradients_changed(training: Training) -> None:
 
 
 @before_each_step()
-def gradients_replaced_without_a_look(training: Training) -> None:
-    training.module.second.weight.grad = torch.ones_like(training.module.second.weight)
-
-
-@before_each_step()
 def gradients_given_back(training: Training) -> None:
     gradient, training.module.first.bias.grad = training.module.first.bias.grad, None
     training.module.first.bias.grad = gradient
-
-
-@before_each_step()
-def gradients_swapped_between_parameters(training: Training) -> None:
-    training.module.second.bias.grad = training.module.first.bias.grad[:6]
 
 
 @before_each_step()

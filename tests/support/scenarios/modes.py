@@ -20,16 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.scenario import OPTIMIZERS, Training, after_each_step, before_each_step, scenario
+from tests.support.scenario import OPTIMIZERS, Training, Use, after_each_step, before_each_step, enter_all, scenario
 from tests.support.scenarios.states import AVERAGING
-
-Use = Callable[[Training, int], Any]
-
-
-def named(name: str, use: Use) -> None:
-    """Enters one of several uses that a table lists."""
-    use.__name__ = name
-    after_each_step()(use)
 
 
 class _Functions(TorchFunctionMode):
@@ -77,21 +69,20 @@ def _given(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Use
     return lambda training, step: transform(lambda weight: weight.sin().sum())(training.module.first.weight).detach()
 
 
-for _name, _mode in MODES.items():
-    named(f"read under {_name}", _under(_mode))
-TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-TRANSFORMS = {"grad": grad, "jacrev": jacrev, "hessian": hessian}
-for _name, _transform in TRANSFORMS.items():
-    named(f"read under {_name}", _through(_transform, 6))
-    named(f"given to {_name}", _given(_transform))
-named("read under vmap", _through(vmap, 2, 6))
-named("given to vmap", _given(vmap))
-named("given to functionalize", _given(functionalize))
-named("read under make_fx", _through(lambda f: lambda x: make_fx(f)(x)(x), 2, 6))
-named(
-    "given to jvp",
-    lambda training, step: jvp(lambda w: w.sin(), (training.module.first.weight,), (torch.ones(8, 6),))[1],
-)
+TRANSFORMS: Any = {"grad": grad, "jacrev": jacrev, "hessian": hessian}
+USES: dict[str, Use] = {
+    **{f"read under {name}": _under(mode) for name, mode in MODES.items()},
+    **{f"read under {name}": _through(transform, 6) for name, transform in TRANSFORMS.items()},
+    **{f"given to {name}": _given(transform) for name, transform in TRANSFORMS.items()},
+    "read under vmap": _through(vmap, 2, 6),
+    "given to vmap": _given(vmap),
+    "given to functionalize": _given(functionalize),
+    "read under make_fx": _through(lambda f: lambda x: make_fx(f)(x)(x), 2, 6),
+    "given to jvp": lambda training, step: jvp(lambda w: w.sin(), (training.module.first.weight,), (torch.ones(8, 6),))[
+        1
+    ],
+}
+enter_all(after_each_step, USES)
 
 
 @after_each_step()
@@ -161,8 +152,7 @@ TAKERS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "seen as a subclass": lambda p: p.as_subclass(_Tagged),
     "made a parameter": nn.Parameter,
 }
-for _name, _take in TAKERS.items():
-    named(_name, _taken_by(_take))
+enter_all(after_each_step, {name: _taken_by(take) for name, take in TAKERS.items()})
 
 
 # -- other processes ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.dlpack import from_dlpack
 
 import embrace_fx
-from tests.support.scenario import OPTIMIZERS, Mean, Training, after_each_step, own, scenario
+from tests.support.scenario import OPTIMIZERS, Mean, Training, Use, after_each_step, enter_all, own, scenario
 
 ADAMW = OPTIMIZERS["adamw"]
 
@@ -49,10 +49,15 @@ def shown(training: Training, held: list[Any]) -> list[Any]:
 
 # -- reads -------------------------------------------------------------------------------------------------------------
 
-
-@after_each_step()
-def every_third_read(training: Training, step: int) -> Any:
-    return values(training) if step % 3 == 2 else None
+READS: dict[str, Use] = {
+    "every third read": lambda training, step: values(training) if step % 3 == 2 else None,
+    "read by functions": lambda training, step: F.linear(torch.ones(8), *training.module.second.parameters()),
+    "read by a submodule": lambda training, step: training.module.first(torch.ones(2, 6)),
+    "numpy read by a view from before": lambda training, step: shown(
+        training, [torch.from_numpy(each.copy()) for each in kept(training, lambda p: p.detach().numpy())]
+    ),
+}
+enter_all(after_each_step, READS)
 
 
 @after_each_step()
@@ -69,17 +74,6 @@ def read_by_operators_and_formats(training: Training, step: int) -> Any:
 
 
 @after_each_step()
-def read_by_functions(training: Training, step: int) -> Any:
-    second = training.module.second
-    return F.linear(torch.ones(8), second.weight, bias=second.bias)
-
-
-@after_each_step()
-def read_by_a_submodule(training: Training, step: int) -> Any:
-    return training.module.first(torch.ones(2, 6))
-
-
-@after_each_step()
 def target_network(training: Training, step: int) -> Any:
     targets = kept(training, lambda p: p.detach().clone())
     for target, parameter in zip(targets, training.parameters, strict=True):
@@ -92,11 +86,6 @@ def foreach_average(training: Training, step: int) -> Any:
     averages = kept(training, torch.zeros_like)
     torch._foreach_lerp_(averages, [own(p).data for p in training.parameters], 0.3)
     return shown(training, averages)
-
-
-@after_each_step()
-def numpy_read_by_a_view_from_before(training: Training, step: int) -> Any:
-    return shown(training, [torch.from_numpy(each.copy()) for each in kept(training, lambda p: p.detach().numpy())])
 
 
 @after_each_step()
@@ -205,17 +194,59 @@ def state_read_on_one_rank(training: Training) -> None:
 # -- writes ------------------------------------------------------------------------------------------------------------
 
 
-@after_each_step()
-def data_clamped(training: Training, step: int) -> None:
-    for p in training.parameters:
-        p.data.clamp_(-0.3, 0.3)
+def every(of: Callable[[Training], Any], change: Callable[[Any], Any], *, tracked: bool = True) -> Use:
+    """Changes each of these."""
+
+    def use(training: Training, step: int) -> None:
+        with torch.set_grad_enabled(tracked):
+            for each in of(training):
+                change(each)
+
+    return use
 
 
-@after_each_step()
-def clamped_without_gradient(training: Training, step: int) -> None:
-    with torch.no_grad():
-        for p in training.model.parameters():
-            p.clamp_(-0.3, 0.3)
+def before(make: Callable[[Any], Any]) -> Callable[[Training], list[Any]]:
+    """What has been kept of parameters."""
+    return lambda training: kept(training, make)
+
+
+def _other_data(p: nn.Parameter) -> None:
+    p.data = p.data * 0.9
+
+
+WRITES: dict[str, Use] = {
+    "data clamped": every(lambda training: training.parameters, lambda p: p.data.clamp_(-0.3, 0.3)),
+    "clamped without gradient": every(
+        lambda training: training.model.parameters(), lambda p: p.clamp_(-0.3, 0.3), tracked=False
+    ),
+    "written through the state dict": every(
+        lambda training: training.model.state_dict().values(), lambda value: value.mul_(0.9), tracked=False
+    ),
+    "foreach written": every(
+        lambda training: [[*training.tables, *training.dense]], lambda p: torch._foreach_mul_(p, 0.95), tracked=False
+    ),
+    "numpy written": every(
+        lambda training: [own(p).detach().numpy() for p in training.parameters], lambda p: np.multiply(p, 0.95, out=p)
+    ),
+    "data from before written": every(before(lambda p: p.data), lambda each: each.mul_(0.95)),
+    "numpy from before written": every(
+        before(lambda p: np.asarray(p.detach())), lambda each: np.multiply(each, 0.95, out=each)
+    ),
+    "a view from before written": every(before(lambda p: p.detach().view(-1)), lambda each: each.clamp_(-0.3, 0.3)),
+    "memory by dlpack written": every(before(lambda p: from_dlpack(p.detach())), lambda each: each.mul_(0.95)),
+    "a storage from before written": every(
+        lambda training: kept(training, lambda p: p.untyped_storage())[2:],
+        lambda each: torch.empty(0).set_(each).mul_(0.95),
+    ),
+}
+enter_all(after_each_step, WRITES)
+NEW_DATA: dict[str, Use] = {
+    "one vector written": every(
+        lambda training: [training.dense], lambda p: vector_to_parameters(0.9 * parameters_to_vector(p), p)
+    ),
+    "other data": every(lambda training: training.dense, _other_data),
+}
+enter_all(after_each_step, NEW_DATA, fresh=True)
 
 
 @after_each_step()
@@ -228,77 +259,16 @@ def modules_clamped_by_a_function(training: Training, step: int) -> None:
 
 
 @after_each_step()
-def written_through_the_state_dict(training: Training, step: int) -> None:
-    with torch.no_grad():
-        for value in training.model.state_dict().values():
-            value.mul_(0.9)
-
-
-@after_each_step()
 def the_padding_row_zeroed(training: Training, step: int) -> None:
     training.module.items.weight.data[3].zero_()
     with torch.no_grad():
         training.module.words.weight[5] = 0.25
 
 
-@after_each_step(fresh=True)
-def one_vector_written(training: Training, step: int) -> None:
-    vector_to_parameters(0.9 * parameters_to_vector(training.dense), training.dense)
-
-
-@after_each_step()
-def foreach_written(training: Training, step: int) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_([*training.tables, *training.dense], 0.95)
-
-
-@after_each_step(fresh=True)
-def other_data(training: Training, step: int) -> None:
-    for p in training.dense:
-        p.data = p.data * 0.9
-
-
 @after_each_step(fresh=True, reference=Mean)
 def other_memory(training: Training, step: int) -> None:
     with torch.no_grad():
         training.module.first.weight.set_((training.module.first.weight * 0.9).detach())
-
-
-@after_each_step()
-def numpy_written(training: Training, step: int) -> None:
-    for p in training.parameters:
-        array = own(p).detach().numpy()
-        array *= 0.95
-
-
-@after_each_step()
-def data_from_before_written(training: Training, step: int) -> None:
-    for each in kept(training, lambda p: p.data):
-        each.mul_(0.95)
-
-
-@after_each_step()
-def numpy_from_before_written(training: Training, step: int) -> None:
-    for each in kept(training, lambda p: np.asarray(p.detach())):
-        each *= 0.95
-
-
-@after_each_step()
-def a_view_from_before_written(training: Training, step: int) -> None:
-    for each in kept(training, lambda p: p.detach().view(-1)):
-        each.clamp_(-0.3, 0.3)
-
-
-@after_each_step()
-def memory_by_dlpack_written(training: Training, step: int) -> None:
-    for each in kept(training, lambda p: from_dlpack(p.detach())):
-        each.mul_(0.95)
-
-
-@after_each_step()
-def a_storage_from_before_written(training: Training, step: int) -> None:
-    for each in kept(training, lambda p: p.untyped_storage())[2:]:
-        torch.empty(0).set_(each).mul_(0.95)
 
 
 @after_each_step()
