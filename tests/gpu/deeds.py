@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
 import embrace_fx
-from embrace_fx.session import batch_check, programs
 from embrace_fx.vocabulary.plan import Grid
-from tests.support.drifting import LINKS, ROWS, SPARSE_AGAIN, TABLE, make
+from tests.support.drifting import LINKS, ROWS, SPARSE_AGAIN, TABLE, every_call_a_sample, make
 from tests.support.drifting import batch as drifting_batch
 from tests.support.models import MODELS, Batch
 from tests.support.training import SEED, whole
@@ -152,11 +150,7 @@ def plans_anew(rank: int, world_size: int, kind: str) -> Found:
     training = Training(rank, kind, make(seed=rank), strategy="auto", cluster=LINKS)
     plans = []
     batches = [tuple(each.to(training.device) for each in drifting_batch(k, rank)) for k in range(SPARSE_AGAIN.stop)]
-    with (
-        patch.object(programs, "SAMPLED_EVERY", 1),
-        patch.object(programs, "ONCE_IN", 0),
-        patch.object(batch_check, "SAMPLED_EVERY", 1),
-    ):
+    with every_call_a_sample():
         for batch in training.model.lookahead(batches):
             training.model(*batch).backward()
             training.step()

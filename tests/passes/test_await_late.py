@@ -4,52 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.overlap.await_late import AwaitRowsLate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
-from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import Cuts
-from tests.support.graphs import analysed
-
-WORDS, DIM, BATCH, LENGTH, LAYERS = 50, 8, 4, 6, 5
-TABLES = ("words.weight", "output.weight")
-
-
-class LooksUpFirst(nn.Module):
-    """Both lookups stand at the head of the forward; the output table is read next to the loss."""
-
-    def __init__(self, read_at_once: bool = False) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, DIM)
-        self.output = nn.Embedding(WORDS, DIM)
-        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
-        self.read_at_once = read_at_once
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        words, outputs = self.words(ids), 0.5 * self.output(targets)
-        if self.read_at_once:
-            words = words + outputs
-        scores: Tensor = (self.layers(words).tanh() * outputs).sum(-1)
-        return scores.square().mean()
+from tests.support.language_models import LAYERS, TABLES, captured, passes_of
 
 
 def overlapped(read_at_once: bool = False) -> tuple[TrainingGraph, TrainingGraph]:
     """The graph before `AwaitRowsLate`, and after it; verified."""
-    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
-    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in reversed(range(LAYERS)))
-    plan = Plan(2, decisions, buckets)
-    cuts = Cuts(((DIM * (DIM + 1),),) * LAYERS, tuple((table, 2) for table in TABLES))
-    *passes, moving, last = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
+    *passes, moving, last = passes_of()
     assert (moving, last) == (AwaitRowsLate(), SubmitGradientsEarly())
-    captured = analysed(LooksUpFirst(read_at_once), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
-    before = run_passes(captured, passes).graph
-    return before, run_passes(captured, (*passes, moving)).graph if not read_at_once else AwaitRowsLate()(before)
+    graph = captured(read_at_once=read_at_once)
+    before = run_passes(graph, passes).graph
+    return before, run_passes(graph, (*passes, moving)).graph if not read_at_once else AwaitRowsLate()(before)
 
 
 def products_before(graph: TrainingGraph, table: str) -> int:
@@ -86,7 +58,6 @@ def test_nothing_else_moves() -> None:
         "embrace::join_columns",
         "aten::embedding",
         "aten::sym_size",
-        "aten::mul",
     }
 
 

@@ -16,9 +16,10 @@ from embrace_fx.passes.step_memory import memory_of, step_memory
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
-from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
+from tests.support.language_models import passes_of
 
 ROWS, DIM = 60, 8
 TABLES = ("words.weight", "tags.weight")
@@ -48,13 +49,11 @@ SIZES = (DIM * DIM + DIM, 8 * DIM * DIM, 8 * DIM)
 
 @pytest.fixture(scope="module")
 def overlapped() -> TrainingGraph:
-    decisions = tuple(Decision(t, (ROWS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
-    buckets = (*BUCKETS, ("norm.weight", "norm.bias"))
-    plan = Plan(2, decisions, buckets)
-    cuts = Cuts(tuple((size,) for size in (*SIZES, 2 * DIM)), tuple((table, 2) for table in TABLES))
+    sizes = (*SIZES, 2 * DIM)
+    passes = passes_of(TABLES, (ROWS, DIM), dict(zip((*BUCKETS, ("norm.weight", "norm.bias")), sizes, strict=True)))
     torch.manual_seed(0)
     captured = analysed(Tagger(), *(torch.randint(1, ROWS, (4, 5)) for _ in range(2)))
-    return run_passes(captured, (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))).graph
+    return run_passes(captured, passes).graph
 
 
 def units_of(graph: TrainingGraph) -> BackwardUnits:

@@ -17,19 +17,14 @@ from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
-from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
+from tests.support.language_models import BATCH, DIM, LENGTH, WORDS, captured, passes_of
 
 
 def overlapped() -> tuple[TrainingGraph, TrainingGraph]:
     """The graph before `SubmitGradientsEarly`, and after it."""
-    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
-    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in range(11, -1, -1))
-    plan = Plan(2, decisions, buckets)
-    cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
-    *passes, last = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
+    *passes, last = passes_of()
     assert last == SubmitGradientsEarly()
-    captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
-    before = run_passes(captured, passes).graph
+    before = run_passes(captured(), passes).graph
     return before, SubmitGradientsEarly()(before)
 
 
@@ -106,5 +101,5 @@ def test_what_others_read_stays() -> None:
 
 
 def test_tables_whose_gradients_can_be_had_at_different_places_are_no_space() -> None:
-    graph = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
+    graph = captured()
     assert plan_spaces(graph, [Joinable(table, 0, 1000) for table in graph.tables], overlaps=True) == ()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import embrace_fx
+from embrace_fx.capture import structured_trace
 from embrace_fx.vocabulary.operation_id import BESIDE, BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
@@ -56,6 +57,13 @@ def test_steps_are_recorded_from_the_first_one_on(tmp_path: Path) -> None:
     for suffix in SUFFIXES:
         compiled.timeline.save(tmp_path / f"timeline{suffix}")
         assert (tmp_path / f"timeline{suffix}").stat().st_size > 100
+
+
+def test_graphs_reach_torchs_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    monkeypatch.setattr(structured_trace, "log_text", lambda name, text: told.update({name: str(text())}))
+    trained(1, recorded=False)
+    assert "embedding_dense_backward" in told["backward"]
 
 
 def test_recording_no_step_is_told() -> None:

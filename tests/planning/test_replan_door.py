@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -12,27 +10,16 @@ from torch.optim import Adagrad
 import embrace_fx
 from embrace_fx.session.programs import MODULE
 from tests.support.drifting import DENSE, LINKS, TABLE, batch, make
+from tests.support.messages import logged
 from tests.support.ranks import run_ranks
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
 
 
 def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
     """Trains on batches for which the plan does not fit any more; the strategies of the table, and the lines."""
-    lines, log = _Lines(), logging.getLogger("embrace_fx")
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
     model = make(seed=rank)
     compiled = embrace_fx.compile(model, optimizer=Adagrad(model.parameters(), 0.05), cluster=LINKS, schedule="none")
     strategies = []
-    try:
+    with logged() as lines:
         for step in (0, *range(DENSE.start, DENSE.start + 5)):
             compiled(*batch(step, rank)).backward()
             compiled.optimizer.step()
@@ -40,10 +27,7 @@ def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
             strategies.append(compiled.plan[TABLE].strategy)
             if ask:
                 compiled.replan()
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(logging.NOTSET)
-    return strategies, [line for line in lines.found if "planned again" in line or "the plan stays" in line]
+    return strategies, [line for line in lines if "planned again" in line or "the plan stays" in line]
 
 
 def test_a_plan_that_is_asked_for_is_made_once_and_says_what_it_saves() -> None:

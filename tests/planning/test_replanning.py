@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ import embrace_fx
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session import batch_check, programs
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.cases import long_but
@@ -34,9 +32,11 @@ from tests.support.drifting import (
     Together,
     Words,
     batch,
+    every_call_a_sample,
     make,
 )
 from tests.support.inside import session_of
+from tests.support.messages import logged
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
@@ -80,31 +80,14 @@ class Found:
     loss: float
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("planned again"):
-            self.lines.append(record.getMessage())
-
-
 def _evaluate(model: nn.Module) -> float:
     with torch.no_grad():
         return float(model(*batch(0, 0)))
 
 
+@every_call_a_sample()
 def train(rank: int, world_size: int, case: Case) -> Found:
-    """Trains through the shifts, every call a sample."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (programs, batch_check):
-            patch.setattr(module, "SAMPLED_EVERY", 1)
-        patch.setattr(programs, "ONCE_IN", 0)
-        return _train(rank, case)
-
-
-def _train(rank: int, case: Case) -> Found:
+    """Trains through the shifts."""
     model = make(seed=rank, kind=case.model)
     compiled = embrace_fx.compile(
         model,
@@ -113,13 +96,9 @@ def _train(rank: int, case: Case) -> Found:
         strategy=case.strategy,
         cluster=LINKS,
     )
-    kept = _Kept()
-    log = logging.getLogger("embrace_fx")
-    log.addHandler(kept)
-    log.setLevel(logging.INFO)
     plans = []
     batches = [batch(step, rank) for step in range(case.steps)]
-    try:
+    with logged() as lines:
         for each in compiled.lookahead(batches) if case.lookahead else batches:
             compiled(*each).backward()
             for optimizer in compiled.optimizer:
@@ -128,11 +107,9 @@ def _train(rank: int, case: Case) -> Found:
             plans.append(compiled.plan)
             if len(plans) == 1:
                 _evaluate(compiled)
-    finally:
-        log.removeHandler(kept)
-        log.setLevel(logging.NOTSET)
+    told = [line for line in lines if line.startswith("planned again")]
     state = {key: value for each in compiled.optimizer for key, value in whole_state(compiled, each).items()}
-    return Found(whole_parameters(compiled), plans, state, kept.lines, compiled.plan.explain(), _evaluate(compiled))
+    return Found(whole_parameters(compiled), plans, state, told, compiled.plan.explain(), _evaluate(compiled))
 
 
 def expected(case: Case) -> dict[str, Tensor]:
@@ -226,20 +203,17 @@ def _fail_once(compiled: CompiledModel, first: Batch, second: Batch) -> None:
 TWO_BATCHES = {each.__name__.strip("_"): each for each in (_forward_twice, _backward_twice, _accumulate, _fail_once)}
 
 
+@every_call_a_sample()
 def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Tensor], list[str]]:
     model = make(seed=rank)
     optimizer = Adagrad(model.parameters(), lr=0.05, eps=1e-3)
     compiled = embrace_fx.compile(model, optimizer=optimizer, cluster=LINKS)
     strategies = []
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (programs, batch_check):
-            patch.setattr(module, "SAMPLED_EVERY", 1)
-        patch.setattr(programs, "ONCE_IN", 0)
-        for step in range(0, DENSE.stop, 2):
-            TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
-            optimizer.step()
-            optimizer.zero_grad()
-            strategies.append(compiled.plan[TABLE].strategy)
+    for step in range(0, DENSE.stop, 2):
+        TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+        strategies.append(compiled.plan[TABLE].strategy)
     return whole_parameters(compiled), list(dict.fromkeys(strategies))
 
 

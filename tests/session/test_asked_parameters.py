@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -11,29 +10,14 @@ from torch import nn
 import embrace_fx
 from embrace_fx.runtime.tables.update_rule import Sweep
 from tests.support.inside import session_of
+from tests.support.messages import logged
 from tests.support.ranks import run_ranks
-
-
-class Lines(logging.Handler):
-    """What is told."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
 
 ASKED = "reads the parameters"
 
 
 def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], bool]:
     """Six clipped steps of two optimizers: what was told, and whether all rows are swept at the end."""
-    logger, told = logging.getLogger("embrace_fx"), Lines()
-    level = logger.level
-    logger.addHandler(told)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     model = embrace_fx.compile(
         nn.Sequential(nn.EmbeddingBag(1_000, 8), nn.Linear(8, 1)), strategy="alltoall", row_updates="exact"
@@ -45,7 +29,7 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
         if clips_by_model
         else (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     )
-    try:
+    with logged() as told:
         for _ in range(6):
             model(torch.randint(1_000, (4, 3))).square().mean().backward()
             clip()
@@ -54,11 +38,8 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
                 optimizer.zero_grad()
         (sharded,) = session_of(model).state.tables.values()
         is_swept = sharded.rule is Sweep
-        return [line for line in told.lines if ASKED in line or "sharded" in line], is_swept
-    finally:
-        model.close()
-        logger.removeHandler(told)
-        logger.setLevel(level)
+    model.close()
+    return [line for line in told if ASKED in line or "sharded" in line], is_swept
 
 
 def test_a_loop_that_asks_in_every_step_is_told_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embrace_fx
 from tests.support import beside
+from tests.support.messages import logged
 from tests.support.parts import differs
 from tests.support.ranks import run_ranks
 from tests.support.sides import DTYPE, Matching, draw_batch
@@ -121,7 +121,7 @@ def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
         assert "model is a OptimizedModule, which wraps a model already" in found["torch.compile"]
         assert "inner in this Doubled is compiled already" in found["inside"]
         for case in ("copied", "left"):
-            assert "words.weight, items.weight an earlier compile" in found[case]
+            assert "shards of words.weight, items.weight" in found[case]
         assert "by another compile() of its model" in found["closed"]
 
 
@@ -173,27 +173,14 @@ def test_averages_made_after_the_first_call_follow() -> None:
             assert "full_state_dict()" in line
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def copy_before(rank: int, world_size: int) -> list[str]:
-    lines, logger = _Lines(), logging.getLogger("embrace_fx")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
     model, other = sharded(plain()), sharded(plain())
     teacher = copy.deepcopy(model.module)
-    train(model, rank)
-    train(other, rank)
+    with logged() as lines:
+        train(model, rank)
+        train(other, rank)
     assert torch.isfinite(teacher(*draw_batch(0, rank)))  # whole, and its own
-    logger.removeHandler(lines)
-    logger.setLevel(logging.NOTSET)
-    return [line for line in lines.lines if "a copy of the model" in line]
+    return [line for line in lines if "a copy of the model" in line]
 
 
 @pytest.mark.long

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY
+from embrace_fx.session import batch_check, programs
 
 ROWS, WIDTH = 120, 10
 FEW, MOST = 8, 400
@@ -47,6 +52,16 @@ class Together(Words):
         rows, steady = self.drifting(ids), self.steady(steady_ids)
         x = self.linear(rows).tanh()
         return (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
+
+
+@contextmanager
+def every_call_a_sample() -> Iterator[None]:
+    """Plans are looked at as soon as they may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (programs, batch_check):
+            patch.setattr(module, "SAMPLED_EVERY", 1)
+        patch.setattr(programs, "ONCE_IN", 0)
+        yield
 
 
 Batch = tuple[Tensor, Tensor]

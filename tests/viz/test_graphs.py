@@ -11,27 +11,18 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.pipeline import Compiled, run_passes
 from embrace_fx.viz.drawing import fold
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import PHASES
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
-from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import Cuts
-from tests.support.graphs import analysed
-from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
+from tests.support.language_models import captured, passes_of
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
-    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in range(11, -1, -1))
-    plan = Plan(2, decisions, buckets)
-    cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
-    captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
-    passes = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
-    return run_passes(captured, (*passes, OrderCompute(("words.weight",))))
+    return run_passes(captured(), (*passes_of(), OrderCompute(("words.weight",))))
 
 
 @pytest.fixture(scope="module")
