@@ -72,8 +72,7 @@ class Critic(nn.Module):
     def forward(self, place: Tensor) -> Tensor:
         if place.isnan().any():
             raise ValueError("no place")
-        found: Tensor = self.out(torch.tanh(self.mid(place)))
-        return found
+        return self.out(torch.tanh(self.mid(place)))
 
 
 class Repeating(Classifier):
@@ -138,8 +137,7 @@ class Recommender(nn.Module):
         spread = torch.sparse.mm(self.graph, torch.cat([self.users.weight, self.items.weight]))
         of_users, of_items = spread.split([self.users.num_embeddings, WORDS])
         scores = (of_users[user] * (of_items[other] - of_items[liked])).sum(1)
-        loss: Tensor = F.softplus(scores).mean() + 0.1 * self.users(user).square().mean()
-        return loss
+        return F.softplus(scores).mean() + 0.1 * self.users(user).square().mean()
 
 
 def clicks(step: int, rank: int) -> Batch:
@@ -150,8 +148,7 @@ class Checkpointed(Asserting):
     """Computes a part of it again in the backward, by a backward within the backward."""
 
     def encode(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = checkpoint(lambda rows: torch.tanh(self.mid(rows)).mean(1), self.rows(ids), use_reentrant=True)
-        return hidden
+        return checkpoint(lambda rows: torch.tanh(self.mid(rows)).mean(1), self.rows(ids), use_reentrant=True)
 
 
 class Tied(Asserting):
@@ -171,8 +168,7 @@ class Normalised(Asserting):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def encode(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.norm(super().encode(ids))
-        return found
+        return self.norm(super().encode(ids))
 
 
 class Forces(nn.Module):
@@ -188,8 +184,7 @@ class Forces(nn.Module):
             raise ValueError("kinds below the first")
         energy = self.out(torch.tanh(self.mid(torch.cat([self.kinds(kinds), place], 1)))).sum()
         (slope,) = torch.autograd.grad(energy, place, create_graph=True)
-        loss: Tensor = energy.square() + slope.square().sum()
-        return loss
+        return energy.square() + slope.square().sum()
 
 
 def placed(step: int, rank: int) -> Batch:

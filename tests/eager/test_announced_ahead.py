@@ -127,7 +127,6 @@ def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[
 )
 def test_ranks_that_part_are_named_before_anything_is_applied(mistake: str, expected: tuple[str, str]) -> None:
     (where, first, parameters), (_, second, others) = run_ranks(2, _mistaken, mistake)
-
     assert where == "backward"
     assert expected[0] in first
     assert expected[1] in second

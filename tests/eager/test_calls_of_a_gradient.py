@@ -56,5 +56,4 @@ def _few_and_many(rank: int, world_size: int) -> tuple[int, int]:
 def test_a_gradient_takes_few_calls() -> None:
     for few, many in run_ranks(2, _few_and_many):
         parameters = 2 * (MANY - FEW)
-
         assert many - few <= 5 * parameters, f"{(many - few) / parameters:.1f} calls for each parameter more"

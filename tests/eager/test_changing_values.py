@@ -100,8 +100,7 @@ class Scaled(nn.Module):
         self.rows, self.scale = nn.Embedding(8, 4), 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = (self.rows(ids) * math.exp(self.scale)).square().sum()  # which Dynamo has for constants alone
-        return found
+        return (self.rows(ids) * math.exp(self.scale)).square().sum()  # which Dynamo has for constants alone
 
 
 IDS = torch.arange(6).view(2, 3)
@@ -156,8 +155,7 @@ class Choosing(Scaled):
 
     def forward(self, ids: Tensor) -> Tensor:
         scales = {number: 1.0 + number for number in range(40)}
-        found: Tensor = self.rows(ids).square().sum() * scales[self.count]
-        return found
+        return self.rows(ids).square().sum() * scales[self.count]
 
 
 @pytest.mark.long

@@ -28,8 +28,7 @@ class Chain(nn.Module):
         hidden = self.words(ids)
         for linear in self.linears:
             hidden = hidden + linear(hidden).tanh()
-        loss: Tensor = hidden.square().mean()
-        return loss
+        return hidden.square().mean()
 
 
 def _train(model: Any, rank: int, steps: int = STEPS, words: int = 20) -> list[float]:

@@ -54,9 +54,7 @@ def test_a_value_comes_back(kind: Any, value: Any) -> None:
 @pytest.mark.parametrize("values", [[], [5, -7, 2**30]])
 def test_a_tensor_of_integers_comes_back(dtype: torch.dtype, values: list[int]) -> None:
     tensor = torch.tensor(values, dtype=dtype)
-
     found = from_plain(Tensor | None, sent(tensor))
-
     assert found.dtype == dtype
     assert torch.equal(found, tensor)
 

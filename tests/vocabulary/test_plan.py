@@ -59,12 +59,7 @@ def test_a_plan_without_decisions_prints_its_totals() -> None:
 
 def test_a_decision_by_its_parameter() -> None:
     assert PLAN["words.weight"].strategy == "alltoall"
-    assert [decision.parameter for decision in PLAN] == [
-        "project.weight",
-        "scale",
-        "words.weight",
-        "positions.weight",
-    ]
+    assert [decision.parameter for decision in PLAN] == ["project.weight", "scale", "words.weight", "positions.weight"]
     with pytest.raises(KeyError, match=r"the plan has no parameter 'word'; it has \['project\.weight'"):
         PLAN["word"]
 
@@ -84,7 +79,6 @@ def test_candidates_are_explained() -> None:
         Candidate("zen", "hierarchical", 4_000_000, 1.3, 120 * MIB, "1.43 times the time"),
         Candidate("allreduce", "", 88 * MIB, 30.0, 117 * MIB, "32.97 times the time"),
     )
-
     lying = str(Sparsity(30_000, 512, 4, (600, 600), (600.0, 900.0), 2.0, 1.5, draws_per_unit=3.2))
     check_golden("plan_explained", _with(2, candidates=candidates, measured=lying).explain())
     assert "no parameter had a choice" in PLAN.explain()
@@ -125,7 +119,6 @@ def test_predictions_and_reasons_are_not_agreed_on() -> None:
 
 def test_a_plan_is_plain_data() -> None:
     loaded = json.loads(json.dumps(PLAN.to_dict()))
-
     assert loaded["world_size"] == 4
     assert loaded["decisions"][2]["parameter"] == "words.weight"
     assert loaded["decisions"][2]["shape"] == [60_000, 256]
@@ -159,7 +152,6 @@ def full_plan() -> Plan:
 
 def test_a_saved_plan_is_the_same_plan(tmp_path: Path) -> None:
     full_plan().save(tmp_path / "plan.json")
-
     found = Plan.load(tmp_path / "plan.json")
     assert found == full_plan()
     assert found.digest() == full_plan().digest()
@@ -171,7 +163,6 @@ def test_a_plan_saved_without_rows_is_read(tmp_path: Path) -> None:
     for decision in content["value"]["decisions"]:
         del decision["rows"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
-
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert PLAN.rows == {}
     assert full_plan().rows == {"words.weight": RowCounts(1200, 4000, 2900)}
@@ -191,6 +182,5 @@ def test_a_plan_saved_without_rows_is_read(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_plan_is_told(content: str | None, told: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "plan.json").write_text(content)
-
     with pytest.raises(ValueError, match=rf"plan\.json holds no plan.*: .*{told}.*Save it again"):
         Plan.load(tmp_path / "plan.json")

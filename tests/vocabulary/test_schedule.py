@@ -62,7 +62,6 @@ def test_an_operation_is_found_by_its_name() -> None:
 
 def test_the_figures_of_one_rank() -> None:
     spans, waits = two_windows()
-
     assert diagnose(Timeline(spans, waits, world_size=1)) == Diagnostics(
         step_ms=9.0,
         compute_ms=6.0,
@@ -75,16 +74,13 @@ def test_the_figures_of_one_rank() -> None:
 
 def test_the_order_of_spans_and_waits_does_not_matter() -> None:
     spans, waits = two_windows()
-
     assert diagnose(Timeline(spans[::-1], waits[::-1], 1)) == diagnose(Timeline(spans, waits, 1))
 
 
 def test_figures_are_medians_over_ranks_and_windows() -> None:
     ranks = [two_windows(rank, late_ms) for rank, late_ms in enumerate((0.0, 0.5, 1.5))]
     shown = Timeline(tuple(s for spans, _ in ranks for s in spans), tuple(w for _, waits in ranks for w in waits), 3)
-
     found = diagnose(shown)
-
     assert (found.step_ms, found.compute_ms) == (9.0, 5.5)
     assert found.exposed_ms["dense"] == found.communication_ms["dense"] == 3.5
 
@@ -95,13 +91,11 @@ def test_figures_are_medians_over_ranks_and_windows() -> None:
 def test_what_compute_hides_of_the_communication(exposed_ms: float, expected: float) -> None:
     spans, _ = two_windows()
     waits = tuple(Wait("bucket 0 [0]", "dense", window, 0, 4.0, 4.0 + exposed_ms) for window in (0, 1))
-
     assert diagnose(Timeline(spans, waits, 1)).overlap_ratio == expected
 
 
 def test_without_communication_all_of_it_is_hidden() -> None:
     found = diagnose(Timeline((Span(BACKWARD, 0, 0, 1.0, 5.0),), (), 1))
-
     assert (found.overlap_ratio, found.step_ms, found.compute_ms) == (1.0, 4.0, 4.0)
 
 
@@ -113,14 +107,12 @@ def test_a_window_without_compute_counts_for_nothing() -> None:
     """A delayed exchange of the window before those shown."""
     spans, waits = two_windows()
     earlier = Span(replace(LOOKUPS, lane="delayed", kind="delayed"), -1, 0, 0.0, 2.0)
-
     assert diagnose(Timeline((earlier, *spans), waits, 1)) == diagnose(Timeline(spans, waits, 1))
 
 
 def test_memory_is_held_from_the_end_until_the_last_reader_ended() -> None:
     """lookups 1..13 and 10..18, reduced bucket 7..9 and 16..18: both lookups from 10 to 13, with the bucket from 16."""
     spans, waits = two_windows()
-
     assert diagnose(Timeline(spans, waits, 1, STEPS.dependences)).held_bytes == 100 + 70
     assert diagnose(Timeline(spans[:4], waits[:1], 1, STEPS.dependences[:2])).held_bytes == 100
     late = tuple(
@@ -135,14 +127,12 @@ def test_what_is_freed_at_a_moment_makes_room_for_what_is_kept_from_then_on() ->
     last = Operation("c", "forward", "compute", 1.0)
     spans = tuple(Span(o, 0, 0, float(k), k + 1.0) for k, o in enumerate((*operations, last)))
     shown = Timeline(spans, (), 1, (Dependence("a", "b"), Dependence("b", "c")))
-
     assert diagnose(shown).held_bytes == 10
 
 
 def test_schedules_that_launch_alike_have_one_digest() -> None:
     spans, waits = two_windows()
     one = Schedule("2d", ("lookups", "bucket 0 [0]"), STEPS, Timeline(spans, waits, 1))
-
     assert one.digest() == replace(one, source="profile", predicted=Timeline((), (), 1)).digest()
     assert one.digest() != replace(one, launch_order=one.launch_order[::-1]).digest()
     assert one.digest() != replace(one, name="horizontal").digest()
@@ -150,7 +140,6 @@ def test_schedules_that_launch_alike_have_one_digest() -> None:
 
 def test_an_operation_of_an_id_sends_and_holds_what_it_is_given() -> None:
     found = Operation.of(IDS, 2.0)
-
     assert (found.name, found.lane, found.id) == (str(IDS), IDS.lane, IDS)
     assert (found.duration_ms, found.sent_bytes, found.held_bytes, found.serves) == (2.0, 0, 0, ())
     assert Operation.of(IDS, 2.0, 5, ("a",), 7) == replace(found, sent_bytes=5, serves=("a",), held_bytes=7)

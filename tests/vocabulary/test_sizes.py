@@ -20,7 +20,6 @@ def unknown() -> Any:
 
 def test_whole_expressions_are_counted(unknown: Any) -> None:
     expected = ExpectedSizes({str(unknown.node.expr): 3 * 128})
-
     sizes = (unknown, unknown // 128, 5 * (unknown // 128), unknown * unknown)
     assert [expected.number(size) for size in sizes] == [384, 3, 15, 384 * 384]
 
@@ -28,7 +27,6 @@ def test_whole_expressions_are_counted(unknown: Any) -> None:
 def test_what_is_not_known_has_one_number(unknown: Any) -> None:
     other = unknown.node.shape_env.create_unbacked_symint()
     expected = ExpectedSizes({str(unknown.node.expr): 384})
-
     assert [NOTHING_EXPECTED.number(size) for size in (unknown, unknown // 128)] == [UNKNOWN_SIZE] * 2
     assert [expected.number(size) for size in (other, other + unknown)] == [UNKNOWN_SIZE] * 2
 
@@ -38,7 +36,6 @@ def test_the_captures_sizes_stay_and_get_no_guards(unknown: Any) -> None:
     context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
     rows, columns = mode.from_tensor(torch.empty(6, 8), symbolic_context=context).shape
     assert mode.shape_env is not None
-
     expected = ExpectedSizes({str(rows.node.expr): 99})  # type: ignore[attr-defined]
     assert [expected.number(size) for size in (rows, rows * columns, 7)] == [6, 48, 7]
     assert [is_known(size) for size in (rows, 7, unknown, unknown // 2)] == [True, True, False, False]

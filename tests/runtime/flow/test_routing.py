@@ -24,7 +24,6 @@ paddings = st.sampled_from([-1, 0, 4])
 @given(st.lists(st.booleans(), max_size=20))
 def test_where_a_mask_is_true(mask: list[bool]) -> None:
     found = first_true(torch.tensor(mask, dtype=torch.bool)).tolist()
-
     true = [k for k, each in enumerate(mask) if each]
     assert found == true + [0] * (len(mask) - len(true))
 
@@ -32,9 +31,7 @@ def test_where_a_mask_is_true(mask: list[bool]) -> None:
 @given(batches, paddings)
 def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], padding_idx: int) -> None:
     ids = [torch.tensor(use, dtype=torch.int64) for use in uses]
-
     unique, count, where = padded_unique_ids(ids, V, padding_idx)
-
     expected, *expected_where = kernels.unique_ids(ids, V, padding_idx)
     assert int(count) == expected.numel()
     assert torch.equal(unique[: int(count)], expected)
@@ -47,7 +44,6 @@ def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], paddin
 @pytest.mark.parametrize("bad", [-1, V, -(2**62)])
 def test_an_id_outside_the_table_is_told_and_harms_nothing(bad: int) -> None:
     unique, count, _ = padded_unique_ids([torch.tensor([3, bad, 0])], V, -1)
-
     assert int(count) == -1
     assert unique.min() >= 0
     assert unique.max() < V
@@ -96,8 +92,6 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
         assert part.sums is not None
         found_sums = summed(part, rows.view(-1), rows.dtype, 3, paddings, 0.5)
         for mine, reference in zip(
-            found_sums,
-            kernels.coalesce(part.ids, rows.view(-1), 3, paddings, 0.5),
-            strict=True,
+            found_sums, kernels.coalesce(part.ids, rows.view(-1), 3, paddings, 0.5), strict=True
         ):
             assert torch.equal(mine, reference)

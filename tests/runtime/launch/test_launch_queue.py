@@ -21,7 +21,5 @@ def test_a_pause_in_which_nothing_waits_is_no_standstill(monkeypatch: pytest.Mon
     link.expect("early rows")
     link.end("early rows")
     now_s[0] = 10 * LONG_S
-
     submit(launcher, link, "bucket 0")
-
     link.expect("early rows")

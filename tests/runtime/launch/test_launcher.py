@@ -21,7 +21,6 @@ from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, s
 
 def test_what_is_submitted_waits_for_its_turn() -> None:
     launcher, link = make(), Link(instant=True)
-
     submit(launcher, link, "bucket 0")
     link.expect()
     submit(launcher, link, "early rows", "prior")
@@ -36,7 +35,6 @@ def known(launcher: Launcher, **took_s: float) -> None:
 def test_one_is_on_the_way() -> None:
     launcher, link = make(), Link()
     known(launcher)
-
     submit(launcher, link, *reversed(NAMES))
     assert IN_FLIGHT == 1
     link.expect("early rows")
@@ -48,7 +46,6 @@ def test_one_is_on_the_way() -> None:
 
 def test_one_more_is_on_the_way_where_nobody_knows_how_long_the_last_one_takes() -> None:
     launcher, link = make(), Link()
-
     submit(launcher, link, *reversed(NAMES))
     link.expect("early rows", "prior")
     link.end("prior")
@@ -62,7 +59,6 @@ def test_one_more_leaves_where_the_last_one_is_late() -> None:
     """Another rank, which waits for what comes next, may have launched that first."""
     launcher, link = make(), Link()
     known(launcher, prior=0.001)
-
     submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
     link.expect("early rows")
     link.end("early rows")
@@ -74,13 +70,11 @@ def test_how_long_a_launch_takes_is_told_by_those_that_are_alone_on_their_way() 
     launcher, link = make(), Link()
     known(launcher, prior=0.0)
     took_s = launcher.queue.took_s
-
     submit(launcher, link, "early rows", "prior", "bucket 0")
     link.end("early rows")
     link.end("bucket 0")
     link.end("prior")
     link.rest()
-
     assert 0 < took_s[ID["early rows"]] < LONG_S
     assert (took_s[ID["prior"]], took_s[ID["bucket 0"]]) == (0.0, LONG_S)  # they shared the link
 
@@ -88,14 +82,12 @@ def test_how_long_a_launch_takes_is_told_by_those_that_are_alone_on_their_way() 
 def test_what_stood_still_tells_nothing() -> None:
     launcher, link = make(), Link()
     known(launcher)
-
     submit(launcher, link, "early rows", "prior")
     link.expect("early rows")
     stand_still(launcher)
     link.end("prior")
     link.end("early rows")
     link.rest()
-
     assert not {ID["early rows"]} & {*launcher.queue.took_s}
 
 
@@ -111,7 +103,6 @@ def test_what_is_large_leaves_beside_the_thread_that_submits_it(sent_bytes: int,
 
     rest(launcher)
     launcher.submit(ID["early rows"], launch, sent_bytes).wait()
-
     assert threads == [thread]
 
 
@@ -127,7 +118,6 @@ def test_who_sees_the_end_of_a_launch_launches_what_stands_behind_it() -> None:
     launcher.submit(ID["prior"], launch, LARGE_BYTES)
     link.expect("early rows")
     link.end("early rows")
-
     assert threads == [threading.current_thread().name]
 
 
@@ -150,7 +140,6 @@ def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:
 
 def test_a_skipped_launch_holds_up_nothing() -> None:
     launcher, link = make(), Link(instant=True)
-
     submit(launcher, link, "bucket 0")
     launcher.skip([ID["early rows"]])
     link.expect()
@@ -160,7 +149,6 @@ def test_a_skipped_launch_holds_up_nothing() -> None:
 
 def test_after_the_backward_only_launches_of_the_forward_are_to_come() -> None:
     launcher, link = make(), Link(instant=True)
-
     submit(launcher, link, "prior", "bucket 1")
     launcher.leave_backward()
     link.expect("prior")
@@ -170,7 +158,6 @@ def test_after_the_backward_only_launches_of_the_forward_are_to_come() -> None:
 
 def test_a_new_window_ends_the_one_before() -> None:
     launcher, link = make(), Link(instant=True)
-
     submit(launcher, link, "rows")
     launcher.open_window()
     submit(launcher, link, "early rows", "rows")
@@ -179,7 +166,6 @@ def test_a_new_window_ends_the_one_before() -> None:
 
 def test_windows_follow_each_other() -> None:
     launcher, link = make(), Link()
-
     submit(launcher, link, "bucket 0", "rows", "early rows")
     launcher.open_window()
     submit(launcher, link, "prior")
@@ -193,7 +179,6 @@ def test_windows_follow_each_other() -> None:
 
 def test_a_forward_belongs_to_the_backward_before_it() -> None:
     launcher, link = make(), Link(instant=True)
-
     launcher.open_window()
     submit(launcher, link, "prior")
     launcher.enter_forward()
@@ -203,17 +188,14 @@ def test_a_forward_belongs_to_the_backward_before_it() -> None:
 
 def test_a_forward_without_a_backward_before_it_has_a_window_of_its_own() -> None:
     launcher, link = make(), Link(instant=True)
-
     for _ in range(2):
         launcher.enter_forward()
         submit(launcher, link, "ids", "rows")
-
     link.expect("ids", "rows", "ids", "rows")
 
 
 def test_another_order_holds_from_the_next_window_on() -> None:
     launcher, link = make(), Link(instant=True)
-
     launcher.reorder(reversed(ORDER))
     tickets = submit(launcher, link, *reversed(NAMES))
     link.expect(*NAMES)
@@ -227,7 +209,6 @@ def test_another_order_holds_from_the_next_window_on() -> None:
 def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str], list[str]]]) -> None:
     launcher, link = make(), Link(instant=True)
     tickets, expected = [], []
-
     for submitted, skipped in windows:
         launcher.skip([ID[name] for name in skipped])
         tickets += submit(launcher, link, *submitted)
@@ -235,7 +216,6 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
         launcher.open_window()
     for ticket in tickets:
         ticket.wait()
-
     assert link.launched == expected
 
 
@@ -245,7 +225,6 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
 def test_who_waits_is_not_held_up_by_what_is_still_to_be_submitted() -> None:
     launcher, link = make(), Link(instant=True)
     _, delayed, *_ = submit(launcher, link, "prior", "delayed", "bucket 1", "rows")
-
     link.expect()
     with launcher.hurrying():
         delayed.wait()
@@ -258,20 +237,16 @@ def test_nothing_but_what_is_waited_for_overtakes_what_is_still_to_be_submitted(
     """Another rank need not be in a hurry: with other launches on its way it would wait for this one's."""
     launcher, link = make(), Link(instant=True)
     *_, last = submit(launcher, link, "delayed", "bucket 1", "bucket 0")  # classes of "delayed" and of buckets
-
     with launcher.hurrying():
         last.wait()
-
     link.expect("bucket 0")
 
 
 def test_the_order_holds_again_after_a_hurry() -> None:
     launcher, link = make(), Link(instant=True)
-
     with launcher.hurrying():
         pass
     submit(launcher, link, "delayed")
-
     link.expect()
 
 
@@ -280,17 +255,14 @@ def test_a_hurry_into_the_next_window_keeps_the_order_of_a_class() -> None:
     submit(launcher, link, *NAMES)
     launcher.open_window()
     submit(launcher, link, "prior", "bucket 0", "early rows")
-
     with launcher.hurrying():
         for name in (*NAMES, "early rows", "prior", "bucket 0"):
             link.end(name)
-
     assert link.launched == [*NAMES, "early rows", "prior", "bucket 0"]
 
 
 def test_where_nothing_moves_classes_overtake_each_other() -> None:
     launcher, link = make(), Link(instant=True)
-
     submit(launcher, link, "prior", "delayed", "rows")
     link.expect()
     stand_still(launcher)
@@ -306,11 +278,9 @@ def test_where_nothing_moves_classes_overtake_each_other() -> None:
 def test_where_nothing_moves_more_are_on_the_way() -> None:
     """The other ranks may have launched other classes first."""
     launcher, link = make(), Link()
-
     submit(launcher, link, "early rows", "prior", "bucket 0")
     link.expect("early rows", "prior")
     stand_still(launcher)
-
     link.expect("early rows", "prior", "bucket 0")
 
 

@@ -47,9 +47,7 @@ def test_every_waiter_hears_of_a_collective_that_fails_under_way() -> None:
     launcher, link = make(), Link()
     early, prior = submit(launcher, link, "early rows", "prior")
     link.expect("early rows", "prior")
-
     link.end("early rows", RuntimeError("connection closed by peer"))
-
     for ticket in (early, prior):
         with pytest.raises(RuntimeError, match="connection closed by peer"):
             ticket.wait()
@@ -62,11 +60,9 @@ def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
     (thread,) = set(threading.enumerate()) - before
     submit(launcher, link, *names)
     rest(launcher)
-
     del launcher
     gc.collect()
     thread.join(LONG_S)
-
     assert not thread.is_alive()
 
 

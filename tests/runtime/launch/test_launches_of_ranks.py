@@ -63,6 +63,5 @@ def term(launch: OperationId, window: int) -> int:
 @pytest.mark.parametrize("stands_still", [False, True], ids=["in order", "overtaking"])
 def test_ranks_launch_each_class_in_the_same_order(stands_still: bool) -> None:
     first, *others = run_ranks(3, submits_in_its_own_order, stands_still)
-
     assert all(other == first for other in others)
     assert min(map(len, first.values())) > 5

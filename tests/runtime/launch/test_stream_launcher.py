@@ -67,7 +67,6 @@ class Device:
 
 def test_a_launch_leaves_at_once_where_it_is_its_turn_and_is_held_back_where_not() -> None:
     device = Device()
-
     device.submit("bucket 0")
     assert device.launched == []
     device.submit("early rows", "prior")
@@ -76,9 +75,7 @@ def test_a_launch_leaves_at_once_where_it_is_its_turn_and_is_held_back_where_not
 
 def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_before_on_another_stream() -> None:
     device = Device()
-
     device.submit("bucket 0", "early rows", "prior")
-
     events = {step.event.partition(" #")[0] for step in device.program().steps if isinstance(step, WaitEvent)}
     assert IN_FLIGHT == 1
     assert events == {"bucket 0 ready", "early rows ready", "prior ready", "prior done"}
@@ -106,7 +103,6 @@ def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
 def test_a_ticket_lets_the_current_stream_wait() -> None:
     device = Device()
     (ticket,) = device.submit("early rows")
-
     before = ticket.done
     assert int(ticket.wait()) == len("early rows")
     assert (before, ticket.done) == (False, True)
@@ -118,9 +114,7 @@ def test_a_ticket_lets_the_current_stream_wait() -> None:
 def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
     device = Device()
     early, bucket = device.submit("early rows", "bucket 0")
-
     bucket.wait()
-
     assert device.launched == ["early rows", "bucket 0"]  # "prior" may still come
     assert not device.queue.took_turns()
     assert device.queue.took_turns()  # since it was last asked
@@ -130,7 +124,6 @@ def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
 def test_a_class_keeps_its_order_whoever_waits() -> None:
     device = Device()
     (rows,) = device.submit("rows")
-
     with pytest.raises(RuntimeError, match="'rows' to be launched before"):
         rows.wait()
 
@@ -159,13 +152,11 @@ def test_what_no_schedule_orders_leaves_between_what_was_issued_and_what_will_be
     device = Device()
     device.submit("early rows")
     assert device.queue.in_turn is not None
-
     with device.streams.on("ids", "flags"), device.queue.in_turn():
         device.streams.steps.append(Launch("ids", "flags"))
     with device.streams.on("ids", "more flags"), device.queue.in_turn():
         device.streams.steps.append(Launch("ids", "more flags"))
     device.submit("prior", "bucket 0")
-
     assert device.launched == ["early rows", "flags", "more flags", "prior", "bucket 0"]
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
@@ -176,7 +167,6 @@ def test_classes_of_one_channel_keep_one_order_whoever_is_in_a_hurry() -> None:
     device.submit("delayed", "rows")
     device.queue.issue(hurry=True)
     assert device.launched == []
-
     device.submit("early rows", "prior", "bucket 0")
     device.queue.issue(hurry=True)
     assert device.launched == ["early rows", "prior", "bucket 0", "delayed"]
@@ -188,9 +178,7 @@ def test_classes_of_one_channel_keep_one_order_whoever_is_in_a_hurry() -> None:
 def test_all_ranks_catch_up_together() -> None:
     device = Device()
     device.submit("delayed", "bucket 0")
-
     device.queue.catch_up()
-
     assert device.launched == ["bucket 0", "delayed"]
     assert device.queue.took_turns()
 
@@ -203,7 +191,6 @@ def test_what_leaves_when_all_ranks_catch_up_is_before_all_that_leaves_later() -
     device.queue.catch_up()
     rest = [name for name in NAMES if name not in first]
     device.submit(*rest)
-
     assert device.launched == first + rest
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
@@ -243,10 +230,8 @@ def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -
     """Ranks that stand still do so at different times."""
     device, store = Device(), Store()
     device.submit("delayed")
-
     device.queue.look(store, "name")
     device.queue.issue()
-
     assert device.launched == []
     assert device.queue.moved_s == float("inf")
 
@@ -254,13 +239,11 @@ def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -
 def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
     one = Device()
     other = Device(streams=one.streams)
-
     one.submit("early rows", "prior", "bucket 0")
     other.submit("early rows", "prior", "bucket 0")
     (ticket,) = other.submit("bucket 1")
     ticket.wait()  # out of its turn, on this rank perhaps alone: nobody's order
     one.submit("delayed", "ids")
-
     assert too_many_in_flight(one.program(), IN_FLIGHT, {*NAMES} - {"bucket 1"}) == []
     assert other.queue.tells == (0, len(NAMES) - 4)
 
@@ -273,7 +256,6 @@ def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
     ticket = device.launcher.submit(ID["early rows"], launch, 0)
     del sent, launch
     gc.collect()
-
     assert alive() is not None
     ticket.wait()
     gc.collect()
@@ -283,10 +265,8 @@ def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
 def test_what_nobody_waits_for_lives_until_it_is_waited_for_in_passing() -> None:
     device = Device()
     device.submit("early rows")
-
     for _ in range(3):
         device.launcher.open_window()
-
     waits = [step.event for step in device.program().steps if isinstance(step, WaitEvent) and step.stream == "compute"]
     assert [event.partition(" #")[0] for event in waits] == ["early rows done"]
 
@@ -312,7 +292,6 @@ def test_the_recorder_hears_of_each_launch() -> None:
     recorder.start()
     recorder.window()
     device.submit("early rows")
-
     (told,) = recorder.stop().transfers
     assert (told.launch, told.window, told.sent_bytes) == (ID["early rows"], 0, 100)
     assert 0 < told.started_s <= told.ended_s

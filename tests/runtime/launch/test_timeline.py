@@ -33,7 +33,6 @@ STEPS = StepGraph(
 
 def test_marks_cut_time_into_operations() -> None:
     recording = Recording([(None, 0, 1.0), (EARLY, 0, 2.0), (B, 0, 5.0), (None, 1, 7.0), (EARLY, 1, 8.0)])
-
     assert compute_spans(recording) == [
         ComputeSpan(EARLY, 0, 1.0, 2.0),
         ComputeSpan(B, 0, 2.0, 5.0),
@@ -44,7 +43,6 @@ def test_marks_cut_time_into_operations() -> None:
 def test_waits_are_no_compute() -> None:
     waits = [(chunk_id(0, k), 0, *times) for k, times in enumerate(((3.0, 4.0), (2.0, 2.5), (4.5, 5.0)))]
     recording = Recording([(None, 0, 1.0), (A, 0, 2.0), (B, 0, 5.0)], waits)
-
     assert compute_spans(recording) == [
         ComputeSpan(A, 0, 1.0, 2.0),
         ComputeSpan(B, 0, 2.5, 3.0),
@@ -62,9 +60,7 @@ def test_a_recorder_that_is_off_keeps_nothing() -> None:
     recorder.window()
     with recorder.waiting(CHUNK):
         recorder.transferred(Transfer(CHUNK, 0, 1, 0.0, 1.0))
-
     recorder.start()
-
     assert recorder.stop() == Recording()
     assert recorder.recording is None
 
@@ -78,7 +74,6 @@ def test_a_recorder_that_is_on_keeps_everything() -> None:
     with pytest.raises(KeyError), recorder.waiting(CHUNK):
         raise KeyError
     recording = recorder.stop()
-
     assert [(operation, window) for operation, window, _ in recording.marks] == [(None, 0), (A, 0)]
     ((launch, window, start, end),) = recording.waits
     assert (launch, window) == (CHUNK, 0)

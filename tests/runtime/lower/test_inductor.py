@@ -53,7 +53,6 @@ def _generator() -> Any:
 def inductor(cache: Path) -> Iterator[Callable[[], int]]:
     """Inductor with one compiling thread and a cache of its own; yields how many regions it was given."""
     generator = _generator()
-
     environment = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(cache))
     threads = generator.config.patch(compile_threads=1)
     counted = mock.patch.object(generator, "compile_fx_inner", wraps=generator.compile_fx_inner)
@@ -66,7 +65,6 @@ def test_a_model_trains_to_the_parameters_of_the_reference(tmp_path: Path) -> No
     """Forward and backward are a region each, compiled once."""
     with inductor(tmp_path) as compilations:
         found = train_compiled(0, 1, WORKLOADS["lstm"], DTYPE, "adagrad", way=Way(steps=5, backend="inductor"))
-
         assert compilations() == 2
     assert_same(found.parameters, expected_parameters(1, WORKLOADS["lstm"], DTYPE, "adagrad", steps=5), DTYPE)
 
@@ -125,7 +123,6 @@ def test_batches_that_vary_train_as_eagerly_with_few_compilations(model: str, wo
     expected = expected_parameters(world_size, workload, DTYPE, "adagrad", steps=STEPS)
     eager = run_ranks(world_size, _train, workload, "eager", tmp_path, timeout_s=TIMEOUT_S)
     found = run_ranks(world_size, _train, workload, "inductor", tmp_path, timeout_s=TIMEOUT_S)
-
     for one, other in zip(found, eager, strict=True):
         assert_same(one.trained.parameters, expected, DTYPE)
         assert one.launches == other.launches
@@ -137,11 +134,9 @@ def test_batches_that_vary_train_as_eagerly_with_few_compilations(model: str, wo
 
 def test_a_compiler_that_does_not_run() -> None:
     generator = _generator()
-
     unknown = generator.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with unknown, pytest.raises(ValueError, match="expected a C\\+\\+ compiler") as caught:
         embrace_fx.compile(nn.Linear(2, 2), backend="inductor")
-
     for part in ("in compile()", "no-such-compiler", "Install one (g++)", "backend='eager'"):
         assert part in str(caught.value)
 

@@ -45,8 +45,7 @@ class Interpreted:
             LOG.append(f"region of {len(arguments)}")
             values = list(arguments)
             arguments.clear()
-            results: Sequence[Any] = region.module(*values)
-            return results
+            return region.module(*values)
 
         return run
 
@@ -124,16 +123,13 @@ def test_a_run_of_too_few_kernels_stays_as_it_is() -> None:
         return ((x * 2).view(-1).view(6).view(-1) + 1,)
 
     _, compiler = run_lowered(phase_of(program, torch.ones(2, 3)), [torch.ones(2, 3)])
-
     assert SMALLEST > 2
     assert compiler.regions == []
 
 
 def test_a_region_that_is_refused_stays_as_it_is() -> None:
     x = torch.randn(3)
-
     (found,) = lower(phase_of(lambda x: (four_kernels(x),), x), {}, compile_region=lambda region: None)([x])
-
     assert torch.equal(found, four_kernels(x))
 
 
@@ -147,7 +143,6 @@ def test_sizes_that_vary_are_read_from_what_is_there() -> None:
     module = phase_of(program, torch.randn(3, 4), dynamic=True)
     x = torch.randn(5, 7)
     (found,), compiler = run_lowered(module, [x])
-
     assert LOG == ["region of 3"]  # two sizes and the value
     assert [type(value).__name__ for value in compiler.regions[0].inputs] == ["SymInt", "SymInt", "FakeTensor"]
     assert torch.equal(found, four_kernels(x.reshape(-1)))
@@ -196,9 +191,7 @@ def test_only_what_dies_within_the_step_may_be_overwritten_by_the_next(role: Any
     (weight,) = module.graph.find_nodes(op="placeholder")
     weight.meta["role"] = Parameter("w")
     module.graph.output_node().meta["roles"] = (role,)
-
     _, compiler = run_lowered(module, [torch.ones(2)])
-
     assert compiler.regions[0].kept == kept
     assert compiler.regions[0].fixed == (0,)
 
@@ -211,8 +204,6 @@ def test_ops_whose_sizes_depend_on_data_are_left_out() -> None:
     (placeholder,) = module.graph.find_nodes(op="placeholder")
     placeholder.meta["role"] = BatchInput(0)
     module.graph.output_node().meta["roles"] = (Result(0),)
-
     _, compiler = run_lowered(module, [torch.ones(4)])
-
     assert "nonzero" not in chain.from_iterable(compiler.ops())
     assert len(compiler.regions) == 2

@@ -161,7 +161,6 @@ def test_without_gradients_nothing_is_saved(network: str) -> None:
         with KeepRnnWhole():
             found, _ = model(x)
     assert_equal([found], [expected], 1e-5)
-
     graph = capture(model, (x,), {}, train=False).graph
     (node,) = [n for n in graph.graph.nodes if n.target is torch.ops.embrace.rnn_layer.default][-1:]
     assert len(node.meta["val"]) == (3 if isinstance(model, nn.LSTM) else 2)
@@ -185,7 +184,6 @@ def test_dropout_between_layers_draws_as_eager_draws(network: str) -> None:
     expected = forward_and_gradients(model, x, state, whole=False)
     torch.manual_seed(2)
     assert_equal(forward_and_gradients(model, x, state, whole=True), expected, 1e-5)
-
     model.eval()
     expected = forward_and_gradients(model, x, state, whole=False)
     assert_equal(forward_and_gradients(model, x, state, whole=True), expected, 1e-5)
@@ -216,8 +214,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         output, _ = self.rnn(self.embedding(ids))
-        loss: Tensor = output.square().sum()
-        return loss
+        return output.square().sum()
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -301,7 +298,6 @@ def test_walk_knows_where_sequences_start_end_and_turn() -> None:
     assert [rows.tolist() for rows in forward.ends(cpu)] == [[0, 1, 2], [5, 4, 2]]
     assert [rows.tolist() for rows in backward.ends(cpu)] == [[5, 4, 2], [0, 1, 2]]
     assert forward.mirror(cpu).tolist() == [5, 4, 2, 3, 1, 0]
-
     rows, initial = torch.arange(6), torch.tensor([-1, -2, -3])
     assert forward.previous(initial, rows).tolist() == [-1, -2, -3, 0, 1, 3]
     assert backward.previous(initial, rows).tolist() == [3, 4, -3, 5, -2, -1]

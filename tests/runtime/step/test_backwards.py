@@ -72,8 +72,7 @@ class Shifted(nn.Module):
         self.shift = nn.Parameter(torch.zeros(DIM))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        result: Tensor = self.linear(x_BD).sum(0) + self.shift
-        return result
+        return self.linear(x_BD).sum(0) + self.shift
 
 
 def _keep_the_given(rank: int, world_size: int) -> None:
@@ -170,10 +169,7 @@ def test_distributed_autograd_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     model = embrace_fx.compile(nn.Linear(2, 1))
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
-        with (
-            dist_autograd.context(),
-            pytest.raises(RuntimeError, match=r"torch\.distributed\.autograd\.context"),
-        ):
+        with dist_autograd.context(), pytest.raises(RuntimeError, match=r"torch\.distributed\.autograd\.context"):
             model(torch.ones(2))
         model(torch.ones(2)).backward()
     finally:

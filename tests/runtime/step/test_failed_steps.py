@@ -134,7 +134,6 @@ def train(rank: int, world_size: int, options: dict[str, Any], ahead: bool) -> t
 def check(world_size: int, options: dict[str, Any], *, ahead: bool) -> None:
     batches = [[draw_batch(step, rank) for step in GOOD] for rank in range(world_size)]
     expected = train_reference(make_model, lambda model: [make_optimizer(model)], batches, len(GOOD))
-
     for rank, (told, parameters) in enumerate(run_ranks(world_size, train, options, ahead)):
         for step, fault in FAULTS.items():
             does = fault.by_rank.get(rank)

@@ -30,9 +30,7 @@ def test_memory_that_nothing_holds_is_taken_again() -> None:
     flat = pack(gradients(2.0), 0.5)
     place = flat.data_ptr()
     del flat
-
     again = pack(gradients(4.0), 0.5)
-
     assert again.data_ptr() == place
     assert again.tolist() == [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
 
@@ -44,9 +42,7 @@ def test_memory_that_something_holds_is_left_alone(held: str) -> None:
     holder: Any = {"itself": flat, "a part of it": flat.as_strided((2,), (1,), 4), "an array": flat[:2].numpy()}[held]
     before = holder.tolist()
     del flat
-
     again = pack(gradients(4.0), 0.5)
-
     assert holder.tolist() == before
     assert again.tolist() == [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
 
@@ -54,17 +50,14 @@ def test_memory_that_something_holds_is_left_alone(held: str) -> None:
 def test_a_bucket_of_another_type_has_memory_of_its_own() -> None:
     pack = packer()
     pack(gradients(2.0), 0.5)
-
     assert pack(gradients(4.0, torch.float64), 0.5).dtype == torch.float64
 
 
 def test_a_packer_that_keeps_nothing_frees_its_memory() -> None:
     pack = packer(keeps_memory=False)
-
     flat = pack(gradients(2.0), 0.5)
     pack(gradients(4.0), 0.5)
     gc.collect()
-
     assert flat.tolist() == [1.0, 1.0, 1.0, 1.0, 1.5, 1.5]
     assert not [each for each in vars(pack).values() if isinstance(each, Tensor)]
 

@@ -29,8 +29,7 @@ class Recommender(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         columns = torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
-        loss: Tensor = self.top(columns).square().mean()
-        return loss
+        return self.top(columns).square().mean()
 
 
 def batch(rank: int) -> Tensor:
@@ -40,10 +39,7 @@ def batch(rank: int) -> Tensor:
 def train(rank: int, world_size: int, kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Recommender()
-    optimizers = (
-        kind(plain.tables.parameters(), lr=0.1),
-        torch.optim.SGD(plain.top.parameters(), lr=0.1),
-    )
+    optimizers = (kind(plain.tables.parameters(), lr=0.1), torch.optim.SGD(plain.top.parameters(), lr=0.1))
     model = embrace_fx.compile(plain, optimizer=optimizers, strategy={"tables.*": "alltoall"})
     ids = batch(rank)
 

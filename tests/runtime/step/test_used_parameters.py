@@ -21,15 +21,12 @@ def test_absent_is_what_no_rank_reaches(world_size: int) -> None:
         for r in range(world_size)
     ]
     counts = _summed(*(each.words((0, 1)) for each in ranks))
-
     absent = ranks[0].absent(counts)
-
     assert absent == frozenset(NAMES) - {NAMES[0], *(NAMES[1 + r % 150] for r in range(world_size))}
 
 
 def test_only_what_is_delivered_is_absent() -> None:
     used = UsedParameters(NAMES, {"p1": frozenset({0}), "p2": frozenset({1})}, ["p1", "p2"], 2)
-
     assert used.absent(used.words((0,))) == {"p2"}
     assert used.absent(used.words(())) == {"p1", "p2"}
     assert used.absent(used.words((0, 1))) == frozenset()
@@ -37,5 +34,4 @@ def test_only_what_is_delivered_is_absent() -> None:
 
 def test_a_sum_of_earlier_backwards_counts_as_reached() -> None:
     used = UsedParameters(NAMES, {"p1": frozenset({0}), "p2": frozenset({1})}, ["p1", "p2"], 2)
-
     assert used.absent(used.words((0,), {"p2"})) == frozenset()

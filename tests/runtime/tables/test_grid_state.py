@@ -98,7 +98,6 @@ def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads:
         assert facts["local"] == (ROWS, last - first)
         assert facts["equal"]
         assert facts["state"].count(Part) == 2
-
     expected = _expected_state()
     for world_size, strategy in loads:
         for found in run_ranks(world_size, _load_and_continue, strategy, tmp_path):
@@ -176,7 +175,6 @@ def _meta_values(rank: int, world_size: int, grid: Grid) -> dict[str, Tensor]:
 def test_a_meta_model_has_the_values_of_one_rank(grid: Grid) -> None:
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Embedding(12_001, 100, padding_idx=3), nn.Linear(100, 3))
-
     for found in run_ranks(grid.rows * grid.columns, _meta_values, grid):
         for name, value in plain.named_parameters():
             assert torch.equal(found[name], value), name

@@ -295,7 +295,6 @@ def describe(state: State) -> dict[str, object]:
 def test_plain_optimizer_goes_on_from_the_state_of_a_shard(definition: Definition) -> None:
     table, steps = random_table(torch.float64), random_steps(torch.float64, sparse=False)
     expected, _ = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
-
     shard, state = train_rows(definition, table, steps[:-1])
     parameter = nn.Parameter(shard)
     optimizer = definition(parameter)

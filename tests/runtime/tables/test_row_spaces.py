@@ -56,11 +56,7 @@ class ManyWorkload:
 
 
 def spaces(
-    model: nn.Module,
-    *batch: Tensor,
-    groups: dict[str, int] | None = None,
-    part_bytes: int = 1,
-    overlaps: bool = True,
+    model: nn.Module, *batch: Tensor, groups: dict[str, int] | None = None, part_bytes: int = 1, overlaps: bool = True
 ) -> list[set[str]]:
     graph = analysed(model, *batch)
     tables = [Joinable(table, (groups or {}).get(table.parameter, 0), part_bytes) for table in graph.tables]
@@ -81,7 +77,6 @@ def test_tables_read_together_are_one_space() -> None:
 def test_their_rows_are_below_each_other() -> None:
     graph = analysed(Many(6).double(), *BATCH)
     (space,) = plan_spaces(graph, [Joinable(table, 0, 1) for table in graph.tables], overlaps=True)
-
     assert space.tables[0] == "tables.0.weight"
     rows = [ROWS[int(name.split(".")[1])] for name in space.tables]
     assert space.bounds == tuple(sum(rows[:k]) for k in range(len(rows) + 1))
@@ -107,8 +102,7 @@ class Apart(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.linear(self.first(ids))
-        loss: Tensor = self.linear(hidden + self.second(ids)).square().mean()
-        return loss
+        return self.linear(hidden + self.second(ids)).square().mean()
 
 
 def test_not_across_computation_that_hides_communication() -> None:
@@ -123,7 +117,6 @@ def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     # Two ranks, three tables with room for 3, 2 and 2 ids.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
     found = routed(packed, [[3, 2, 2], [3, 2, 2]], 2)
-
     assert found.counts.tolist() == [2, 0]
     assert found.ids[:2].tolist() == [1, 3]
     assert found.owner[:2].tolist() == [0, 0]
@@ -137,9 +130,7 @@ def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
 def test_ids_of_tables_are_rows_of_their_space(other: Tensor, joined: int) -> None:
     first = torch.tensor([2, 5], dtype=torch.int32)
     expected = [first.long(), other + 10]
-
     found = join_ids([first, other], [0, 1], [0, 10], [10, 5], joined)
-
     flat = [torch.cat([each.view(-1) for each in expected[:joined]])] if joined else []
     for one, wanted in zip(found, [*flat, *expected[joined:]], strict=True):
         assert torch.equal(one, wanted)
@@ -149,7 +140,6 @@ def test_ids_of_tables_are_rows_of_their_space(other: Tensor, joined: int) -> No
 def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
     space = RowSpace(("one", "other"), (0, 10, 15))
     (found,) = join_ids([torch.tensor([2, 5]), torch.tensor([bad, 4])], [0, 1], [0, 10], [10, 5], 2)
-
     assert [row for row in found.tolist() if 0 <= row < 15] == [2, 5, 14]
     assert space.outside(int(found[2])) == ("other", bad)
 
@@ -302,7 +292,6 @@ def test_what_users_do_between_steps_does_to_a_space_what_it_does_to_tables(
     by_table = run_ranks(2, _train, act, "none", kind, row_updates, False)
     for schedule in ("none", "2d"):
         joined = run_ranks(2, _train, act, schedule, kind, row_updates, True)
-
         for (found, spaces_found), (expected, apart) in zip(joined, by_table, strict=True):
             assert (spaces_found, apart) == (1, 0)
             assert_same(found, expected, DTYPE)
@@ -318,8 +307,7 @@ class Narrow(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         one, other = self.one(ids).bfloat16(), self.other(ids + 7).bfloat16()
-        loss: Tensor = self.of_both(one * other).float().square().mean()
-        return loss
+        return self.of_both(one * other).float().square().mean()
 
 
 def _train_narrow(rank: int, size: int, schedule: Any) -> tuple[dict[str, Tensor], set[str], int]:

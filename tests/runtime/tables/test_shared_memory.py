@@ -22,8 +22,7 @@ class Tied(nn.Module):
         self.out = nn.Linear(6, 40, bias=False)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.out(self.words(ids_BT)).square().mean()
-        return found
+        return self.out(self.words(ids_BT)).square().mean()
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
@@ -107,8 +106,7 @@ class TiedAndMore(Tied):
         self.inner = nn.Linear(6, 6)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        found: Tensor = self.out(self.inner(self.words(ids_BT))).square().mean()
-        return found
+        return self.out(self.inner(self.words(ids_BT))).square().mean()
 
 
 def test_frozen_parameters_may_share_memory() -> None:

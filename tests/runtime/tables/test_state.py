@@ -152,7 +152,6 @@ def test_state_dict_has_the_models_own_names_and_loads_a_plain_one() -> None:
 def test_attributes_of_the_model_are_reached_through_the_compiled_one() -> None:
     plain = _model()
     model = embrace_fx.compile(plain)
-
     assert model.vocabulary == "letters"
     assert model.describe() == "30 letters"
     assert model.linear is plain.linear
@@ -233,7 +232,6 @@ def _resume(rank: int, world_size: int, when: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("when", ["before compile", "into shards"])
 def test_an_optimizer_resumes_from_whole_state(when: str) -> None:
     expected = _Reference(OPTIMIZERS["Adagrad"][0]).train(2, range(4))
-
     for found in run_ranks(2, _resume, when):
         assert_same(found, expected, torch.float64)
 
@@ -258,7 +256,6 @@ def test_a_meta_model_has_the_values_of_one_rank_on_any_number() -> None:
     columns = 100  # more than one block of rows
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Embedding(12_000, columns, padding_idx=2), nn.Linear(columns, 3))
-
     for world_size in (1, 3):
         for found in run_ranks(world_size, _initial_values, columns):
             for name, value in plain.named_parameters():
@@ -337,7 +334,6 @@ def test_meta_state_that_no_constructor_explains_is_refused() -> None:
     plain(*(t.to("meta") for t in _batch(0, 0))).backward()
     optimizer.step()
     model = embrace_fx.compile(plain, optimizer=optimizer)
-
     with pytest.raises(ValueError, match=r"expected an optimizer without state.*found 'momentum_buffer'.*Make the"):
         model(*_batch(0, 0))
 
@@ -345,7 +341,6 @@ def test_meta_state_that_no_constructor_explains_is_refused() -> None:
 def test_a_meta_model_is_trained_before_it_is_evaluated() -> None:
     with torch.device("meta"):
         model = embrace_fx.compile(Words())
-
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"meta.*Call it once"):
         model(*_batch(0, 0))
 
@@ -362,9 +357,7 @@ model(torch.arange(3)).sum().backward()
 @pytest.mark.long
 def test_graphs_and_plan_reach_torchs_structured_trace(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-
     subprocess.run([sys.executable, "-c", TRACED_SCRIPT], env=environment, check=True, timeout=280)
-
     log = "".join(path.read_text() for path in tmp_path.iterdir())
     for artifact in ("embrace_fx_captured", "embrace_fx_backward", "embrace_fx_plan"):
         assert artifact in log

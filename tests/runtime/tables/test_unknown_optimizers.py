@@ -121,7 +121,6 @@ def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_i
     optimizer = make(model.parameters())
     _steps(name, optimizer, lambda step: _losses(model, [words_batch(step, rank) for rank in range(2)]))
     expected = {name: p.detach() for name, p in model.named_parameters()}
-
     for strategy, reason, parameters in run_ranks(2, _train, name, told):
         assert strategy == wanted
         if wanted == "allreduce":

@@ -31,8 +31,7 @@ class Two(nn.Module):
         self.linear = nn.Linear(6, 1)
 
     def forward(self, ids_B: Tensor) -> Tensor:
-        loss: Tensor = self.linear(self.one(ids_B) + self.other(ids_B + 1)).square().mean()
-        return loss
+        return self.linear(self.one(ids_B) + self.other(ids_B + 1)).square().mean()
 
 
 def _write(plain: Two, model: Any, how: str) -> None:
@@ -89,14 +88,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize(
     ("way", "how"),
-    long_but(
-        (
-            "alltoall, 2d, synchronized",
-            "alltoall, 2d, loaded",
-            "alltoall, 2d, after the step",
-        ),
-        WRITTEN,
-    ),
+    long_but(("alltoall, 2d, synchronized", "alltoall, 2d, loaded", "alltoall, 2d, after the step"), WRITTEN),
 )
 def test_a_table_may_be_written_whatever_of_it_is_pending(way: str, how: str) -> None:
     """Rows that left for the next batch before are read anew."""

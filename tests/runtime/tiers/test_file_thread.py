@@ -57,8 +57,7 @@ def write(thread: FileThread, *rows: int) -> None:
 
 
 def read(thread: FileThread, rest: Rest, *rows: int) -> list[list[float]]:
-    found: list[list[float]] = rest.records.unpack(thread.read(torch.tensor(rows)))[WEIGHTS].tolist()
-    return found
+    return rest.records.unpack(thread.read(torch.tensor(rows)))[WEIGHTS].tolist()
 
 
 def test_quick_writes_are_their_callers(thread: FileThread, rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,12 @@ def beside_the_call(function: Read) -> Callable[[Training], None]:
 @beside_the_call
 def a_weight_of_each_rank(training: Training, step: int) -> Tensor:
     """Of a parameter that the forward reads, too."""
-    found: Tensor = (training.rank + step) * training.module.first.weight.square().mean()
-    return found
+    return (training.rank + step) * training.module.first.weight.square().mean()
 
 
 @beside_the_call
 def norms_of_rows(training: Training, step: int) -> Tensor:
-    found: Tensor = 0.1 * training.tables[0].norm(dim=1).sum()
-    return found
+    return 0.1 * training.tables[0].norm(dim=1).sum()
 
 
 @beside_the_call
@@ -104,8 +102,7 @@ class Branches(nn.Module):
             found = found + self.b(torch.tanh(x * self.b_ids(ids))).square().mean()
         if extra is not None:
             found = found + self.b(extra).mean()
-        loss: Tensor = found
-        return loss
+        return found
 
 
 def _ids(training: Training, step: int) -> Tensor:

@@ -22,8 +22,7 @@ class Maker(nn.Module):
         self.net = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Linear(8, DIM))
 
     def forward(self, kinds: Tensor, noise: Tensor) -> Tensor:
-        found: Tensor = self.net(torch.cat([self.kinds(kinds), noise], -1))
-        return found
+        return self.net(torch.cat([self.kinds(kinds), noise], -1))
 
 
 class Judge(nn.Module):
@@ -36,8 +35,7 @@ class Judge(nn.Module):
         self.net = nn.Sequential(first, nn.LeakyReLU(0.2), nn.Linear(8, 1))
 
     def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
-        found: Tensor = self.net(x + self.kinds(kinds)).squeeze(-1)
-        return found
+        return self.net(x + self.kinds(kinds)).squeeze(-1)
 
 
 @scheme
@@ -76,8 +74,7 @@ class Centers(nn.Module):
         self.centers = nn.Embedding(3, DIM)
 
     def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
-        found: Tensor = (x - self.centers(kinds)).square().mean()
-        return found
+        return (x - self.centers(kinds)).square().mean()
 
 
 @scheme
@@ -97,8 +94,7 @@ class Recurrent(nn.Module):
         self.cell = nn.GRUCell(DIM, DIM)
 
     def forward(self, ids: Tensor, h: Tensor | None = None) -> Tensor:
-        found: Tensor = self.cell(self.words(ids), h)
-        return found
+        return self.cell(self.words(ids), h)
 
 
 @scheme

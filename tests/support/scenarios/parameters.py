@@ -38,8 +38,7 @@ def kept(training: Training, make: Callable[[Any], Any]) -> list[Any]:
     """Made once, before the first step that is followed by a use."""
     if not hasattr(training, "kept"):
         training.kept = [make(own(p)) for p in training.parameters]  # type: ignore[attr-defined]
-    found: list[Any] = training.kept  # type: ignore[attr-defined]
-    return found
+    return training.kept  # type: ignore[attr-defined]
 
 
 def shown(training: Training, held: list[Any]) -> list[Any]:

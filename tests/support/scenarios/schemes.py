@@ -40,12 +40,10 @@ class Words(nn.Module):
         self.out = nn.Linear(DIM, 1)
 
     def encode(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.norm(torch.tanh(self.hidden(self.words(ids))))
-        return found
+        return self.norm(torch.tanh(self.hidden(self.words(ids))))
 
     def score(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.out(self.encode(ids)).squeeze(-1)
-        return found
+        return self.out(self.encode(ids)).squeeze(-1)
 
     def forward(self, ids: Tensor) -> Any:
         return self.score(ids)
@@ -56,8 +54,7 @@ def ids_of(rank: int, step: int, *shape: int) -> Tensor:
 
 
 def adam(training: Training, *models: Any) -> Adam:
-    found: Adam = training.optimize(Adam, [p for each in models for p in each.parameters()], lr=0.02, eps=1e-3)
-    return found
+    return training.optimize(Adam, [p for each in models for p in each.parameters()], lr=0.02, eps=1e-3)
 
 
 def step_of(training: Training, optimizer: Any, loss: Tensor) -> None:
@@ -104,8 +101,7 @@ def a_module_in_two_places(training: Training) -> None:
             self.right = nn.ModuleDict({"words": words, "mix": nn.Linear(DIM, DIM)})
 
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            found: Tensor = (self.left(a) * self.right["mix"](self.right["words"](b))).sum(-1).mean()
-            return found
+            return (self.left(a) * self.right["mix"](self.right["words"](b))).sum(-1).mean()
 
     model = training.wrap(Twice())
     optimizer = adam(training, model)
@@ -334,8 +330,7 @@ class Normed(Words):
         self.batch_norm = nn.BatchNorm1d(DIM)
 
     def encode(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.batch_norm(super().encode(ids))
-        return found
+        return self.batch_norm(super().encode(ids))
 
 
 @scheme
