@@ -77,7 +77,8 @@ WRAPS: dict[str, Callable[[nn.Module], Any]] = {"found": sharded, "expected": Di
 def wrap_both(rank: int, world_size: int) -> dict[str, str]:
     found = {}
     for name, make in WRAPPED.items():
-        if wrong := differs(*(train(make(wrap), rank) for wrap in WRAPS.values())):
+        ours, theirs = (train(make(wrap), rank) for wrap in WRAPS.values())
+        if wrong := differs(ours, theirs):
             found[name] = wrong
     return found
 

@@ -22,7 +22,8 @@ import embrace_fx.passes.memory.budget as budget_pass
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.copy_placement import CopyRate, place
+from embrace_fx.passes.memory.copy_placement import CopyRate, PlacedCopy, place
+from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
@@ -255,6 +256,17 @@ def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
     ]
     assert found.peak_bytes <= limit or found.peak_bytes == max(nearest)
     assert found.added_ms >= 0.0
+
+
+def test_an_offload_that_takes_all_of_the_forward_is_awaited_at_its_end() -> None:
+    graph = analysed(make(Block), IDS).edit()
+    found = step_memory(graph)
+    storage, value = next(iter(values_that_leave(found).items()))
+    last, first = found.nodes[found.backward - 1], found.nodes[found.backward]
+    InsertCopies(graph, found, FAST)([PlacedCopy(storage, found.backward, found.backward)])
+    order = [node.name for node in graph.graph.nodes]
+    places = [order.index(name) for name in (last.name, f"{value.name}_await_offload", first.name)]
+    assert places == sorted(places)
 
 
 # ---- the copies themselves ----
