@@ -9,71 +9,43 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from embrace_fx.runtime.launch import stream_queue
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Streams
 from tests.gpu.stress import overwritten
 
 WINDOWS = 4
 
 
-@contextmanager
-def sound() -> Iterator[None]:
-    yield
+ENQUEUE = StreamQueue._enqueue
 
 
-@contextmanager
-def no_stream_waits() -> Iterator[None]:
-    with patch.object(Streams, "wait", lambda self, event: None):
-        yield
+def forgets_what_is_sent(self: Any, ticket: Any, *how: Any) -> None:
+    ENQUEUE(self, ticket, *how)
+    ticket.held = ()
 
 
-@contextmanager
-def no_record_stream() -> Iterator[None]:
-    with patch.object(Streams, "keep", lambda self, *tensors: None):
-        yield
+def records_early(self: Any, ticket: Any, *how: Any) -> None:
+    with self.streams.on(ticket.id.lane, "early"):
+        ended = self.streams.record("too early")
+    ENQUEUE(self, ticket, *how)
+    ticket.ended = ended
 
 
-@contextmanager
-def what_is_sent_is_freed_at_once() -> Iterator[None]:
-    enqueue = stream_queue.StreamQueue._enqueue
-
-    def forgetting(self: Any, ticket: Any, *how: Any) -> None:
-        enqueue(self, ticket, *how)
-        ticket.held = ()
-
-    with patch.object(stream_queue.StreamQueue, "_enqueue", forgetting):
-        yield
-
-
-@contextmanager
-def the_event_of_a_launch_is_recorded_before_it() -> Iterator[None]:
-    enqueue = stream_queue.StreamQueue._enqueue
-
-    def early(self: Any, ticket: Any, *how: Any) -> None:
-        with self.streams.on(ticket.id.lane, "early"):
-            ended = self.streams.record("too early")
-        enqueue(self, ticket, *how)
-        ticket.ended = ended
-
-    with patch.object(stream_queue.StreamQueue, "_enqueue", early):
-        yield
-
-
-BROKEN: tuple[Callable[[], Any], ...] = (
-    sound,
-    no_stream_waits,
-    no_record_stream,
-    what_is_sent_is_freed_at_once,
-    the_event_of_a_launch_is_recorded_before_it,
-)
+BROKEN: dict[str, Callable[[], Any]] = {
+    "sound": nullcontext,
+    "no_stream_waits": lambda: patch.object(Streams, "wait", lambda self, event: None),
+    "no_record_stream": lambda: patch.object(Streams, "keep", lambda self, *tensors: None),
+    "what_is_sent_is_freed_at_once": lambda: patch.object(StreamQueue, "_enqueue", forgets_what_is_sent),
+    "the_event_of_a_launch_is_recorded_before_it": lambda: patch.object(StreamQueue, "_enqueue", records_early),
+}
 
 
 def copies_from_one_buffer() -> None:
@@ -103,10 +75,10 @@ def main(arguments: Sequence[str]) -> None:
         path.unlink(missing_ok=True)
         return [line.partition("] ")[2] for line in text.splitlines()]
 
-    for each in BROKEN:
-        with each():
+    for name, broken in BROKEN.items():
+        with broken():
             overwritten(WINDOWS)
-        found[each.__name__] = new()
+        found[name] = new()
     for copies in (copies_from_new_buffers, copies_from_one_buffer):
         copies()
         found[copies.__name__] = new()

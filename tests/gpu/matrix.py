@@ -15,10 +15,10 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ import embrace_fx
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.models import MODELS, Workload
+from tests.support.pairwise import pairwise
 from tests.support.question_answering import QuestionAnsweringWorkload
 from tests.support.ranks import close_pool, run_ranks
 from tests.support.training import SEED, whole
@@ -75,23 +76,16 @@ class Case:
         return f"{self.devices} x {self.model}, {self.optimizer}, {self.precision}, {self.schedule}"
 
 
-ALL = tuple(Case(*each) for each in product(DEVICES, SCHEDULES, WORKLOADS, OPTIMIZERS, BOUNDS))
-
-
-def pairwise(cases: Sequence[Case] = ALL) -> list[Case]:
-    """Cases in which any two values of two properties that occur together in some case occur together in one."""
-    left = {pair for case in cases for pair in _pairs(case)}
-    found = []
-    while left:
-        best = max(cases, key=lambda case: len(left & _pairs(case)))
-        found.append(best)
-        left -= _pairs(best)
-    return found
-
-
-def _pairs(case: Case) -> set[tuple[object, ...]]:
-    values = [*vars(case).items()]
-    return {(*one, *other) for one, other in combinations(values, 2)}
+VALUES = {
+    "devices": DEVICES,
+    "schedule": SCHEDULES,
+    "model": tuple(WORKLOADS),
+    "optimizer": tuple(OPTIMIZERS),
+    "precision": tuple(BOUNDS),
+}
+ALL = [Case(*each) for each in product(*VALUES.values())]
+PAIRWISE = [Case(**each) for each in pairwise(VALUES)]
+"""Cases in which any two values of two properties occur together."""
 
 
 def _precision(precision: str, device: str) -> tuple[AbstractContextManager[None], torch.amp.GradScaler]:
@@ -247,7 +241,7 @@ def main() -> None:
         print(table(asked.output))
         return
     number, parts = map(int, asked.part.split("/"))
-    cases = [case for case in (pairwise() if asked.pairwise else ALL) if case.devices == asked.devices]
+    cases = [case for case in (PAIRWISE if asked.pairwise else ALL) if case.devices == asked.devices]
     wrong = _run(cases[number::parts], asked.output)
     close_pool()
     raise SystemExit(wrong)

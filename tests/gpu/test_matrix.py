@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.matrix import Case, farthest, pairwise
+from tests.gpu.matrix import PAIRWISE, Case, farthest
 
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("case", pairwise(), ids=str)
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
 def test_a_training_equals_the_reference(case: Case) -> None:
     if torch.cuda.device_count() < case.devices:
         pytest.skip(f"needs {case.devices} GPU(s), found {torch.cuda.device_count()}")
