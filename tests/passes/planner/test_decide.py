@@ -39,8 +39,21 @@ def test_the_rows_of_all_ranks_are_in_the_plan() -> None:
 # ---- the strategy of a table ----
 
 
-def test_few_rows_of_a_large_table_are_exchanged() -> None:
-    assert first(planned()) == ("alltoall", "120 of 1000000 rows read (0.01%), 2 columns per rank")
+CHOSEN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "few rows of a large table": ({}, "alltoall", "120 of 1000000 rows read (0.01%), 2 columns per rank"),
+    "whole as asked for": ({"strategy": "allreduce"}, "allreduce", "asked for"),
+    "shards as asked for": ({"num_rows": 200, "strategy": "alltoall"}, "alltoall", "asked for; 120 of 200 rows read"),
+    "updated by rows": ({"num_rows": 200, "moving": "lazy"}, "alltoall", "updated by rows;"),
+    "not to be sharded": ({"row_update_blocker": "Adam moves", "strategy": "alltoall"}, "allreduce", "Adam moves"),
+    "shards before exchanges": ({"num_rows": 4_000_000}, "alltoall", "120 of 4000000"),
+}
+
+
+@pytest.mark.parametrize(("facts", "strategy", "reason"), CHOSEN.values(), ids=CHOSEN)
+def test_a_table_is_placed_and_the_plan_says_why(facts: dict[str, Any], strategy: str, reason: str) -> None:
+    found = first(planned(**facts))
+    assert found[0] == strategy
+    assert found[1].startswith(reason)
 
 
 def test_most_rows_of_a_small_table_are_not() -> None:
@@ -74,17 +87,8 @@ def test_a_single_process_updates_by_rows_where_few_are_read(rows: int, expected
     assert plan.buckets == ()
 
 
-def test_what_was_asked_for_overrules_what_is_cheaper() -> None:
-    assert first(planned(strategy="allreduce")) == ("allreduce", "asked for")
-    strategy, reason = first(planned(200, strategy="alltoall"))
-    assert strategy == "alltoall"
-    assert reason.startswith("asked for; 120 of 200 rows read")
+def test_a_strategy_may_be_asked_for_by_a_pattern() -> None:
     assert planned(strategy={"other.*": "alltoall"})[OTHER].strategy == "alltoall"
-
-
-def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
-    strategy, reason = first(planned(200, moving="lazy"))
-    assert (strategy, reason.split(";")[0]) == ("alltoall", "updated by rows")
 
 
 @pytest.mark.parametrize("strategy", ["auto", "alltoall", "allreduce"])
@@ -95,11 +99,6 @@ def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy
     decision = decide(Findings(graph, facts, {TABLE: (3, 3)}, 2, strategy))[TABLE]
     assert decision.strategy == "allreduce"
     assert str(case.blocker) in decision.reason
-
-
-def test_an_optimizer_that_moves_every_row_keeps_the_table_whole() -> None:
-    blocker = "Adam moves every row"
-    assert first(planned(row_update_blocker=blocker, strategy="alltoall")) == ("allreduce", blocker)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +138,6 @@ def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
     assert plan[TABLE].reason == f"{MOVES}; 120 of {LARGE} rows read (0.00%)"
     assert plan.exchanged == (TABLE,)
     assert plan.sharded == ()
-
-
-def test_sharding_is_preferred_where_it_is_legal() -> None:
-    assert planned(LARGE)[TABLE].strategy == "alltoall"
 
 
 def test_a_table_that_is_read_densely_counts_as_dense() -> None:
