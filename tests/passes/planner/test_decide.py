@@ -13,7 +13,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import CLEARLY, Findings, upkeep_of_replicas
+from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -343,3 +343,14 @@ def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -
     assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
     assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
     assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)
+
+
+def test_memory_of_replicas_by_hand() -> None:
+    """Parameter and gradient; an exchange holds what it sends twice, and zen's servers an index of every row."""
+    whole = 2 * 1_000_000 * 4 * 8
+    of = {c.strategy: c for c in planned(strategy="zen", world_size=2)[TABLE].candidates}
+    assert of["allreduce"].memory_bytes == whole
+    assert of["ps"].memory_bytes == whole + 2 * of["ps"].sent_bytes_per_step
+    balanced = planned(LARGE, {TABLE: (400_000,) * 16, OTHER: (3,) * 16}, world_size=16, strategy="zen")[TABLE]
+    (zen,) = (c for c in balanced.candidates if c.strategy == "zen")
+    assert zen.memory_bytes == 2 * LARGE * 4 * 8 + 2 * zen.sent_bytes_per_step + INDEX_BYTES * LARGE
