@@ -68,6 +68,3 @@ def texts(nodes: Iterable[fx.Node]) -> list[str]:
 def test_rows_that_are_read_at_once_stay() -> None:
     before, after = overlapped(read_at_once=True)
     assert after is before
-
-
-# ---- values ----

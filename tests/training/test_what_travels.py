@@ -237,6 +237,3 @@ def _check(window: Window, order: Sequence[OperationId]) -> None:
     for lane in {launch.lane for launch in window.submits}:
         in_order = [launch for launch in order if launch.lane == lane and launch in window.submits]
         assert [launch for launch in window.transfers if launch.lane == lane] == in_order, (window.phases, lane)
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
