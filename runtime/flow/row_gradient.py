@@ -35,7 +35,7 @@ from embrace_fx.runtime.tables.held import GONE, Late, Rows
 from embrace_fx.runtime.tables.held_gradient import merged
 from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone
+from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
 
@@ -69,7 +69,7 @@ class RowGradient(Owed):
         self.batch: Routing | None = None
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
-        self.step: RowsAlone | None = None
+        self.step: SparseUpdate | None = None
         self._late: Late[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
         self._how: How = (local.dtype, 0, (), 1.0)
 
@@ -186,7 +186,7 @@ class RowGradient(Owed):
             return False
         return self._table.standing(self._late) == len(self._table.members) and self._table.can_wait()
 
-    def begin_step(self) -> RowsAlone:
+    def begin_step(self) -> SparseUpdate:
         """Keeps the options of this moment for its update: the optimizer has stepped."""
         self.step = self._table.begin_step()
         return self.step
@@ -207,7 +207,7 @@ class RowGradient(Owed):
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def with_rows(self) -> tuple[RowsAlone, Rows]:
+    def with_rows(self) -> tuple[SparseUpdate, Rows]:
         """Waits for all of it, and leaves it to the step that has taken it, which is returned with it."""
         assert self.step is not None
         rows, self.parts = self._rest(), {}

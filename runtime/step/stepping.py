@@ -38,7 +38,7 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone, RowWise, Sweep
+from embrace_fx.runtime.tables.update_rule import DenseUpdate, RowWiseUpdate, SparseUpdate
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
@@ -257,7 +257,7 @@ class Stepping:
             if id(table) in done or table.parameter.grad is None:
                 continue
             held = table.open_gradient()
-            if (rule := table.rule) is RowWise or not (held.is_of_all_rows or rule is Sweep):
+            if (rule := table.rule) is RowWiseUpdate or not (held.is_of_all_rows or rule is DenseUpdate):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)

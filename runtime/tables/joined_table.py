@@ -30,7 +30,7 @@ from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.unit import Unit
-from embrace_fx.runtime.tables.update_rule import Options, RowsAlone
+from embrace_fx.runtime.tables.update_rule import Options, SparseUpdate
 from embrace_fx.vocabulary.row_space import RowSpace
 
 _PARAMETER, _OPTIMIZER, _GRAD = map(attrgetter, ("parameter", "optimizer", "parameter.grad"))
@@ -141,7 +141,7 @@ class JoinedTable(Unit):
         return all(member.steps_by(optimizer, options) for member in members)
 
     @property
-    def rule(self) -> type[RowsAlone]:
+    def rule(self) -> type[SparseUpdate]:
         return self.members[0].rule
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:

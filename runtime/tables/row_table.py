@@ -33,7 +33,15 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.unit import Unit
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, RowWise, Sweep, moving, steps_rows
+from embrace_fx.runtime.tables.update_rule import (
+    DeferredUpdate,
+    DenseUpdate,
+    Options,
+    RowWiseUpdate,
+    SparseUpdate,
+    moving,
+    steps_rows,
+)
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -211,7 +219,7 @@ class RowTable(Unit):
         parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
         if self.optimizer is None:
             return parameters, parameters, None
-        gradient = parameters if self.rule is Sweep else 0
+        gradient = parameters if self.rule is DenseUpdate else 0
         if type(self.optimizer) is RowWiseAdagrad:
             return parameters, gradient, -(-rows // grid.rows) * self.local.element_size()
         made = new_state(self.optimizer, hyperparameters(self.param_group()), self.local)
@@ -248,19 +256,19 @@ class RowTable(Unit):
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
-    def rule(self) -> type[RowsAlone]:
+    def rule(self) -> type[SparseUpdate]:
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
-            return RowWise
+            return RowWiseUpdate
         return self._rule(moving(type(self.holder), options, self.row_updates, self.parameter.dtype), options)
 
-    def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
+    def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
         if way in STILL:
-            return RowsAlone
+            return SparseUpdate
         if way != "either" or not self._may_rest():
-            return Sweep
+            return DenseUpdate
         kept = self.holder.state.get(self.parameter) or {}
-        return Replay if form_of(self.holder, options, kept, self.parameter.dtype) else Sweep
+        return DeferredUpdate if form_of(self.holder, options, kept, self.parameter.dtype) else DenseUpdate
 
     @property
     def lacks_state(self) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.history import History
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone, suppose
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Unit(ABC):
 
     @property
     @abstractmethod
-    def rule(self) -> type[RowsAlone]:
+    def rule(self) -> type[SparseUpdate]:
         """The rule of its next step, under the options of this moment."""
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
@@ -111,10 +111,10 @@ class Unit(ABC):
         if self.history.rest:
             self.history.close()
 
-    def begin_step(self) -> RowsAlone:
+    def begin_step(self) -> SparseUpdate:
         """Begins a step under the options of this moment, of tables that are one (`is_one`)."""
         rule = self.rule
-        if rule is not Replay:
+        if rule is not DeferredUpdate:
             self.settle()
         return rule(self)
 

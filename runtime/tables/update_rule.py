@@ -1,9 +1,9 @@
 """Moves the rows of a table in one step: those with a gradient, and those without.
 
-    RowsAlone   rows without gradient stand still, of their own accord or because the user asked for it ("lazy")
-    Sweep       all rows move at once
-    Replay      rows without gradient take the step when they are next read
-    RowWise     RowWiseAdagrad, whose step of a row depends on all of its elements
+    SparseUpdate     rows without gradient stand still, of their own accord or because the user asked for it ("lazy")
+    DenseUpdate      all rows move at once
+    DeferredUpdate   rows without gradient take the step when they are next read
+    RowWiseUpdate    RowWiseAdagrad: sparse; its step of a row depends on all of the row's elements
 
 Contract
     A rule is one step of one table, under the options of its moment. `apply` updates rows that are to be read next, by
@@ -48,7 +48,7 @@ Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
 
 
-class RowsAlone:
+class SparseUpdate:
     """The step of a table whose rows without gradient stand still.
 
     Args:
@@ -107,7 +107,7 @@ class RowsAlone:
             self.table.keep(counters_after(self.optimizer, self.options, local, state))
 
 
-class Sweep(RowsAlone):
+class DenseUpdate(SparseUpdate):
     """The step of a table all of whose rows move at once."""
 
     moves_all = True
@@ -134,7 +134,7 @@ class Sweep(RowsAlone):
         self.table.keep(after)
 
 
-class Replay(RowsAlone):
+class DeferredUpdate(SparseUpdate):
     """The step of a table whose rows without gradient take it when they are next read."""
 
     moves_all = True
@@ -159,7 +159,7 @@ class Replay(RowsAlone):
         self._history.shorten()
 
 
-class RowWise(RowsAlone):
+class RowWiseUpdate(SparseUpdate):
     """A step of RowWiseAdagrad. `finish` takes whole rows, and those of shards whose squares are on their way."""
 
     _squares: Callable[[], Tensor] | None = None

@@ -55,14 +55,12 @@ class FirstOfTables:
         """The values (K, d) of rows (K,)."""
         if len(self.tables) == 1:
             return next(iter(self.tables.values()))(rows)
-        of, parts = torch.bucketize(rows, self._bounds, right=True), []
-        order = of.argsort(stable=True)
-        counts = torch.bincount(of, minlength=len(self.tables)).tolist()
-        for own, (first, values) in zip(rows.index_select(0, order).split(counts), self.tables.items(), strict=True):
-            if own.numel():
-                parts.append(values(own - first))
-        found = torch.cat(parts)
-        return torch.empty_like(found).index_copy_(0, order, found)
+        of, tables = torch.bucketize(rows, self._bounds, right=True), list(self.tables.items())
+        found = torch.empty((len(rows), len(tables[0][1].columns)), dtype=tables[0][1].dtype, device="cpu")
+        for k in of.unique().tolist():
+            (first, values), own = tables[k], of == k
+            found[own] = values(rows[own] - first)
+        return found
 
     def having(self, first: int, values: FirstValues) -> FirstOfTables:
         """The same with other values of the table that begins with row `first`."""

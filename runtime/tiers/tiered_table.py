@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.unit import Unit
-from embrace_fx.runtime.tables.update_rule import Options, Replay, RowsAlone
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
@@ -161,14 +161,14 @@ class TieredTable(InSlots, RowTable):
         """The counters, and the state columns of the working set."""
         return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
 
-    def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
+    def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
         if way in STILL:
-            return RowsAlone
+            return SparseUpdate
         if way == "either":
             if form_of(self.holder, options, self.state, self.local.dtype) is not None:
-                return Replay
+                return DeferredUpdate
             if self.lacks_state:
-                return _FirstOfAll
+                return _FirstDeferred
         raise RuntimeError(not_replayable(self.name, type(self.holder)))
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
@@ -208,7 +208,7 @@ class TieredTable(InSlots, RowTable):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
-    def begin_step(self) -> RowsAlone:
+    def begin_step(self) -> SparseUpdate:
         self.memory.counts.steps += not self.rows.start
         return super().begin_step()
 
@@ -256,12 +256,12 @@ class JoinedTiers(InSlots, JoinedTable):
     def state(self) -> dict[str, Any]:
         return dict(self.members[0].state)
 
-    def begin_step(self) -> RowsAlone:
+    def begin_step(self) -> SparseUpdate:
         self.memory.counts.steps += 1
         return super().begin_step()
 
 
-class _FirstOfAll(RowsAlone):
+class _FirstDeferred(SparseUpdate):
     """The step that makes state: rows without gradient take it when they are next in memory."""
 
     table: TieredTable

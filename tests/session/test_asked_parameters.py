@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.runtime.tables.update_rule import Sweep
+from embrace_fx.runtime.tables.update_rule import DenseUpdate
 from tests.support.inside import session_of
 from tests.support.messages import logged
 from tests.support.ranks import run_ranks

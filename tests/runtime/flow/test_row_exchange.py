@@ -33,7 +33,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.optimizer_state import own_state
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone
+from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
@@ -134,7 +134,7 @@ class Watched(RowTable):
 
     updates: list[tuple[int, list[int]]]
 
-    def begin_step(self) -> RowsAlone:
+    def begin_step(self) -> SparseUpdate:
         step = super().begin_step()
         if "number" in step.options:
             number, apply = step.options["number"], step.apply

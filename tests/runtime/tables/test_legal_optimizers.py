@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, moving
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, DenseUpdate, RowWiseUpdate, SparseUpdate, moving
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
@@ -76,11 +76,11 @@ def test_a_class_of_ones_own_sweeps(row_updates: RowUpdates) -> None:
 @pytest.mark.parametrize(
     ("definition", "can_rest", "rules"),
     [
-        (Definition(SGD), True, [RowsAlone, RowsAlone]),
-        (Definition(Adam), True, [Sweep, Replay]),  # the first step makes state
-        (Definition(Adam), False, [Sweep, Sweep]),
-        (Definition(Rprop), True, [Sweep, Sweep]),
-        (Definition(RowWiseAdagrad), True, [RowWise, RowWise]),
+        (Definition(SGD), True, [SparseUpdate, SparseUpdate]),
+        (Definition(Adam), True, [DenseUpdate, DeferredUpdate]),  # the first step makes state
+        (Definition(Adam), False, [DenseUpdate, DenseUpdate]),
+        (Definition(Rprop), True, [DenseUpdate, DenseUpdate]),
+        (Definition(RowWiseAdagrad), True, [RowWiseUpdate, RowWiseUpdate]),
     ],
     ids=str,
 )
@@ -102,11 +102,11 @@ def _table(optimizer: Optimizer, *, can_rest: bool) -> RowTable:
 def test_a_scheduler_changes_the_rule() -> None:
     table = _table(SGD([nn.Parameter(torch.ones(V, D))], lr=0.1), can_rest=False)
     group = table.holder.param_groups[0]
-    assert table.rule is RowsAlone
+    assert table.rule is SparseUpdate
     group["momentum"] = torch.tensor(0.5)
-    assert table.rule is Sweep
+    assert table.rule is DenseUpdate
     group["momentum"].zero_()
-    assert table.rule is RowsAlone
+    assert table.rule is SparseUpdate
 
 
 def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:

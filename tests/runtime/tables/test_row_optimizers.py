@@ -15,7 +15,7 @@ from embrace_fx.runtime.tables import own_step
 from embrace_fx.runtime.tables.own_step import State, hyperparameters
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone
+from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -55,7 +55,7 @@ def by_rows(definition: Definition, table: Tensor) -> RowTable:
     """A table whose rows without gradient stand still."""
     parameter = nn.Parameter(table.clone())
     made = RowTable(parameter, Layout.of_table("t", table.shape), "lazy", definition(parameter))
-    assert made.rule is RowsAlone
+    assert made.rule is SparseUpdate
     return made
 
 

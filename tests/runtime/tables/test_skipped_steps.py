@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from embrace_fx.runtime.kernels import decay
 from embrace_fx.runtime.tables.history import History, SupposedStep
 from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
-from embrace_fx.runtime.tables.update_rule import Replay, suppose
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, suppose
 from tests.support.tiers import OPTIMIZERS
 
 ROWS, COLUMNS, STEPS = 20, 5, 250
@@ -90,7 +90,7 @@ class _Table:
         ids = torch.tensor(read, dtype=torch.int64)
         with torch.enable_grad():
             rows = self._step(ids)
-        Replay(self.unit).finish([(ids, rows)])
+        DeferredUpdate(self.unit).finish([(ids, rows)])
 
     def check(self) -> None:
         self.history.close()
