@@ -206,6 +206,9 @@ def facts_of(
     """
     every = enumerate(group for optimizer in holders.optimizers for group in optimizer.param_groups)
     groups = {id(parameter): k for k, group in every for parameter in group["params"]}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     return tuple(
         ParameterFacts(
             name,
@@ -217,6 +220,7 @@ def facts_of(
             groups.get(id(parameter), -1),
             _moving(holders, parameter, row_updates),
             adds_up_norms=RowWiseAdagrad in kinds,
+            tied=tuple(names[id(parameter)][1:]),
         )
         for name, parameter in model.named_parameters()
         for kinds in [[type(optimizer) for optimizer, _ in holders.of(parameter)]]

@@ -35,12 +35,18 @@ def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
 
 
 def requested_strategies(
-    strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
+    strategy: Strategy,
+    tables: tuple[str, ...],
+    parameters: tuple[str, ...] = (),
+    tied: Mapping[str, str] | None = None,
 ) -> dict[str, str | Grid]:
     """Maps each table or other parameter to the strategy or grid asked for ("auto" where none was).
 
     A single strategy applies to all tables. A pattern may match any trainable parameter, but for "alltoall" or a grid
     only tables.
+
+    Args:
+        tied: further names of a parameter, as "lm_head.weight" -> its name.
 
     Raises:
         ValueError: a strategy that does not exist, or a pattern that nothing matches.
@@ -49,7 +55,9 @@ def requested_strategies(
     chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")
     for pattern, name in _patterns(strategy).items():
         tables_only = not isinstance(strategy, Mapping) or name == "alltoall" or isinstance(name, Grid)
-        matched = fnmatch.filter(tables if tables_only else chosen, pattern)
+        named = tables if tables_only else tuple(chosen)
+        by_others = [name for other, name in (tied or {}).items() if name in named and fnmatch.fnmatch(other, pattern)]
+        matched = [*fnmatch.filter(named, pattern), *by_others]
         if isinstance(strategy, Mapping) and not matched:
             raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
         chosen.update(dict.fromkeys(matched, name))

@@ -105,7 +105,9 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
     in_use = {decision.parameter: decision for decision in exchanged}
     tables = {table.parameter: table for table in graph.tables}
     pricing = Pricing(findings, links, in_use)
-    wanted = requested_strategies(findings.strategy, tuple(tables), tuple(f.name for f in facts if f.trainable))
+    trainable = tuple(fact.name for fact in facts if fact.trainable)
+    tied = {other: fact.name for fact in facts for other in fact.tied}
+    wanted = requested_strategies(findings.strategy, tuple(tables), trainable, tied)
     choices = {fact.name: _choice(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
     watched = tuple(
         fact.name

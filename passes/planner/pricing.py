@@ -72,6 +72,7 @@ class ParameterFacts:
     moving: Moving = ""
     local: bool = False  # each rank has its own
     adds_up_norms: bool = False  # its optimizer needs the squares of a row's columns, over all ranks
+    tied: tuple[str, ...] = ()  # further names by which the model holds it
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,16 @@ def test_patterns_are_applied_in_order() -> None:
     assert requested_strategies("alltoall", ()) == {}
 
 
+def test_a_tied_parameter_is_asked_for_by_any_of_its_names() -> None:
+    tied = {"head.weight": "words.weight"}
+    for pattern in ("head.weight", "words.*", "head.*"):
+        found = requested_strategies({pattern: "vocabulary"}, ("words.weight",), ("words.weight", "body.weight"), tied)
+        assert found == {"words.weight": "vocabulary", "body.weight": "auto"}
+    assert requested_strategies({"head.*": "alltoall"}, ("words.weight",), (), tied) == {"words.weight": "alltoall"}
+    with pytest.raises(ValueError, match="matches no table"):
+        requested_strategies({"head.*": "alltoall"}, (), ("words.weight",), tied)
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
