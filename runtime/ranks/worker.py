@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.futures import Future
@@ -25,7 +25,7 @@ class Worker:
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Returns what ends with a job: with its result, or with its error."""
-        end: Any = torch._C.Future([])  # of the methods of `torch.futures.Future`, each is two calls of Python
+        end = cast("Future[Any]", torch._C.Future([]))  # methods of `torch.futures.Future` are two calls of Python each
         self._jobs.put((job, end))
         return end
 

@@ -369,7 +369,7 @@ class Stepping:
 
         Who has looked differs by rank: rows are in one order all the same.
         """
-        found, at_once = list[Step](), list[RowsAlone]()
+        found, at_once = list[Step](), list[SparseUpdate]()
         exchanges = tuple(self._flow.exchanges.values())
         alone = [[t for t in exchange.table.members if t in step.rows] for exchange in exchanges] or [step.rows]
         for k, tables in enumerate(alone):

@@ -83,7 +83,7 @@ VALUES = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(BOUNDS),
 }
-ALL = [Case(*each) for each in product(*VALUES.values())]
+ALL = [Case(**dict(zip(VALUES, each, strict=True))) for each in product(*VALUES.values())]  # type: ignore[arg-type]
 PAIRWISE = [Case(**each) for each in pairwise(VALUES)]
 """Cases in which any two values of two properties occur together."""
 

@@ -149,7 +149,7 @@ class PublishedHead:
                 nn.init.normal_(parameter, std=0.1)
         if self.scores == "next" and not own_loss:
             model.loss_function = _next_word_loss
-        return model  # type: ignore[no-any-return]
+        return model
 
     def batch(self, step: int, rank: int, world_size: int) -> Batch:
         random = torch.Generator().manual_seed(100 * step + rank)

@@ -49,7 +49,7 @@ class OwnRowsWorkload(OneTableWorkload):
     ),
 )
 def test_bytes_equal_the_prediction(grid: Grid, workload: Workload, autocast: bool) -> None:
-    by_rank = on_ranks(grid.rows * grid.columns, workload, grid, autocast)  # type: ignore[arg-type]
+    by_rank = on_ranks(grid.rows * grid.columns, workload, grid, autocast)
     assert_predicted(by_rank)
 
 
