@@ -25,7 +25,7 @@ from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, trai
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.scheduler.schedule_facts import background_of
-from embrace_fx.planning.findings import Read, facts_of, findings_of, reads_of, reported, used_parameters
+from embrace_fx.planning.findings import Read, facts_of, findings_of, reads_of, reported, scored_of, used_parameters
 from embrace_fx.planning.scheduling import cuts, order, rows_beyond_memory
 from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.ranks.announcement import Announcements
@@ -168,12 +168,12 @@ def plan(  # noqa: PLR0913
     stepping = Stepping(state, announcements, lambda names, reason: None)  # no step reaches it
     for each in optimizers:
         stepping.holders.add(each)
-    graphs, read = zip(*(_measured(model, state, each) for each in batches), strict=True)
+    graphs, read, scored = zip(*(_measured(model, state, each) for each in batches), strict=True)
     graph = graphs[0]
     used = set().union(*map(used_parameters, graphs))
     facts = facts_of(model, stepping.holders, row_updates, used, {})
     reads = [reported(each, rank, ranks) for rank, each in enumerate(read)]
-    findings = findings_of(graph, facts, reads, ranks, options)
+    findings = findings_of(graph, facts, reads, ranks, options, scored)
     if len(batches) < ranks:
         findings = replace(findings, sparsity=_extrapolated(graph, read, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
@@ -197,8 +197,8 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     return batches, ranks
 
 
-def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, dict[str, Read]]:
-    """Captures a batch's graph, and counts the rows that the batch reads of each table."""
+def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, dict[str, Read], dict[str, int]]:
+    """Captures a batch's graph, and counts the rows that the batch reads of each table, and the positions it scores."""
     args, kwargs = _arguments(batch)
     parameter = state.any_parameter()
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
@@ -207,7 +207,8 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[Training
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True).graph)
         else:
             graph = analyse(capture(model, args, kwargs, train=True).graph)
-    return graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0])
+    leaves = flatten_arguments(args, kwargs)[0]
+    return graph, reads_of(state, graph, leaves), scored_of(state, graph, leaves)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -154,6 +154,21 @@ def has_loss(graph: TrainingGraph, parameter: str) -> bool:
         return False
 
 
+def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
+    """Finds the labels of output layers whose loss is in the graph, where they depend on the batch alone.
+
+    Returns:
+        table -> the labels (L,), and the label that is not scored.
+    """
+    if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
+        return {}
+    found = {}
+    for name in parameters_of(graph.module):
+        if has_loss(graph, name) and (loss := find_head(graph, name).loss) is not None and labels_from_batch(loss):
+            found[name] = argument(loss.node, "target"), argument(loss.node, "ignore_index")
+    return found
+
+
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
     """Finds the head over a table.
 

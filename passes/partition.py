@@ -131,7 +131,11 @@ def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule
     rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
     ->        def ids(batch): ids = batch + 1; return (ids,)
     """
-    wanted = [graph.node(use.ids) for table in tables for use in table.uses]
+    return extract_values(graph, [graph.node(use.ids) for table in tables for use in table.uses])
+
+
+def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    """Extracts a graph, roles included, that computes the values of some nodes."""
     needed = ancestors(wanted)
     return _phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
 

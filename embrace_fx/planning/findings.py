@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
-from embrace_fx.passes.heads import forward_of
-from embrace_fx.passes.partition import extract_ids
+from embrace_fx.passes.heads import forward_of, labels_in_batch
+from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
 from embrace_fx.runtime.kernels import unique_ids
@@ -80,10 +80,11 @@ def find(
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
     """
-    reads, failure = {}, None
+    reads, scored, failure = {}, {}, None
     try:
         ranks = context.communicator.rank, context.communicator.world_size
         reads = reported(reads_of(context.state, graph, leaves), *ranks)
+        scored = scored_of(context.state, graph, leaves)
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
     whole = dict.fromkeys(sorted({*unshardable(graph), *context.state.hooked}), WHOLE)
@@ -91,7 +92,7 @@ def find(
     for name, weight in weights.items():
         if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
             whole[name] = SHARED
-    own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, failure)
+    own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, scored, failure)
     everyone = context.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
@@ -132,7 +133,7 @@ def _findings(
     facts = tuple(replace(f, row_update_blocker=blocked[f.name]) if f.name in blocked else f for f in facts)
     options = replace(context.options, schedule=schedule)
     ranks, reads = context.communicator.world_size, [report.reads for report in everyone]
-    findings = findings_of(graph, facts, reads, ranks, options)
+    findings = findings_of(graph, facts, reads, ranks, options, [report.scored for report in everyone])
     if context.communicator.comm_hook is None:
         return findings
     dense = replace(graph, tables=tuple(table.with_dense_gradient() for table in graph.tables))
@@ -145,12 +146,14 @@ def findings_of(
     reads: Sequence[Mapping[str, Reported]],
     ranks: int,
     options: Options,
+    scored: Sequence[Mapping[str, int]],
 ) -> Findings:
     """Makes findings from what batches read.
 
     Args:
         reads: of each rank, or of fewer: then the others read as many rows as the mean, and nothing is known of their
             ids.
+        scored: what `scored_of` counts, likewise.
     """
     names = [table.parameter for table in graph.tables]
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in names}
@@ -177,6 +180,7 @@ def findings_of(
         local_rows,
         options.rows,
         options.memory_budget is not None,
+        {name: tuple(own[name] for own in scored) for name in scored[0] if all(name in own for own in scored)},
     )
 
 
@@ -248,12 +252,13 @@ class Reported:
 @dataclass(frozen=True)
 class _Report:
     """One rank's report of its batch: parameters with a gradient, why some cannot be sharded, the rows read of each
-    table; or why measuring failed.
+    table, the positions that an output layer's loss scores; or why measuring failed.
     """
 
     used: tuple[str, ...]
     whole: dict[str, str]
     reads: dict[str, Reported]
+    scored: dict[str, int]
     failure: str | None
 
 
@@ -316,11 +321,7 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
-    run = reader(extract_ids(graph, tables), state)
-    parameter = state.any_parameter()
-    device = torch.device("cpu") if parameter is None else parameter.device
-    with random_state_kept(device), torch.no_grad():  # a model that draws ids must draw the same ones in its step
-        ids = iter(run(leaves))
+    ids = iter(_run(state, extract_ids(graph, tables), leaves))
     reads = {}
     for table in tables:
         of_uses = [next(ids) for _ in table.uses]
@@ -330,3 +331,20 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
         ]
         reads[table.parameter] = Read(unique.numel(), torch.cat(drawn).to(torch.int64), unique)
     return reads
+
+
+def scored_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
+    """Counts the positions of a batch that losses of output layers score, by table."""
+    found = labels_in_batch(graph)
+    if not found:
+        return {}
+    labels = _run(state, extract_values(graph, [node for node, _ in found.values()]), leaves)
+    return {name: int((own != ignored).sum()) for (name, (_, ignored)), own in zip(found.items(), labels, strict=True)}
+
+
+def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Computes what a batch alone decides, and leaves the random state to its step, which draws the same numbers."""
+    parameter = state.any_parameter()
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with random_state_kept(device), torch.no_grad():
+        return reader(module, state)(leaves)

@@ -95,6 +95,7 @@ class Findings:
             random share.
         travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
         has_budget: there is a budget of memory.
+        scored: table -> how many positions of each rank's batch its output layer's loss scores; of others, all.
     """
 
     graph: TrainingGraph
@@ -107,6 +108,7 @@ class Findings:
     local_rows: Mapping[str, LocalRows] = field(default_factory=dict)
     travels_as: Format = "exact"
     has_budget: bool = False
+    scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """Copies the findings with more tables that an optimizer needs whole."""
@@ -215,7 +217,7 @@ class Pricing:
         """Prices rows dealt out over the ranks: those that lookups read, and an output layer over all of them.
 
         Hidden states of scored positions go to every rank, and their gradients come back; as many logits are computed
-        as by every rank for itself. Every position counts as scored.
+        as by every rank for itself.
         """
         grid = Grid(self.world_size, 1)
         both_ways, (of_head, chunks, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
@@ -251,10 +253,13 @@ class Pricing:
         except Unmatched:
             return cost.Exchange(0, 0), 1, 0.0
         hidden, expected = head.hidden.meta["val"], self.findings.graph.expected
-        positions, others = expected.number(hidden.shape[0]), self.world_size - 1
+        every, others = expected.number(hidden.shape[0]), self.world_size - 1
+        scored = self.findings.scored.get(fact.name, ())
+        positions = round(sum(scored) / len(scored)) if scored else every
         width, rounds = hidden.shape[1] * hidden.element_size(), cost.Work(rounds=ROUNDS * CHUNK_EXCHANGES)
         gathering = cost.Exchange(positions * width * others, 0)
-        both_ms = gathering.time_ms(self.cluster, "all_to_all"), node_ms(head.product, self.links.compute, expected)
+        product_ms = node_ms(head.product, self.links.compute, expected) * positions / max(every, 1)
+        both_ms = gathering.time_ms(self.cluster, "all_to_all"), product_ms
         starting = cost.Exchange(0, CHUNK_EXCHANGES * others)
         start_ms = starting.time_ms(self.cluster, "all_to_all") + rounds.time_ms(self.cluster)
         chunks = min(max(round(sqrt(min(both_ms) / start_ms)) if start_ms else 1, 1), MOST_CHUNKS, max(positions, 1))

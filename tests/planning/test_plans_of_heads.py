@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import embrace_fx
-from tests.support.heads import HeadWorkload
+from tests.support.heads import IGNORED, HeadWorkload, PredictsBoth
 
 ETHERNET = embrace_fx.Cluster(12.5e3, 0.1)
 
@@ -23,6 +23,20 @@ def test_auto_picks_the_faster(tied: bool, num_words: int, length: int) -> None:
     assert decision.strategy == ("vocabulary" if ms["vocabulary"] < 0.8 * ms["allreduce"] else "allreduce")
     assert (ms["vocabulary"] < ms["allreduce"]) == (8 * words.numel() < num_words)
     assert (decision.head_bytes > 0) == (decision.strategy == "vocabulary")
+
+
+def test_positions_without_labels_cost_nothing() -> None:
+    workload = HeadWorkload(tied=False, num_words=30000, width=128, kind=PredictsBoth)
+    words = torch.randint(30000, (4, 512), generator=torch.Generator().manual_seed(0))
+    model = workload.make(torch.float32, seed=0)
+    labels = words.masked_fill(torch.arange(512) >= 64, IGNORED)
+    every, few = (
+        embrace_fx.plan(model, (words, own), world_size=8, cluster=ETHERNET, strategy={workload.table: "vocabulary"})
+        for own in (words, labels)
+    )
+    sent = [plan[workload.table].head_bytes for plan in (every, few)]
+    assert sent[1] == pytest.approx(sent[0] / 8)
+    assert every[workload.table].head_chunks >= few[workload.table].head_chunks > 1
 
 
 @pytest.mark.parametrize("world_size", [2, 16, 1024])
