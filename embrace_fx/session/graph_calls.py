@@ -63,7 +63,7 @@ class GraphCalls:
         if self._context.announcements.asked_to_plan:
             programs.replan(entry, leaves)
         entry, program = self._runs(entry, kind, call)
-        following = self._following(kind, program, leaves) if train else None
+        following = self._following(kind, program, leaves) if train and program.overlaps_steps else None
         if program.flow is not programs.flow:
             programs.flow.leave()
         programs.counters.calls += train

@@ -66,7 +66,8 @@ class Programs:
 
     Attributes:
         cache: the entries of the calls so far.
-        pipeline: the plan in use, and what steps run on under it; None before the first training call.
+        plan: the plan in use; None before the first training call.
+        pipeline: what steps run on under it.
         counters: the state that calls share.
         buffers: shares the model's buffers.
         links: the links that have been probed; None before.
@@ -75,6 +76,7 @@ class Programs:
 
     def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
         self.cache = ProgramCache()
+        self.plan: Plan | None = None
         self.pipeline: StepPipeline | None = None
         self.counters, self.records = StepCounters(), False
         self.links: Cluster | None = None
@@ -87,11 +89,6 @@ class Programs:
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
         self._no_steps = Flow.within_steps(context.announcements)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use; None before the first training call."""
-        return None if self.pipeline is None else self.pipeline.plan
 
     @property
     def flow(self) -> Flow:
@@ -157,6 +154,7 @@ class Programs:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, without programs: all at once, or on an error nothing."""
+        self.plan = plan
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 

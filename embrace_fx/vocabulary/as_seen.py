@@ -21,7 +21,8 @@ class AsSeen:
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
         """Records the tensors among some values, without those made in inference mode, whose writes are not counted."""
-        return AsSeen.of_all([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
+        found = tuple([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
+        return AsSeen(found, tuple(map(_VERSION, found)))
 
     @staticmethod
     def of_all(tensors: Iterable[Tensor]) -> AsSeen:
@@ -31,11 +32,11 @@ class AsSeen:
             RuntimeError: one was made in inference mode.
         """
         found = tuple(tensors)
-        return AsSeen(found, _writes(found))
+        return AsSeen(found, tuple(map(_VERSION, found)))
 
     def written(self) -> list[Tensor]:
         """Lists the tensors that have been written since."""
-        now = _writes(self.tensors)
+        now = tuple(map(_VERSION, self.tensors))
         if now == self.writes:
             return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
@@ -43,11 +44,7 @@ class AsSeen:
     def is_of(self, values: Iterable[object]) -> bool:
         """Returns whether the values have the same tensors, unwritten since."""
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
-        return [*map(id, now)] == [*map(id, self.tensors)] and _writes(self.tensors) == self.writes
+        return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 
     def __add__(self, other: AsSeen) -> AsSeen:
         return AsSeen(self.tensors + other.tensors, self.writes + other.writes)
-
-
-def _writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(map(_VERSION, tensors))

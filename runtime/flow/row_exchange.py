@@ -101,7 +101,7 @@ class RowExchange:
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None
         self._send(launch, rows, dtype)
-        self._recorder.mark(compute_id("update", launch.what) if self._recorder.in_forward else EARLY)
+        self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns those rows of the batch whose forward runs that are still to be looked up."""

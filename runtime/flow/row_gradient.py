@@ -216,7 +216,7 @@ class RowGradient(Owed):
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
         """Applies a part; the shard orders nodes."""
         self.apply(launch)
-        if not self._recorder.in_forward:
+        if self._recorder.segment is None:
             self._recorder.mark(EARLY)
         return shard
 

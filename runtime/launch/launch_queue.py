@@ -148,10 +148,12 @@ class LaunchQueue:
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
-    def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Makes the ticket of a launch of the current window."""
+    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+        """Queues a launch of the current window, or drops it with that."""
         recording = self.recorder.recording
-        return Ticket(which, launch, sent_bytes, OUTSIDE if recording is None else recording.window, queue=self)
+        ticket = Ticket(which, launch, sent_bytes, OUTSIDE if recording is None else recording.window, queue=self)
+        self.enter(ticket)
+        return ticket
 
     def enter(self, ticket: Ticket) -> None:
         """Queues a ticket, or drops it with its window."""
@@ -167,7 +169,10 @@ class LaunchQueue:
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
                     self.changed.notify_all()
                     return
-        self.note_change(window)
+        if window.dropped:
+            self.note_change(window)
+        else:
+            self.issue()
 
     def note_change(self, window: LaunchWindow) -> None:
         """Issues due launches after a window has changed."""
@@ -259,7 +264,7 @@ class LaunchQueue:
         """Records that a launch has arrived."""
         with self.lock:
             ticket.ended_s = self.moved_s = time.perf_counter()
-            ticket.work = None
+            ticket.work, ticket.done = None, True
             if ticket.measured is not None:
                 ticket.sent_bytes = ticket.measured()
             self.in_flight.remove(ticket)

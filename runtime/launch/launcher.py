@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
+from embrace_fx.runtime.launch.recorder import Waiting
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -127,8 +128,10 @@ class Launcher:
         """Opens a window for a forward's submissions if no backward came before it; ends the backward's."""
         if self.queue.windows[-1].in_forward:
             self.open_window()
-        self.queue.windows[-1].in_forward = True
-        self.leave_backward()
+        window = self.queue.windows[-1]
+        window.in_forward = True
+        if not window.expected <= self._of_forward:
+            self.leave_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
         """Removes launches from those that the current window expects."""
@@ -146,12 +149,11 @@ class Launcher:
         """
         queue = self.queue
         assert which in queue.windows[-1].expected, str(which)
-        ticket = queue.ticket(which, launch, sent_bytes)
         if is_profiled():
             with span("submit", which):
-                queue.enter(ticket)
+                ticket = queue.submit(which, launch, sent_bytes)
         else:
-            queue.enter(ticket)
+            ticket = queue.submit(which, launch, sent_bytes)
         self._communicator.progress.note(which)
         return ticket
 
@@ -160,7 +162,7 @@ class Launcher:
         if ticket.done:
             return ticket.wait()
         try:
-            with self.recorder.waiting(ticket.id):
+            with Waiting(self.recorder, ticket.id):
                 return ticket.wait()
         except RuntimeError as error:
             self._communicator.name_ranks(error, ticket.id)

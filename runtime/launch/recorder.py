@@ -114,6 +114,7 @@ class Recorder:
 
     Attributes:
         tally: counts each step, recorded or not.
+        segment: the operation that the forward computes; None: no forward runs.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
@@ -123,7 +124,7 @@ class Recorder:
         self.tally = Tally()
         self.mark: Callable[[OperationId], None] = self.tally.mark
         """Ends a piece of the calling thread's time, which is this operation's."""
-        self._segment: OperationId | None = None  # the operation that the forward computes; None: no forward runs
+        self.segment: OperationId | None = None
         self._stands = False
 
     def window(self) -> None:
@@ -146,19 +147,14 @@ class Recorder:
 
     # A forward's compute is recorded by segments, which end where it waits or ends.
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward runs."""
-        return self._segment is not None
-
     def begin_segment(self, operation: OperationId) -> None:
         """Begins a segment: the forward computes this operation from here on."""
-        self._segment, self._stands = operation, False
+        self.segment, self._stands = operation, False
 
     def stand(self) -> None:
         """Ends the segment: the forward waits, until it uses what it has awaited."""
-        if self._segment is not None and not self._stands:
-            self.mark(self._segment)
+        if self.segment is not None and not self._stands:
+            self.mark(self.segment)
         self._stands = True
 
     def end_forward(self) -> None:
@@ -168,11 +164,11 @@ class Recorder:
 
     def forget_forward(self) -> None:
         """Drops the segment of a forward that runs no more."""
-        self._segment = None
+        self.segment = None
 
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records a wait of the thread, or its stream, for a launch."""
-        return _Waiting(self, launch)
+        return Waiting(self, launch)
 
     def transferred(self, transfer: Transfer) -> None:
         """Records a launch that has completed, or will by the recording's end; called by any thread."""
@@ -203,7 +199,9 @@ class Recorder:
         return recording
 
 
-class _Waiting(contextlib.AbstractContextManager[None]):
+class Waiting(contextlib.AbstractContextManager[None]):
+    """Records a wait of the thread, or its stream, for a launch."""
+
     def __init__(self, recorder: Recorder, launch: OperationId) -> None:
         self._recorder, self._launch = recorder, launch
 

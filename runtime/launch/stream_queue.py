@@ -56,13 +56,7 @@ class StreamTicket(Ticket):
     ready: Event = None
     ended: Event = None
     held: tuple[Tensor, ...] = ()
-    waited: bool = False
     queue: StreamQueue = field(default=None)  # type: ignore[assignment]
-
-    @property
-    def done(self) -> bool:
-        """Whether the current stream has waited for it."""
-        return self.waited
 
     def issue(self) -> None:
         """Launches it, if it is not launched yet.
@@ -91,7 +85,7 @@ class StreamTicket(Ticket):
         streams = self.queue.streams
         streams.wait(self.ended)
         streams.keep(self.value)
-        self.waited, self.held = True, ()
+        self.done, self.held = True, ()
         self.queue.unwaited.pop(self.place, None)
         return self.value
 
@@ -156,7 +150,9 @@ class StreamQueue(LaunchQueue):
         """Does nothing: a wait launches its ticket, out of turn only if it must."""
         yield
 
-    def ticket(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+        if self.error is not None:
+            raise self.error
         current = self.windows[-1]
         place = (current.number, current.order.index(which))
         ready = self.streams.record(f"{which} ready")
@@ -164,6 +160,7 @@ class StreamQueue(LaunchQueue):
         number = OUTSIDE if recording is None else recording.window
         ticket = StreamTicket(which, launch, sent_bytes, number, queue=self, place=place, ready=ready)
         self.unwaited[place] = ticket
+        self.enter(ticket)
         return ticket
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:

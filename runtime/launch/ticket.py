@@ -29,6 +29,7 @@ class Ticket:
     Attributes:
         id: the launch's id.
         window: the recorder's window.
+        done: it has completed; on a device the current stream has waited for it.
         started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
     """
 
@@ -42,13 +43,10 @@ class Ticket:
     work: Any = None
     measured: Callable[[], int] | None = None
     queue: LaunchQueue = field(default=None)  # type: ignore[assignment]
+    done: bool = False
     dropped: bool = False
     wanted: bool = False  # a hurried wait waits for it
     tells: bool = True  # its time in flight counts as the launch's time
-
-    @property
-    def done(self) -> bool:
-        return self.ended_s > 0.0
 
     def drop(self) -> None:
         self.dropped, self.launch = True, None

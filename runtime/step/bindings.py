@@ -193,7 +193,7 @@ def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
         return flow.communicator.wait(launch)
     flow.recorder.stand()
     value = flow.launcher.wait(launch)
-    if flow.recorder.in_forward:
+    if flow.recorder.segment is not None:
         flow.recorder.mark(compute_id("rows", launch.id.what))
         flow.recorder.begin_segment(compute_id("forward", launch.id.what))
     return value

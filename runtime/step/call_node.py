@@ -44,11 +44,18 @@ class CallNode(torch.autograd.Function):
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
-        with torch.no_grad(), autocast_is_in_the_graph():
-            wanted = torch._C._will_engine_execute_node(anchor)
-            final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
-            with span("backward"), program.state.pending.closed(grows=program.overlaps_steps):
+        wanted = torch._C._will_engine_execute_node(anchor)
+        final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
+        torch._C._set_grad_enabled(False)
+        try:
+            with (
+                autocast_is_in_the_graph(),
+                span("backward"),
+                program.state.pending.closed(grows=program.overlaps_steps),
+            ):
                 gradients = ctx.step.backward(tangents, for_parameters=wanted, twice=twice and not final)
+        finally:
+            torch._C._set_grad_enabled(twice)
         if final:
             make_final(program)
         return (None, None, *gradients)

@@ -88,7 +88,11 @@ class MissingLaunches:
     def begin(self, values: Values) -> Values:
         """Begins a phase, and returns the values that are needed should it fail."""
         self._made = 0
-        return {name: values[name] for name in self._names if name in values}
+        found = Values()
+        for name in self._names:
+            if name in values:
+                found[name] = values[name]
+        return found
 
     def submit(self, values: Values) -> None:
         """Launches what has not been launched, and waits for what is launched on the spot.

@@ -186,7 +186,9 @@ class Step:
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
         assert program.has_backward
-        given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
+        given: tuple[int, ...] = ()
+        for index, tangent in zip(program.results, tangents, strict=True):
+            given = (*given, index) if tangent is not None else given
         state = program.state
         used = program.used.words(given, self.unreduced)
         if state.hooked:
