@@ -1,8 +1,8 @@
 """Lowers a phase of a partitioned graph to a Python function that runs it.
 
 Contract
-    Same order, same values. Local `embrace::` ops become direct calls of their kernels, and collectives launches by the
-    communicator (their result is in flight until its wait); all other ops stay ATen calls. Arguments come in one list
+    Same order, same values. Local `embrace::` ops become direct calls of their kernels, and collectives calls of the
+    pipeline (their result is in flight until its wait); all other ops stay ATen calls. Arguments come in one list
     that the function empties, so that a value dies with its last use.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
+Call = Callable[[fx.Node], Callable[..., Any] | None]
+"""Finds what a node calls."""
 
 
 class _OneList(CodeGen):
@@ -40,19 +42,17 @@ class _OneList(CodeGen):
 
 def lower(
     module: fx.GraphModule,
-    launches: Mapping[str, Callable[..., Any]],
-    special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+    call: Call = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
     """Makes the function of one phase.
 
     Args:
         module: a phase, whose placeholders and outputs have roles.
-        launches: op name -> the communicator's function.
-        special: node -> the function that it calls instead, or None.
+        call: what a node calls; None: a kernel, or torch's own op.
         compile_region: compiles the compute between communications; None: every op is called by itself.
     """
-    targets: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS, **launches}
+    kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -66,7 +66,7 @@ def lower(
         copied.meta["fixed"] = _is_fixed(node)
         copied.meta["copies"] = op_name(node) == "embrace::pack_bucket"
         if isinstance(node.target, torch._ops.OpOverload):
-            copied.target = special(node) or targets.get(op_name(node), node.target)
+            copied.target = call(node) or kernels.get(op_name(node), node.target)
     if compile_region is not None:
         compile_regions(module, graph, compile_region)
     _write_in_place(graph)

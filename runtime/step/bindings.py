@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
-from embrace_fx.runtime.step.missing_launches import MissingLaunches
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
@@ -33,7 +32,7 @@ from embrace_fx.vocabulary.ops import launch_of, op_name
 
 
 class Bindings:
-    """The calls of one graph's nodes, phase by phase.
+    """What the nodes of one graph call.
 
     Args:
         buckets: what the graph reduces, in launch order; None: nothing.
@@ -41,10 +40,6 @@ class Bindings:
         links: those that exchanges are cut for.
         copies: what copies saved values out of memory and back; None: nothing does.
         keeps_buckets: buckets on a host keep their memory from one step to the next.
-
-    Attributes:
-        by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
-        of_forward, of_backward: the launches that other ranks wait for in these phases.
     """
 
     def __init__(
@@ -60,44 +55,58 @@ class Bindings:
         keeps_buckets: bool = False,
     ) -> None:
         self._state, self._spaces = state, graph.spaces
-        self._keeps_buckets = keeps_buckets
-        self._copies = copies
-        self._announcements = announcements
-        communicator = self._communicator = announcements.communicator
-        self._buckets = buckets or ()
-        self._flow = flow
-        on = _streams_alone(state, communicator)
+        self._keeps_buckets, self._copies = keeps_buckets, copies
+        self._announcements, self._communicator = announcements, announcements.communicator
+        self._buckets, self._flow = buckets or (), flow
+        on = _streams_alone(state, self._communicator)
         self._alone = SingleProcessRows(on, state.tables) if on is not None and runs_uncounted(graph) else None
-        self.of_forward, self.of_backward = (MissingLaunches(communicator, flow) for _ in range(2))
-        self.by_op: dict[str, Callable[..., Any]] = {
+        communicator = self._communicator
+        self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
+            "_c10d_functional::wait_tensor": lambda _: partial(_wait_for, flow),
+            "embrace::submit_ids": lambda _: flow.submit_ids,
+            "embrace::await_ids": lambda _: flow.await_ids,
+            "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
+            "embrace::hand_over": lambda _: flow.buckets.hand_over,
+            "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
+            "embrace::pack_bucket": self._packer,
+            "embrace::lookup": self._lookup,
+            "embrace::all_gather_ids": self._gather_ids,
+            **dict.fromkeys(COPY_OPS, self._copied),
+        }
+        if communicator.comm_hook is not None:
+            self._made["_c10d_functional::all_reduce_"] = partial(self._hooked, communicator.comm_hook)
+        self._on_the_spot: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             **HeadExchange(communicator).launches(),
-            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             "embrace::round_rows": communicator.rounding.round_rows,
-            "_c10d_functional::wait_tensor": _named(partial(_wait_for, flow), "wait_for"),
+            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
         }
 
-    def unique(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Finds the function that a node of the unique phase calls instead of its op; None: it calls its op."""
-        return self._alone.kernel(node) if self._alone is not None else None
+    def call(self, node: fx.Node) -> Callable[..., Any] | None:
+        """Finds the method that a node calls, which takes what its op takes; None: a kernel, or torch's own op."""
+        found = self._alone.kernel(node) if self._alone is not None else None
+        found = found or self._method(node)
+        return found and _named(partial(found), node.name)
 
-    def ids(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
+    def _method(self, node: fx.Node) -> Callable[..., Any] | None:
+        op, launch = op_name(node), self._flow.launcher.launch_of(node)
+        if launch is not None and op in _OF_LAUNCH:
+            return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
+        return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
 
-    def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = self._lookup(node) or self._copied(node)
-        return found or self._noted(self.of_forward, node, self._in_flow(node))
+    def _packer(self, node: fx.Node) -> Packer:
+        scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
+        return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
 
-    def _copied(self, node: fx.Node) -> Callable[..., Any] | None:
-        if op_name(node) not in COPY_OPS:
-            return None
+    def _gather_ids(self, node: fx.Node) -> Callable[..., Any]:
+        return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
+
+    def _copied(self, node: fx.Node) -> Callable[..., Any]:
         assert self._copies is not None
-        return _named(_copy(self._copies, self._flow.recorder, node), node.name)
+        return _copy(self._copies, self._flow.recorder, node)
 
-    def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
+    def _lookup(self, node: fx.Node) -> Callable[..., Any]:
         """Rows of a table that may have skipped steps take them before they are read."""
-        if op_name(node) != "embrace::lookup":
-            return None
         role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
 
@@ -105,23 +114,13 @@ class Bindings:
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
-        return _named(caught_up, node.name)
+        return caught_up
 
-    def backward(self, node: fx.Node) -> Callable[..., Any] | None:
-        comm_hook = self._communicator.comm_hook
-        if op_name(node) == "embrace::pack_bucket":
-            names, keeps = self._buckets[node.meta["bucket"]], self._keeps_buckets
-            return Packer(self._state, names, scales=comm_hook is None, keeps_memory=keeps)
-        launch = self._in_flow(node) or self.unique(node) or self._hooked(comm_hook, node)
-        return self._copied(node) or self._noted(self.of_backward, node, launch)
-
-    def _hooked(self, comm_hook: CommHook | None, node: fx.Node) -> Callable[..., Any] | None:
-        """Makes the function by which the user's hook reduces a bucket; None: there is no bucket, or no hook."""
-        if comm_hook is None or op_name(node) != "_c10d_functional::all_reduce_":
-            return None
+    def _hooked(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
+        """Makes the function by which the user's hook reduces a bucket."""
         packed = node.all_input_nodes[0]
         if op_name(packed) != "embrace::pack_bucket":  # other passes reduce counts
-            return None
+            return self._communicator.all_reduce_
         state, index = self._state, packed.meta["bucket"]
         names, last = self._buckets[index], index == len(self._buckets) - 1
 
@@ -129,62 +128,22 @@ class Bindings:
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
             return launch_hooked(comm_hook, flat, bucket)
 
-        return _named(reduce_bucket, node.name)
-
-    def _noted(
-        self, launches: MissingLaunches, node: fx.Node, call: Callable[..., Any] | None
-    ) -> Callable[..., Any] | None:
-        call = call or self.by_op.get(op_name(node))
-        return call and launches.add(node, call)
-
-    def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = _call_of(self._flow, node)
-        return found and _named(found, node.name)
-
-    def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
-        if op_name(node) != "embrace::all_gather_ids":
-            return None
-        announcements, names, spaces = self._announcements, node.meta["tables"], self._spaces
-
-        def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-            return announcements.all_gather_ids(unique, num_rows, group, group_size, names, spaces)
-
-        return all_gather_ids
+        return reduce_bucket
 
 
-_OF_ROWS = frozenset({"embrace::submit_rows", "embrace::await_rows", "embrace::all_to_all_rows"})
-_OF_GRADIENT = frozenset({"embrace::submit_gradients", "embrace::update_rows", "embrace::all_to_all_gradients"})
-"""Ops that are methods of a table's exchange, and of the gradient of its rows."""
-
-
-def _call_of(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
-    """Makes the function that a node calls whose communication is the flow's; None: another node.
-
-    It takes what the op takes, and has the launch that the node is of.
-    """
-    op, launch = op_name(node), flow.launcher.launch_of(node)
-    if op == "embrace::join_rows":
-        return partial(flow.exchanges[str(node.args[3])].join_rows)
-    if op in ("embrace::hand_over", "embrace::update_bucket"):
-        return partial(flow.buckets.hand_over if op == "embrace::hand_over" else flow.buckets.update_bucket)
-    if launch is None:
-        return None
-    if op in _OF_ROWS or op in _OF_GRADIENT:
-        exchange = flow.exchanges[launch.what]
-        owner = exchange if op in _OF_ROWS else exchange.gradient
-        return partial(getattr(owner, op.removeprefix("embrace::")), launch)
-    match op:
-        case "embrace::submit_ids":
-            return partial(flow.submit_ids)
-        case "embrace::await_ids":
-            return partial(flow.await_ids)
-        case "embrace::submit_chunk":
-            return partial(flow.buckets.submit_chunk, launch)
-        case "embrace::await_chunk":
-            return partial(flow.buckets.await_chunk, launch)
-        case "_c10d_functional::all_reduce_" | "embrace::exchange_gradient_":
-            return partial(flow.buckets.launch_bucket, launch)
-    return None
+_OF_LAUNCH: Mapping[str, Callable[[Flow, str], Callable[..., Any]]] = {
+    "embrace::submit_rows": lambda flow, what: flow.exchanges[what].submit_rows,
+    "embrace::await_rows": lambda flow, what: flow.exchanges[what].await_rows,
+    "embrace::all_to_all_rows": lambda flow, what: flow.exchanges[what].all_to_all_rows,
+    "embrace::submit_gradients": lambda flow, what: flow.exchanges[what].gradient.submit_gradients,
+    "embrace::update_rows": lambda flow, what: flow.exchanges[what].gradient.update_rows,
+    "embrace::all_to_all_gradients": lambda flow, what: flow.exchanges[what].gradient.all_to_all_gradients,
+    "embrace::submit_chunk": lambda flow, _: flow.buckets.submit_chunk,
+    "embrace::await_chunk": lambda flow, _: flow.buckets.await_chunk,
+    "embrace::exchange_gradient_": lambda flow, _: flow.buckets.launch_bucket,
+    "_c10d_functional::all_reduce_": lambda flow, _: flow.buckets.launch_bucket,
+}
+"""Methods of nodes whose launch the flow's launcher issues; they take it first."""
 
 
 def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:

@@ -70,7 +70,7 @@ def _unique_on_device(
 
         return unique_ids_on_device
 
-    unique = runnable(graph.phases["unique"], state, {}, unique_of)
+    unique = runnable(graph.phases["unique"], state, unique_of)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
         values = unique.saved(leaves, {})
@@ -91,7 +91,7 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
         return (lambda *_: None) if op_name(node) in launches else None
 
-    route = runnable(graph.phases["ids"], state, {}, given)
+    route = runnable(graph.phases["ids"], state, given)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
         unpacked.append(of_tables)

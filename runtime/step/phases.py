@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.lower.lower import Phase, lower, source
+from embrace_fx.runtime.lower.lower import Call, Phase, lower, source
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
@@ -27,9 +27,6 @@ from embrace_fx.vocabulary.graph import (
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
-
-Special = Callable[[fx.Node], Callable[..., Any] | None]
-"""What a single node is to call instead, or None."""
 
 _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
@@ -75,8 +72,7 @@ class Runnable:
 def runnable(
     module: fx.GraphModule,
     state: ModelState,
-    launches: Mapping[str, Callable[..., Any]],
-    special: Special = lambda node: None,
+    call: Call = lambda node: None,
     regions: RegionCompiler | None = None,
     *,
     last: bool = False,
@@ -84,8 +80,7 @@ def runnable(
     """Returns a phase, lowered.
 
     Args:
-        launches: op name -> what its nodes call.
-        special: what single nodes call instead.
+        call: what a node calls; None: a kernel, or torch's own op.
         regions: what compiles the compute between communications; None: every op is called by itself.
         last: whether no later phase reads what it reads.
     """
@@ -104,13 +99,13 @@ def runnable(
                 sources.append((_TANGENT, index))
             case Saved(name):
                 sources.append((_SAVED, name))
-    run = lower(module, launches, special, regions)
+    run = lower(module, call, regions)
     return Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)), last)
 
 
 def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a graph without collectives as a function of the flattened batch."""
-    run = runnable(module, state, {})
+    run = runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 

@@ -126,9 +126,9 @@ class Program:
         self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
-        phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
-        self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
-        self.ids = runnable(phases["ids"], state, calls, bound.ids)
+        phases, state = graph.phases, self.state
+        self.unique = runnable(phases["unique"], state, bound.call, self.regions)
+        self.ids = runnable(phases["ids"], state, bound.call)
         self.has_backward = "backward" in phases
         self._lowered: dict[StepVariant | str, LoweredPhase] = {}
         self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
@@ -150,10 +150,14 @@ class Program:
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         module, is_last = graph.phases[phase], phase == "backward"
-        special, missing = (bound.backward, bound.of_backward) if is_last else (bound.forward, bound.of_forward)
+        missing = MissingLaunches(self.communicator, self.flow)
+
+        def call(node: fx.Node) -> Callable[..., Any] | None:
+            found = bound.call(node)
+            return found and missing.add(node, found)
 
         def lowered(part: fx.GraphModule) -> Runnable:
-            return runnable(part, self.state, bound.by_op, special, self.regions, last=is_last)
+            return runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
         in_pieces = is_last and self._of_gradients and not self.flow.is_within_steps

@@ -38,7 +38,7 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.ops import op_name, own_columns
 
 V, D = 10, 4
 """Rows and columns of the tables of `Tables`."""
@@ -165,7 +165,7 @@ def run_graph(
                 values[role] if role in values else _input(role, node, model, leaves, communicator)
                 for node, role in inputs_of(module)
             ]
-            outputs = lower(module, {**_launches(communicator, module), **(kernels or {})})(inputs)
+            outputs = lower(module, by_op({**_launches(communicator, module), **(kernels or {})}))(inputs)
             for (node, role), value in zip(outputs_of(module), outputs, strict=True):
                 if node is not None:
                     (values if isinstance(role, Saved) else found)[role] = value
@@ -242,3 +242,8 @@ def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float 
         torch.testing.assert_close(
             found[role], value, rtol=tolerance, atol=tolerance, msg=f"{role}: found {found[role]}, expected {value}"
         )
+
+
+def by_op(calls: Mapping[str, Callable[..., Any]]) -> Callable[[fx.Node], Callable[..., Any] | None]:
+    """What a node calls, by the name of its op."""
+    return lambda node: calls.get(op_name(node))

@@ -14,7 +14,7 @@ from embrace_fx.runtime.lower.lower import lower
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, analysed, classifier, sharding
+from tests.support.graphs import IDS, analysed, by_op, classifier, sharding
 
 NO_LAUNCHES: dict[str, Callable[..., Any]] = {}
 
@@ -100,7 +100,7 @@ def test_an_argument_dies_with_its_last_use() -> None:
         doubled = torch.ops.aten.mul.Tensor(a, 2)
         return (torch.ops.aten.neg.default(doubled),)
 
-    phase = lower(graph_of(program), NO_LAUNCHES, lambda node: probe if "neg" in node.name else None)
+    phase = lower(graph_of(program), lambda node: probe if "neg" in node.name else None)
     arguments = [argument]
     del argument
 

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from embrace_fx.runtime.lower.lower import lower
 from embrace_fx.runtime.lower.regions import SMALLEST, Compiled, Region
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Saved
+from tests.support.graphs import by_op
 
 aten = torch.ops.aten
 LOG: list[str] = []
@@ -65,7 +66,7 @@ def run_lowered(
 ) -> tuple[tuple[Any, ...], Interpreted]:
     LOG.clear()
     compiler = Interpreted()
-    return lower(module, launches or {}, compile_region=compiler)(arguments), compiler
+    return lower(module, by_op(launches or {}), compiler)(arguments), compiler
 
 
 def test_what_lies_between_two_regions_happens_between_them() -> None:
@@ -163,7 +164,7 @@ def test_a_value_dies_in_the_region_that_reads_it_last() -> None:
 
         return run
 
-    lower(phase_of(program, torch.ones(3)), {}, compile_region=compile_region)([torch.ones(3)])
+    lower(phase_of(program, torch.ones(3)), compile_region=compile_region)([torch.ones(3)])
 
     assert alive == [False]
 
@@ -180,7 +181,7 @@ def test_what_a_region_returns_is_not_written_into() -> None:
         return lambda arguments: [arguments[0]]
 
     x = torch.zeros(3)
-    lower(phase_of(program, x), {}, compile_region=compile_region)([x])
+    lower(phase_of(program, x), compile_region=compile_region)([x])
 
     assert torch.equal(x, torch.zeros(3))
 

@@ -39,8 +39,8 @@ class Bound:
     table: Listening
     flow: Flow
 
-    def call(self, phase: str, node: fx.Node, *args: Any) -> Any:
-        found = getattr(self.bindings, phase)(node)
+    def call(self, node: fx.Node, *args: Any) -> Any:
+        found = self.bindings.call(node)
         assert found is not None
         return found(*args)
 
@@ -76,15 +76,14 @@ ROWS, COUNTS = torch.tensor([1, 2]), torch.tensor([2])
 
 
 @pytest.mark.parametrize(
-    ("phase", "target", "launch", "args", "told"),
+    ("target", "launch", "args", "told"),
     [
-        ("forward", embrace.submit_rows.default, LATE, (ROWS, ROWS, COUNTS, "t", torch.float32, "rows"), "submit_rows"),
-        ("forward", embrace.await_rows.default, LATE, (ROWS, COUNTS, "t", torch.float32, "t rows"), "await_rows"),
-        ("forward", embrace.update_rows.default, PRIOR, (ROWS, "t", "t prior"), "update_rows"),
-        ("backward", embrace.update_rows.default, DELAYED, (ROWS, "t", "t delayed"), "update_rows"),
-        ("backward", embrace.submit_rows.default, EARLY, (ROWS, ROWS, COUNTS, "t", torch.float32, ""), "submit_rows"),
+        (embrace.submit_rows.default, LATE, (ROWS, ROWS, COUNTS, "t", torch.float32, "rows"), "submit_rows"),
+        (embrace.await_rows.default, LATE, (ROWS, COUNTS, "t", torch.float32, "t rows"), "await_rows"),
+        (embrace.update_rows.default, PRIOR, (ROWS, "t", "t prior"), "update_rows"),
+        (embrace.update_rows.default, DELAYED, (ROWS, "t", "t delayed"), "update_rows"),
+        (embrace.submit_rows.default, EARLY, (ROWS, ROWS, COUNTS, "t", torch.float32, ""), "submit_rows"),
         (
-            "backward",
             embrace.submit_gradients.default,
             PRIOR,
             (ROWS, ROWS, COUNTS, "t", -1, 1.0, "t prior"),
@@ -93,9 +92,9 @@ ROWS, COUNTS = torch.tensor([1, 2]), torch.tensor([2])
     ],
 )  # fmt: skip
 def test_a_node_calls_its_tables_exchange_with_its_own_launch(
-    overlapped: Bound, phase: str, target: Any, launch: OperationId, args: tuple[Any, ...], told: str
+    overlapped: Bound, target: Any, launch: OperationId, args: tuple[Any, ...], told: str
 ) -> None:
-    overlapped.call(phase, node(target, launch), *args)
+    overlapped.call(node(target, launch), *args)
 
     assert overlapped.table.heard == [(told, launch)]
 
@@ -106,22 +105,20 @@ def test_the_next_batchs_ids_are_the_flows(overlapped: Bound, monkeypatch: pytes
     monkeypatch.setattr(overlapped.flow, "submit_ids", lambda *_: told.append("submitted"))
     monkeypatch.setattr(overlapped.flow, "await_ids", lambda *_: told.append("awaited"))
 
-    overlapped.call("forward", node(embrace.submit_ids.default, IDS), [ROWS], "ids")
-    overlapped.call("backward", node(embrace.await_ids.default, IDS), [ROWS], "ids")
+    overlapped.call(node(embrace.submit_ids.default, IDS), [ROWS], "ids")
+    overlapped.call(node(embrace.await_ids.default, IDS), [ROWS], "ids")
 
     assert told == ["submitted", "awaited"]
 
 
 def test_without_a_flow_no_node_is_one_of_its() -> None:
-    assert bound().bindings.forward(node(embrace.await_chunk.default, chunk_id(0, 0))) is None
+    assert bound().bindings.call(node(embrace.await_chunk.default, chunk_id(0, 0))) is None
 
 
 def test_a_bucket_is_packed_in_the_order_of_its_parameters_and_scaled() -> None:
     each = bound()
 
-    flat = each.call(
-        "backward", node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5
-    )
+    flat = each.call(node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5)
 
     assert flat.tolist() == [1.0, 2.0, 3.0]
 
@@ -131,9 +128,7 @@ def test_a_bucket_takes_along_what_backwards_under_no_sync_have_left() -> None:
     each.state.parameter("bias").grad = torch.tensor([10.0])
     each.state.unreduced.add("bias")
 
-    flat = each.call(
-        "backward", node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5
-    )
+    flat = each.call(node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5)
 
     assert flat.tolist() == [1.0, 2.0, 8.0]
 
@@ -153,7 +148,7 @@ def test_rows_that_rest_take_their_steps_before_they_are_looked_up() -> None:
     lookup = node(embrace.lookup.default)
     lookup.args = (*lookup.args, lookup.graph.placeholder("ids"))
 
-    found = each.call("forward", lookup, shard, ROWS)
+    found = each.call(lookup, shard, ROWS)
 
     assert order == [[1, 2]]
     assert torch.equal(found, shard[1:])
