@@ -179,7 +179,7 @@ class TieredTable(InSlots, RowTable):
     @property
     def counters(self) -> dict[str, Any]:
         """The state's counters, which all rows share."""
-        return {key: value for key, value in self.state.items() if key not in self.memory.columns}
+        return dict(super().state)
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
         """Columns with the one that is there before a step."""

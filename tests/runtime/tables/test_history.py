@@ -1,0 +1,77 @@
+"""Tables of a row space that rest together, and apart, end where each would by dense updates of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.part import become_part
+from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate
+from embrace_fx.vocabulary.row_space import RowSpace
+
+ROWS, COLUMNS, STEPS = (20, 30), 4, 60
+MAKES: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
+    "momentum": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+TAKES = {
+    "together": lambda step: (0, 1),
+    "apart at times": lambda step: (0, 1),
+    "one of them at times": lambda step: (0,) if step in (20, 40) else (0, 1),
+}
+
+
+def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool) -> list[RowTable]:
+    parameters = [nn.Parameter(each.clone()) for each in values]
+    optimizer, found = make(parameters), []
+    for k, parameter in enumerate(parameters):
+        layout = Layout.of_table(f"t{k}", parameter.shape)
+        become_part(parameter, parameter.detach().clone(), layout)
+        found.append(RowTable(parameter, layout, "exact", optimizer, may_rest=lambda: rests))
+    return found
+
+
+def _space(tables: list[RowTable]) -> JoinedTable:
+    return JoinedTable(RowSpace.of({table.name: table.shape[0] for table in tables}), tables)
+
+
+@pytest.mark.parametrize("takes", TAKES)
+@pytest.mark.parametrize("name", MAKES)
+def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(rows, COLUMNS, generator=random, dtype=torch.float64) for rows in ROWS]
+    tables, dense = (_tables(values, MAKES[name], rests=rests) for rests in (True, False))
+    space, together = _space(tables), 0
+    for step in range(STEPS):
+        if step == 30:
+            space = _space(tables)  # of another plan
+        parts = {}
+        for k in TAKES[takes](step):
+            ids = torch.randperm(ROWS[k], generator=random)[:3].sort().values
+            parts[k] = ids, torch.randn(3, COLUMNS, generator=random, dtype=torch.float64)
+            dense[k].begin_step().finish([parts[k]])
+        apart = takes == "apart at times" and step % 20 in (7, 8, 12)
+        if len(parts) == len(tables) and space.can_wait() and not apart:
+            together += isinstance(rule := space.begin_step(), DeferredUpdate)
+            rule.finish([space.join([*parts.values()])])
+        else:
+            for k, part in parts.items():
+                tables[k].begin_step().finish([part])
+        read = torch.randint(sum(ROWS), (5,), generator=random)
+        expected: Any = torch.cat([table.local for table in dense])[read]
+        torch.testing.assert_close(space.look_up(read), expected, rtol=1e-12, atol=1e-12)
+    space.settle()
+    for found, other in zip(tables, dense, strict=True):
+        torch.testing.assert_close(found.local, other.local, rtol=1e-12, atol=1e-12)
+        assert found.local.data_ptr() in range(space.local.data_ptr(), space.local.data_ptr() + space.local.nbytes)
+    assert together > 15
+    assert not any(table.has_resting_rows for table in tables)
