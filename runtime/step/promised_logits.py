@@ -236,6 +236,7 @@ class Logits(Tensor):
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a traced one would launch within a graph
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -88,7 +88,7 @@ LOSSES_OF_LOGITS = [
     *("a checkpointed loss", "a function of autograd behind logits", "gradients of logits hooked"),
     *("gradients of logits asked for", "gradients of logits hooked too late"),
     *("a function of autograd behind logits that were written", "a function of autograd behind log softmax"),
-    *("read under inference mode before the loss", "columns left out"),
+    *("read under inference mode before the loss", "columns left out", "a compiled loss"),
 ]
 OF_OUTPUT_LAYERS = [
     *("losses weighed by position", "three modules of one table", "banned words", "an empty batch"),

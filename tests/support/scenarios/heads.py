@@ -186,6 +186,23 @@ def a_checkpointed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @of_logits()
+def a_loss_checkpointed_by_reentry(logits: Tensor, labels: Tensor) -> Tensor:
+    found: Tensor = checkpoint(_loss, logits, labels, use_reentrant=True)
+    return found
+
+
+@of_logits()
+def a_loss_by_names_of_arguments(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(input=logits.flatten(0, 1), target=labels.flatten(), reduction="sum") / 7
+
+
+@of_logits()
+def a_compiled_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    found: Tensor = torch.compile(_loss, backend="eager")(logits, labels)
+    return found
+
+
+@of_logits()
 def accuracy_beside(logits: Tensor, labels: Tensor) -> Tensor:
     right = (logits.argmax(-1) == labels).double().mean()
     return _loss(logits, labels) * (1 + right)
