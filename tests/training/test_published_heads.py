@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +20,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.support.published_heads import HEADS, PublishedHead
-from tests.support.ranks import run_ranks
+from tests.support.published_heads import HEADS, IGNORED, PublishedHead
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
 from tests.support.training import whole_parameters
 
@@ -171,3 +176,77 @@ def test_every_optimizer_trains_as_under_ddp(name: str, ranks: int, schedule: Sc
 @pytest.mark.parametrize("name", HEADS)
 def test_every_loop_trains_as_under_ddp(name: str, loop: str) -> None:
     run_ranks(2, _same, name, "2d", loop, ("adamw",), timeout_s=TIMEOUT_S)
+
+
+def _trainer(system: str, output: Path, *options: str, ranks: int = 2) -> list[dict[str, float]]:
+    """Runs Hugging Face's Trainer; returns what it logs."""
+    output.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "tests.support.word_trainer", system, str(output), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[dict[str, float]] = json.loads((output / "log.json").read_text())
+    return found
+
+
+def _assert_near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("smoothing", ["0", "0.1"])
+def test_a_trainer_computes_metrics_of_logits(smoothing: str, tmp_path: Path) -> None:
+    expected = _trainer("ddp", tmp_path / "ddp", smoothing)
+    _assert_near(_trainer("embrace_fx", tmp_path / "embrace_fx", smoothing), expected)
+
+
+@pytest.mark.long
+def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    _trainer("embrace_fx", tmp_path / "first", "0")
+    saved = str(tmp_path / "first" / "checkpoint-3")
+    expected = _trainer("ddp", tmp_path / "ddp", "0", saved, ranks=3)
+    _assert_near(_trainer("embrace_fx", tmp_path / "again", "0", saved, ranks=3), expected)
+
+
+def _narrow(rank: int, ranks: int, name: str) -> None:
+    head = HEADS[name]
+    plain, module = head.make(own_loss=True), head.make(own_loss=True)
+    compiled = embrace_fx.compile(module, strategy={head.table: "vocabulary"})
+    runs = [
+        Run(head, DistributedDataParallel(plain), plain, "sgd", rank, ranks),
+        Run(head, compiled, module, "sgd", rank, ranks),
+    ]
+    for run in runs:
+        _plain(run)
+    torch.testing.assert_close(torch.stack(runs[1].losses), torch.stack(runs[0].losses), rtol=1e-5, atol=1e-5)
+    expected, found = dict(plain.named_parameters()), whole_parameters(compiled)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_losses_in_float32_of_wider_logits_train_as_under_ddp(name: str) -> None:
+    """Hugging Face casts the logits of its models of the next word to float32: within 1e-5."""
+    run_ranks(2, _narrow, name, timeout_s=TIMEOUT_S)
+
+
+def _scores_none(rank: int, ranks: int) -> None:
+    head = HEADS["bert"]
+    compiled = embrace_fx.compile(head.make(), strategy={head.table: "vocabulary"})
+    batch = head.batch(0, rank, ranks)
+    compiled(**batch).loss.backward()
+    compiled.zero_grad()
+    if rank == 1:
+        batch["labels"].fill_(IGNORED)
+    compiled(**batch).loss.backward()
+
+
+@pytest.mark.long
+def test_the_mean_of_no_scored_position_is_refused_on_all_ranks() -> None:
+    """It is nan; a DistributedDataParallel goes on with gradients of zero from such a rank."""
+    errors = run_ranks_expecting_errors(2, _scores_none)
+    assert all("found nan or inf on rank(s) 1" in str(error) for error in errors)
