@@ -72,7 +72,8 @@ OF_THEIR_OWN = (
     *("pseudo labels", "losses of some results, momentum, at once", "synced by attribute"),
     *("buffers shared by attribute", "attributes that trainers ask for", "a backward that reaches nothing"),
     *("hooks of all kinds", "frozen at first and later"),
-    *("branches one by one", "unequal loaders under hooks", "an optimizer made before the model is wrapped"),
+    *("branches one by one", "unequal loaders under hooks", "unequal loaders zeroed first"),
+    "an optimizer made before the model is wrapped",
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (

@@ -13,6 +13,7 @@ import embrace_fx
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
+from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.wire import TOLERANCE, bytes_per_step, sent_by_connection
 
@@ -123,10 +124,12 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
         return [parameter.detach().clone() for parameter in plain.parameters()]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "looks", "schedule"),
+    long_but(
+        ("2-False-2d",), {f"{n}-{k}-{name}": (n, k, name) for n in (2, 3) for k in (False, True) for name in SCHEDULES}
+    ),
+)
 def test_rows_are_those_of_one_process(ranks: int, looks: bool, schedule: ScheduleName) -> None:
     """A rank that has looked at one steps table by table, the others the space: squares are in one order."""
     torch.manual_seed(0)
