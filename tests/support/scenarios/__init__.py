@@ -23,14 +23,18 @@ from tests.support.scenarios import (
     joins,
     losses,
     modes,
+    new_graphs,
     optimizers,
     output_layers,
     own_rules,
     papers,
     parameters,
+    processes,
     rare_optimizers,
     schemes,
     states,
+    strangers,
+    weights,
 )
 from tests.support.sides import DTYPE, Matching
 from tests.support.training import SEED
@@ -52,6 +56,11 @@ ROOMS = {
         schemes,
         papers,
         joins,
+        habits,
+        new_graphs,
+        strangers,
+        weights,
+        processes,
     )
 }
 """The names of all scenarios by their files."""

@@ -70,6 +70,17 @@ def train(training: Training, model: Any, optimizer: Any, steps: range) -> None:
         step_of(training, optimizer, model(ids_of(training.rank, k)).square().mean())
 
 
+def wrapped(training: Training) -> tuple[Any, Any]:
+    """A plain model, and the same wrapped."""
+    plain = Words()
+    return plain, training.wrap(plain)
+
+
+def loss_of(model: Any, training: Training, step: int) -> Tensor:
+    found: Tensor = model(ids_of(training.rank, step)).square().mean()
+    return found
+
+
 @scheme
 def a_dict_of_losses_and_none(training: Training) -> None:
     class Losses(Words):
