@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -23,9 +23,9 @@ class Worker:
         # Not at the end of the interpreter, where jobs may still be under way: the thread ends with it.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Returns what ends with a job: with its result, or with its error."""
-        end = cast("Future[Any]", torch._C.Future([]))  # methods of `torch.futures.Future` are two calls of Python each
+    def submit(self, job: Callable[[], Any]) -> Any:
+        """Returns the future of a job's result, or of its error."""
+        end: Any = torch._C.Future([])  # of the methods of `torch.futures.Future`, each is two calls of Python
         self._jobs.put((job, end))
         return end
 

@@ -73,7 +73,9 @@ OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "a backward that reaches nothing"),
     *("hooks of all kinds", "frozen at first and later"),
     *("branches one by one", "unequal loaders under hooks", "unequal loaders zeroed first"),
-    "an optimizer made before the model is wrapped",
+    *("an optimizer made before the model is wrapped", "a curriculum of lengths", "hooks that come and go"),
+    *("a late table on one rank", "questions to tables and averages in states", "master weights by hand"),
+    *("skip grams of bags", "a critic frozen at its first call", "items mined by workers"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (

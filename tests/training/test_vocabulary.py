@@ -66,6 +66,16 @@ def test_a_budget_computes_the_head_in_chunks(case: str, ranks: int) -> None:
         assert_same(found.parameters, expected, DTYPE)
 
 
+@pytest.mark.long
+def test_regions_are_compiled_beside_an_output_layer() -> None:
+    workload = CASES["tied, capped, shifted"]
+    way = Way({workload.table: "vocabulary"}, "2d", steps=STEPS, backend="inductor")
+    expected = expected_parameters(2, workload, DTYPE, "adamw", steps=STEPS)
+    for found in run_ranks(2, train_compiled, workload, DTYPE, "adamw", "exact", way):
+        assert found.plan[workload.table].strategy == "vocabulary"
+        assert_same(found.parameters, expected, DTYPE)
+
+
 # ---- losses outside of the model ----
 
 

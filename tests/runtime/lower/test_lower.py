@@ -16,8 +16,6 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, by_op, classifier, sharding
 
-NO_LAUNCHES: dict[str, Callable[..., Any]] = {}
-
 
 def graph_of(function: Callable[..., Any], **attributes: Any) -> fx.GraphModule:
     """A traced function over ATen ops, its results in one tuple."""
@@ -32,7 +30,7 @@ def test_golden() -> None:
     module = sharding("words.weight")(analysed(classifier(), IDS)).module
     communicator = Communicator(None)
     announced = {"embrace::all_gather_ids": Announcements(communicator).all_gather_ids}
-    phase = lower(module, {**communicator.launches(), **announced})
+    phase = lower(module, by_op({**communicator.launches(), **announced}))
     check_golden("lowered", phase.__self__.code.strip())  # type: ignore[attr-defined]
 
 
@@ -44,7 +42,7 @@ def test_local_ops_become_calls_of_their_kernels_and_launches_the_given_function
         bucket = torch.ops.embrace.pack_bucket.default([a, b], 0.5)
         return (torch.ops._c10d_functional.all_reduce_.default(bucket, "sum", "dense"),)
 
-    phase = lower(graph_of(program), {"_c10d_functional::all_reduce_": reduce})
+    phase = lower(graph_of(program), by_op({"_c10d_functional::all_reduce_": reduce}))
     (found,) = phase([torch.ones(2), torch.full((1,), 4.0)])
     assert found.tolist() == [5.0, 5.0, 20.0]
     called = {node.target for node in phase.__self__.graph.nodes if node.op == "call_function"}  # type: ignore[attr-defined]
@@ -59,14 +57,14 @@ def test_a_single_node_may_call_something_else() -> None:
     def special(node: fx.Node) -> Callable[..., Any] | None:
         return torch.exp if node.name == "neg_default_1" else None
 
-    (found,) = lower(graph_of(program), NO_LAUNCHES, special)([torch.zeros(1)])
+    (found,) = lower(graph_of(program), special)([torch.zeros(1)])
     assert found.tolist() == [1.0]
 
 
 def test_the_graph_that_is_lowered_stays_as_it_was() -> None:
     module = graph_of(lambda a: (torch.ops.embrace.split_columns.default(a, 2),))
     before = module.code
-    lower(module, NO_LAUNCHES)([torch.ones(1, 4)])
+    lower(module)([torch.ones(1, 4)])
     assert module.code == before
 
 
@@ -76,14 +74,14 @@ def test_constants_of_the_graph_are_found() -> None:
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, graph.get_attr("constant"))),))
     root = torch.nn.Module()
     root.register_buffer("constant", torch.full((1,), 3.0))
-    (found,) = lower(fx.GraphModule(root, graph), NO_LAUNCHES)([torch.ones(1)])
+    (found,) = lower(fx.GraphModule(root, graph))([torch.ones(1)])
     assert found.tolist() == [4.0]
 
 
 def test_a_phase_without_inputs() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.ones.default, ([2],)),))
-    (found,) = lower(fx.GraphModule(torch.nn.Module(), graph), NO_LAUNCHES)([])
+    (found,) = lower(fx.GraphModule(torch.nn.Module(), graph))([])
     assert found.tolist() == [1.0, 1.0]
 
 

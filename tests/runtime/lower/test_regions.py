@@ -130,7 +130,7 @@ def test_a_run_of_too_few_kernels_stays_as_it_is() -> None:
 
 def test_a_region_that_is_refused_stays_as_it_is() -> None:
     x = torch.randn(3)
-    (found,) = lower(phase_of(lambda x: (four_kernels(x),), x), {}, compile_region=lambda region: None)([x])
+    (found,) = lower(phase_of(lambda x: (four_kernels(x),), x), compile_region=lambda region: None)([x])
     assert torch.equal(found, four_kernels(x))
 
 

@@ -19,6 +19,7 @@ from tests.support.scenario import OPTIMIZERS, SCENARIOS, Scenario, Shared, Trai
 from tests.support.scenarios import (
     batches,
     gradients,
+    habits,
     heads,
     joins,
     losses,
