@@ -23,7 +23,7 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
     "momentum": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.1),
 }
-TAKES = {
+TAKES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "together": lambda step: (0, 1),
     "apart at times": lambda step: (0, 1),
     "one of them at times": lambda step: (0,) if step in (20, 40) else (0, 1),
