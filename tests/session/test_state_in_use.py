@@ -237,6 +237,13 @@ ALONE: Mapping[str, Callable[[Training], Any]] = {
     "all of them": lambda training: embrace_fx.full_state_dict(training.model),
     "a file": lambda training: embrace_fx.save_full_state_dict(training.model, "/tmp/never.pt"),
     "an average in whole tensors": _average_of_one_rank,
+    "a norm in a text": lambda training: f"{training.model.module.emb.weight.norm():.4f}",
+    "a histogram": lambda training: torch.histc(training.state[TABLE], 8, -1, 1),
+    "an array": lambda training: training.state[TABLE].detach().cpu().numpy(),
+    "one element": lambda training: training.model.module.emb.weight[3, 2].item(),
+    "rows like each other": lambda training: torch.cosine_similarity(*training.state[TABLE][3:5], dim=0).item(),
+    "all weights in a vector": lambda training: nn.utils.parameters_to_vector(training.model.parameters()).std(),
+    "a share of zeros": lambda training: (training.moments["0 exp_avg"] == 0).double().mean(),
     # what needs no other rank
     "a copy": lambda training: training.state[TABLE].clone(),
     "a copy of all": lambda training: copy.deepcopy(training.state),

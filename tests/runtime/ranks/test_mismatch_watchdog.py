@@ -103,6 +103,14 @@ DEEDS: dict[str, Callable[[Any], object]] = {
     "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
     "median": lambda model: model.module.words.weight.median(),
     "norm": lambda model: model.module.words.weight.norm(),
+    "a table's call": lambda model: model.module.words(ids_of(9, 0)),
+    "a method": lambda model: model.module.encode(ids_of(9, 0)),
+    "a functional call": lambda model: torch.func.functional_call(
+        model.module, dict(model.module.named_parameters()), ids_of(9, 0)
+    ),
+    "nearest rows": lambda model: (model.module.words.weight[:2] @ model.module.words.weight.t()).topk(3),
+    "several batches": lambda model: [model.eval()(ids_of(9, k)).sum().item() for k in range(3)],
+    "a lookup": lambda model: F.embedding(ids_of(9, 0), model.module.words.weight),
 }
 
 
