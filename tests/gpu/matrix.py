@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class Case:
         return f"{self.devices} x {self.model}, {self.optimizer}, {self.precision}, {self.schedule}"
 
 
-VALUES = {
+VALUES: dict[str, tuple[Any, ...]] = {
     "devices": DEVICES,
     "schedule": SCHEDULES,
     "model": tuple(WORKLOADS),

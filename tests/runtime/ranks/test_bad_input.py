@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +17,7 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.cases import long_but
 from tests.support.messages import assert_says
-from tests.support.ranks import run_ranks
+from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
 from tests.support.words import (
@@ -331,3 +333,26 @@ def _frozen_on_one_rank(rank: int, world_size: int) -> str:
 def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
     for message in run_ranks(2, _frozen_on_one_rank):
         assert_says(message, "rank 0", "parameter linear.weight is", "frozen", "from the same code")
+
+
+def _left_alone(rank: int, world_size: int, fails: bool) -> str:
+    """Rank 0 ends in the second step, which may have failed for rank 1's batch; what rank 1's third call raises."""
+    model = embrace_fx.compile(words_model(), strategy="alltoall")
+    for step, does in enumerate(("", "id too large" if fails and rank else "")):
+        with contextlib.suppress(embrace_fx.PeerFailure):
+            model(*_faulty_batch(does, words_batch(step, rank))).backward()
+    if rank == 0:
+        os._exit(3)
+    try:
+        model(*words_batch(2, rank))
+    except Exception as error:
+        return _message(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [(True, "PeerFailure: rank 1: a call failed on this rank, and others have ended"), (False, "DeadRank")],
+)
+def test_a_rank_that_goes_on_alone_is_told_of_its_own_failure(fails: bool, told: str) -> None:
+    assert str(fresh_ranks(2, _left_alone, fails)[1].result).startswith(told)
