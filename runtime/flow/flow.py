@@ -57,6 +57,8 @@ class Flow:
         of_table: exchanges by table alone: those of a row space share one.
         awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
         is_within_steps: whether nothing goes through the launcher.
+        shares_failures: whether a rank's failure in the middle of a phase reaches others: the hosts must know where
+            they are.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Flow:
         self._handed_out = False  # parameters were, and anyone may have written them
         self.awaits_ids = False
         self.is_within_steps = not launcher.order
+        self.shares_failures = self.communicator.world_size > 1 and streams is None
         self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
 
     @classmethod

@@ -85,8 +85,6 @@ def _launch(
     """Exchanges, by rank, the number of scalars that are not finite and `written`; then the sum of `used`."""
     numbers = [scalar.item() for scalar in scalars]
     own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
-    if communicator.world_size == 1:
-        return lambda: own
     communicator.progress.note(_NAME)
     launched = communicator.gather_alike(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 

@@ -82,7 +82,7 @@ class GradientStep(Step):
         self._sent, self._taken = None, {}
         if isinstance(run := self._opened.phase.run, InPieces):
             run.begin()
-            may_leave = not self.program.state.unreduced and self._shares_failures()
+            may_leave = not self.program.state.unreduced and self.program.flow.shares_failures
             self._sent = run if may_leave else None
         super()._begin_backward(BackwardVariant(), twice=False)
 

@@ -128,17 +128,13 @@ class Step:
         try:
             return forward.run(self._leaves, values, {})
         except Exception as error:
-            if is_of_ranks(error) or not self._shares_failures():
+            if is_of_ranks(error) or not self.program.flow.shares_failures:
                 raise
             forward.missing.submit(needed)
             program.flow.give_up_forward()
             program.announcements.give_up(failure_text(error))
             error.add_note(TOLD)
             raise
-
-    def _shares_failures(self) -> bool:
-        """Whether this rank's failures reach others, from the middle of a phase: the hosts must know where they are."""
-        return self.program.communicator.world_size > 1 and self.program.flow.streams is None
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Returns the values of the ids' phases, and which forward follows on them."""
@@ -181,7 +177,7 @@ class Step:
                 "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
                 "or add the losses and call backward once."
             )
-        if twice and not self._shares_failures():
+        if twice and not self.program.flow.shares_failures:
             raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
@@ -216,7 +212,7 @@ class Step:
         Args:
             call: as of `Gate`.
         """
-        if not self._shares_failures():
+        if not self.program.flow.shares_failures:
             return None
         program = self.program
         program.flow.wait()  # of an earlier backward, which is not given up with this one
@@ -230,7 +226,7 @@ class Step:
         """
         program, flow = self.program, self.program.flow
         gate = self._enter(1 + program.communicator.progress.step - self._announced)
-        variant = self._next_backward(values)
+        variant = flow.next_backward(program.ids_program, values)
         backward = program.phase(variant)
         needed = backward.missing.begin(values)
         flow.open_window(gate, backward.absent)
@@ -299,12 +295,9 @@ class Step:
 
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which this rank stands still until all are here; the host of a device does not."""
-        if not self._shares_failures():
+        if not self.program.flow.shares_failures:
             return contextlib.nullcontext()
         return self.program.flow.recorder.waiting(ANNOUNCEMENT)
-
-    def _next_backward(self, values: Values) -> BackwardVariant:
-        return self.program.flow.next_backward(self.program.ids_program, values)
 
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
