@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.tables.joined_table import JoinedTable
@@ -18,6 +19,7 @@ from embrace_fx.runtime.tables.placement import broadcast_state, materialise, sh
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, JoinedTiers, TieredTable
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -69,6 +71,22 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
     state.tables.clear()
     state.tables.update(ordered)
     _hand_over(context, graph, new)
+
+
+def spaces_by_place(plan: Plan, tables: Mapping[str, RowTable]) -> tuple[RowSpace, ...]:
+    """Splits row spaces by where the tables lie: in memory, or in one working set, whose tables stay together."""
+    found: list[RowSpace] = []
+    for space in plan.spaces:
+        sets: dict[WorkingSet, list[TieredTable]] = {}
+        for name in space.tables:
+            if isinstance(table := tables.get(name), TieredTable):
+                sets.setdefault(table.memory, []).append(table)
+        beyond = [sorted(own, key=lambda table: table.rows.start) for own in sets.values()]
+        together = [own for own in beyond if sum(len(table.rows) for table in own) == own[0].memory.num_rows]
+        in_memory = [name for name in space.tables if not isinstance(tables.get(name), TieredTable)]
+        parts = [in_memory, *[[table.name for table in own] for own in together]]
+        found += [space_of(plan, names) for names in parts if len(names) > 1]
+    return tuple(found)
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.planning.findings import WHOLE, find, plan_on_links
-from embrace_fx.planning.placing import gather_tables, place, place_anew
+from embrace_fx.planning.placing import gather_tables, place, place_anew, spaces_by_place
 from embrace_fx.planning.plan_fit import (
     NO_MOMENT,
     RENAMED,
@@ -278,6 +278,7 @@ class Programs:
     def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
         """Puts another plan in use, between two steps. Collective."""
         old, context = self._in_use().plan, self._context
+        new = replace(new, spaces=spaces_by_place(new, context.state.tables))
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
             context.state.pending.close()
             self._in_use().close()

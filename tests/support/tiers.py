@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
+from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.runtime.tables.part import Part, become_part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -320,6 +321,8 @@ def _do(deed: str, step: int, batch: Any, compiled: Any, optimizer: Optimizer, s
         compiled.synchronize()
     if deed == "evaluate":
         seen += _evaluated(compiled, [batch])
+    if deed == "plan anew":
+        _plan_anew(compiled)
     if deed == "rate":
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.7
@@ -327,6 +330,14 @@ def _do(deed: str, step: int, batch: Any, compiled: Any, optimizer: Optimizer, s
         compiled.save_checkpoint(folder)
     if deed == "load" and Path(folder).exists():
         compiled.load_checkpoint(folder)
+
+
+def _plan_anew(compiled: Any) -> None:
+    """Puts a plan in use whose row space has all tables, as a planner makes it."""
+    programs = session_of(compiled).programs
+    plan = programs.pipeline.plan
+    spaces = (space_of(plan, sorted(plan.sharded)),) if plan.spaces else ()
+    programs.change(replace(plan, spaces=spaces), "a test")
 
 
 def _evaluated(compiled: nn.Module, batches: Any) -> list[float]:

@@ -19,6 +19,7 @@ LOOPS = {
     "skip": ("update", "skip", "update", "clip"),
     "ask": ("ask", "update", "update", "rate", "update"),
     "evaluate": ("evaluate", "empty", "update", "update"),
+    "plan anew": ("update", "update", "plan anew", "accumulate", "update"),
     "go back": ("update", "save", "update", "accumulate", "update", "load", "evaluate"),
 }
 
