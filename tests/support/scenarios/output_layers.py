@@ -98,13 +98,13 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 # -- losses inside of the model ----------------------------------------------------------------------------------------
 
 
-@of_a_model(whole=True)
+@of_a_model()
 class class_weights(WithLoss):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, weight=torch.linspace(0.5, 2, NUM_WORDS))
 
 
-@of_a_model(whole=True)
+@of_a_model()
 class smoothed_labels(WithLoss):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, label_smoothing=0.1)
