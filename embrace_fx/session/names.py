@@ -42,12 +42,13 @@ class Name(str):
         return found
 
     def __getitem__(self, index: Any) -> str:
-        if index == _CUT and len(self) > len(PREFIX) and super().__getitem__(len(PREFIX) - 1) != ".":
+        found = super().__getitem__(index)
+        if index == _CUT and not (found and (found[0] == "." or super().__getitem__(len(PREFIX) - 1) in "._")):
             raise ValueError(
                 f"A compiled model's names have no prefix {PREFIX!r} to cut off: {str(self)!r}[{len(PREFIX)}:] cuts "
                 f"into the name. Use name.removeprefix({PREFIX!r}), which works with DistributedDataParallel too."
             )
-        return super().__getitem__(index)
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Of what torch.load(weights_only=True) may call, this alone returns a string.

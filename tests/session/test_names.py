@@ -79,11 +79,15 @@ def test_names_are_strings_for_all_else(model: Any) -> None:
 
 def test_a_name_is_cut_where_a_module_ends() -> None:
     """As torch cuts it when a state dict is loaded into modules of six letters."""
-    plain = nn.Sequential(OrderedDict(linear=nn.Linear(2, 3)))
-    model = embrace_fx.compile(plain)
+    plain = nn.Sequential(OrderedDict(linear=nn.Linear(2, 3), decoder=nn.Linear(3, 1), linear_2=nn.Linear(1, 1)))
+    plain.register_parameter("w", nn.Parameter(torch.ones(1)))
+    model = embrace_fx.compile(copy.deepcopy(plain))
 
-    assert [name[7:] for name, _ in model.named_parameters()] == ["weight", "bias"]
-    nn.Sequential(OrderedDict(linear=nn.Linear(2, 3))).load_state_dict(dict(model.state_dict().items()))
+    *found, short = sorted(dict(model.named_parameters()), key=len, reverse=True)
+    assert {name[7:] for name in found} == {"weight", "bias", ".weight", ".bias", "2.weight", "2.bias"}
+    with pytest.raises(ValueError, match="cuts into the name"):
+        short[7:]
+    plain.load_state_dict(dict(model.state_dict().items()))
 
 
 def test_names_of_another_module_are_plain(model: Any) -> None:
