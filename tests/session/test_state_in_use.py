@@ -241,7 +241,7 @@ ALONE: Mapping[str, Callable[[Training], Any]] = {
     "a histogram": lambda training: torch.histc(training.state[TABLE], 8, -1, 1),
     "an array": lambda training: training.state[TABLE].detach().cpu().numpy(),
     "one element": lambda training: training.model.module.emb.weight[3, 2].item(),
-    "rows like each other": lambda training: torch.cosine_similarity(*training.state[TABLE][3:5], dim=0).item(),
+    "rows like each other": lambda training: torch.dot(*training.state[TABLE][3:5].unbind()).item(),
     "all weights in a vector": lambda training: nn.utils.parameters_to_vector(training.model.parameters()).std(),
     "a share of zeros": lambda training: (training.moments["0 exp_avg"] == 0).double().mean(),
     # what needs no other rank
