@@ -83,7 +83,7 @@ AS_WRITTEN = (
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
 )
 """Scenarios of the eager route."""
-HEADS = ("heads", "output_layers")
+HEADS = ("heads", "output_layers", "head_loops")
 """Rooms of scenarios of sharded output layers."""
 LOSSES_OF_LOGITS = [
     *("class weights in the loop", "a temperature in place", "a teacher", "log probabilities gathered"),

@@ -46,6 +46,7 @@ ROOMS = {
         batches,
         gradients,
         heads,
+        head_loops,
         losses,
         modes,
         optimizers,
