@@ -126,7 +126,8 @@ def main() -> None:
     right = sum(map(is_right, rows))
     links = f"*emulated* hosts on links of {asked.rate_mbit:g} Mb/s" if shaped else "local ranks, without a limit"
     lines = [
-        f"# Output layers: sharded or whole\n\n`python -m benchmarks.micro.heads --turns {asked.turns}`, {asked.ranks} {links}, a table of "
+        f"# Output layers: sharded or whole\n\n`python -m benchmarks.micro.heads --turns {asked.turns}`, "
+        f"{asked.ranks} {links}, a table of "
         f"{ROWS:,} x {WIDTH}, torch {torch.__version__}, load {os.getloadavg()[0]:.0f}. Medians of {asked.turns} steps "
         f'in turns, in ms. "auto" picks the faster one, or one within 5 %, in {right} of {len(rows)}.\n',
         "| tied | N T / V | positions of a rank | vocabulary | allreduce | ratio | auto picks | auto | right |",
