@@ -37,9 +37,9 @@ _NO_BATCH = (
 )
 
 _ADDS_UP = (
-    "expected gradients that were added up under no_sync() to be reduced before a rank leaves join(), found some that "
-    "wait on rank(s) {} of the sharded {}: DDP leaves out what such a rank has added, and here it has been sent. End "
-    "each epoch with a backward outside of no_sync(), or keep the tables whole: strategy='allreduce'."
+    "join(): rank(s) {} left the loop with gradients of the sharded {} that were added up under no_sync() and never "
+    "reduced. DDP drops what such a rank has added; here it has been sent already. End each epoch with a backward "
+    "outside of no_sync(), or keep the tables whole: strategy='allreduce'."
 )
 
 

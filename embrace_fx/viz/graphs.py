@@ -81,9 +81,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         """
         if (found := self._sources().get(name)) is None:
             known = ", ".join(map(repr, self._sources())) or "none: run a training step first"
-            raise ValueError(
-                f"expected the name of a phase that runs, in graphs.source(), found {name!r}; there are {known}."
-            )
+            raise ValueError(f"graphs.source(): there is no phase {name!r}; the phases that run are {known}.")
         return found()
 
     def diff(self, first: str, second: str) -> str:

@@ -52,9 +52,9 @@ class Lookahead:
         """Warns, once, of a call with another batch than the expected one."""
         if not self._warned:
             warnings.warn(
-                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
-                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
-                "loader itself move and prepare batches.",
+                "the model was called with another batch than lookahead() yielded, or with one that was moved or "
+                "written since. The step is exact, but its communication is not hidden. Let the loader itself move "
+                "and prepare batches.",
                 stacklevel=2,
             )
         self._warned = True
@@ -67,9 +67,8 @@ class Lookahead:
         """
         if self.active:
             raise RuntimeError(
-                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two "
-                "would disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting "
-                "another."
+                "lookahead(): an earlier one is not exhausted, and two would disagree about the next batch. Finish "
+                "that loop, or `close()` its iterator, before starting another."
             )
         self.batches = batches
         iterator = self._one_ahead(loader)
@@ -160,7 +159,6 @@ def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(
-            "expected a loader that yields each batch in tensors of its own, in lookahead(), found that the next batch "
-            "was written into the one before, which is still to be trained on. Let it yield copies, or train without "
-            "lookahead()."
+            "lookahead(): the loader wrote the next batch into the tensors of the one before, which is still to be "
+            "trained on. Return new tensors for each batch, or train without lookahead()."
         )

@@ -21,8 +21,8 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
         torch._assert_async(outside.any().logical_not())
     elif bool(outside.any()):
         raise IndexError(
-            f"expected labels from 0 to {num_rows - 1}, or {ignore_index} where none is scored, in the loss, found "
-            f"{int(scored[outside][0])}."
+            f"the loss has the label {int(scored[outside][0])}: labels go from 0 to {num_rows - 1}, or are "
+            f"{ignore_index}, which is ignored."
         )
     return [positions, scored]
 

@@ -70,7 +70,7 @@ class StreamTicket(Ticket):
             raise self.queue.error
         if self.ended is None:
             raise RuntimeError(
-                f"expected '{self.id}' to be launched before it is waited for, found that an earlier launch of class "
+                f"'{self.id}' is waited for before it can leave: an earlier launch of class "
                 f"{self.id.lane!r} is still to be submitted. Submit or skip that one first."
             )
 

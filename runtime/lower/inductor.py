@@ -40,13 +40,13 @@ def check_toolchain(devices: Collection[str]) -> None:
         get_cpp_compiler()
     except RuntimeError as error:
         raise ValueError(
-            "expected a C++ compiler for backend='inductor', in compile(), found none that runs: "
-            f"{error}. Install one (g++), name one in the environment variable CXX, or use backend='eager'."
+            f"backend='inductor' needs a C++ compiler, and none runs: {error}. Install one (g++), name one in the "
+            "environment variable CXX, or use backend='eager'."
         ) from error
     if "cuda" in devices and not has_triton():
         raise ValueError(
-            "expected Triton for backend='inductor' and a model on CUDA, in compile(), found none that works with this "
-            "GPU. Install the triton of this torch, or use backend='eager'."
+            "backend='inductor' needs a Triton that works with this GPU. Install the triton of this torch, or use "
+            "backend='eager'."
         )
 
 
@@ -65,7 +65,7 @@ class RegionCompiler:
         except Exception as error:  # a code generator fails in many ways; the eager ops run instead
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
-                f"expected Inductor to compile a region of {len(region.module.graph.nodes)} nodes, found "
+                f"Inductor cannot compile a region of {len(region.module.graph.nodes)} nodes: "
                 f"{type(error).__name__}: {reason}. The region runs eagerly: same values, less speed.",
                 stacklevel=2,
             )

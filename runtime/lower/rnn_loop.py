@@ -38,9 +38,7 @@ class Walk:
     def of(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Walk:
         sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
         if not sizes:
-            raise ValueError(
-                "embrace::rnn_layer: expected an input of at least one time step, found none; leave such batches out"
-            )
+            raise ValueError("embrace::rnn_layer: the input has no time step; leave such batches out")
         return cls(sizes, reverse)
 
     def steps(self, rows: Tensor) -> list[Tensor]:

@@ -155,8 +155,8 @@ class FileCopies(Copies):
             self._file = _File(self._directory)
         except OSError as error:
             raise ValueError(
-                f"expected a directory in which files can be made, as spill_to, found {str(directory)!r}: {error}. "
-                "Make it, or name another one."
+                f"spill_to: no file can be made in {str(directory)!r}: {error}. Make the directory, or name another "
+                "one."
             ) from error
         self._room = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # length -> begins of free slots
@@ -181,9 +181,9 @@ class FileCopies(Copies):
             copying.result()
         except OSError as error:
             raise RuntimeError(
-                f"expected values offloaded to a file in {self._directory} to come back as they left, in a step of the "
-                f"compiled model, found {error}. Nothing of this step is applied. Look after that directory, name "
-                "another one in spill_to, or raise memory_budget."
+                f"values offloaded to a file in {self._directory} cannot be read back as they were written: {error}. "
+                "Nothing of this step is applied. Check that disk, name another directory in spill_to, or raise "
+                "memory_budget."
             ) from error
 
     def _slot(self, nbytes: int) -> Slot:
@@ -197,9 +197,8 @@ class FileCopies(Copies):
                 os.posix_fallocate(self._file.descriptor, begin, length)
             except OSError as error:
                 raise RuntimeError(
-                    f"expected room for {nbytes:,} bytes more in {self._directory}, where values are offloaded to, in "
-                    f"the forward, found {begin:,} bytes there and {error}. Free some, name another directory in "
-                    "spill_to, or raise memory_budget."
+                    f"offloading {nbytes:,} bytes more to {self._directory}, which holds {begin:,}, failed: {error}. "
+                    "Free some space, name another directory in spill_to, or raise memory_budget."
                 ) from error
             self._room += length
         slot = Slot(self._file, begin, nbytes)

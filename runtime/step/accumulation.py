@@ -25,11 +25,11 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _NO_CALL = (
-    "expected a call of the compiled model before each backward, in backward(), found one that leaves gradients in its "
-    "parameters without: they would be this rank's own. Call the model through what compile() returned"
+    "backward() left gradients in the model's parameters without a call of the compiled model before it: they are this "
+    "rank's own, and nothing averages them. Call the model through what compile() returned"
 )
 
-_RAISED = "expected every rank to finish its backward, found that this one's raised: its own error tells why"
+_RAISED = "this rank's backward raised: its own error says why"
 
 
 @dataclass

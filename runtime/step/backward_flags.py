@@ -60,15 +60,14 @@ def launch_flags(
             communicator.check_none_failed(failure)
         if ranks := _ranks(writes):
             raise RuntimeError(
-                "expected the batch, the results and the parameters to be as the forward left them, in backward(), "
-                f"found some that the backward reads written in place since, on rank(s) {ranks} ({names or 'none here'}"
-                "). No gradient of this step was kept, on any rank: write copies, and step the optimizer after the "
-                "backwards of all calls."
+                "backward(): the batch, results or parameters that it reads were written in place after the forward, "
+                f"on rank(s) {ranks} ({names or 'none here'}). No gradient of this step was kept, on any rank. Write "
+                "to copies, and step the optimizer after the backwards of all calls."
             )
         if ranks := _ranks(not_finite):
             raise FloatingPointError(
-                f"expected a finite loss on every rank, in backward(), found nan or inf on rank(s) {ranks}. No "
-                "gradient of this step was kept, on any rank: skip the batch, or lower the learning rate."
+                f"backward(): the loss is nan or inf on rank(s) {ranks}. No gradient of this step was kept, on any "
+                "rank. Skip the batch, or lower the learning rate."
             )
         return tuple(counts)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
 
 TWICE = (
-    "expected a backward of the compiled model without create_graph=True, in backward(), found one with it: its "
-    "gradients cannot be differentiated again. Pass route='eager' to compile(): the batch's gradients can be then."
+    "backward(create_graph=True) of the compiled model: its gradients cannot be differentiated again. Pass "
+    "route='eager' to compile(), which allows it for the batch's gradients."
 )
 
 

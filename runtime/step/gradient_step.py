@@ -159,8 +159,8 @@ class GradientStep(Step):
 
 
 _AGAIN = (
-    "expected each gradient to be accumulated once in a backward, as in those before, in backward(), found that of {} "
-    "again, after it had left: a backward within the backward. Take the step once more: it will wait for all of them"
+    "backward(): the gradient of {} was accumulated again after it had been sent, by a backward within the backward. "
+    "Take the step once more: it will wait for all of them"
 )
 
 

@@ -79,8 +79,8 @@ def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
     future = comm_hook.hook(comm_hook.state, bucket)
     if not isinstance(future, torch._C.Future):  # what works return is of the base class
         raise TypeError(
-            f"expected a torch.futures.Future of the reduced bucket, from the communication hook {comm_hook.name}, "
-            f"found {type(future).__name__}. Return one: dist.all_reduce(bucket.buffer(), async_op=True).get_future()."
+            f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
+            f"{type(future).__name__}: dist.all_reduce(bucket.buffer(), async_op=True).get_future(), say."
         )
     return InFlight(flat, _Reduction(future, flat, comm_hook.name))
 
@@ -104,8 +104,8 @@ class _Reduction:
         if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():
             what = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
             raise TypeError(
-                f"expected a tensor of {self._flat.numel()} elements, from the future of the communication hook "
-                f"{self._name}, found {what}. Return the whole bucket, reduced."
+                f"the future of the communication hook {self._name} has {what}; it must have the whole bucket of "
+                f"{self._flat.numel()} elements, reduced."
             )
         if reduced is not self._flat:
             self._flat.copy_(reduced.reshape(self._flat.shape))

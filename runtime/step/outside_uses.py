@@ -72,9 +72,9 @@ class OutsideUses:
             table = None
         if table is not None and (isinstance(gradient, Part) or not self._is_of_a_call()):
             raise RuntimeError(
-                f"expected the sharded {name} in the loss of a call of the model, in backward(), found a backward that "
-                "comes to it without one. Add what reads it to the loss of the model's call, and go backward from the "
-                f"sum; or keep the table whole: strategy={{{name!r}: 'allreduce'}}."
+                f"backward(): the loss reads the sharded {name} but no call of the model. Add what reads it to the "
+                "loss of the model's call, and go backward from the sum; or keep the table whole: "
+                f"strategy={{{name!r}: 'allreduce'}}."
             )
         if gradient is None or not self._is_of_a_call():
             return None
@@ -82,9 +82,8 @@ class OutsideUses:
             if name not in self._unused:
                 return None  # it joins the sum that is reduced later
             raise RuntimeError(
-                f"expected a loss under no_sync() that reads {name} by the model's call alone, in backward(), found "
-                "one that reads the parameter itself, and nothing would reduce its gradient. Move what reads it into "
-                "the model's forward()."
+                f"backward() under no_sync(): the loss reads {name} itself, besides the model's call, and nothing "
+                "would reduce that gradient. Move what reads it into the model's forward()."
             )
         gradient = gradient.to_dense() if table is not None and gradient.is_sparse else gradient
         mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"

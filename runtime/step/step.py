@@ -173,9 +173,9 @@ class Step:
         program = self.program
         if self._values is None:
             raise RuntimeError(
-                "expected one backward for each call of the compiled model, in backward(), found a second one for the "
-                "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
-                "or add the losses and call backward once."
+                "backward(): a second one for the results of the same call. What it needs has been freed, and the "
+                "gradients of the first have been reduced. Call the model again, or add the losses and call backward "
+                "once."
             )
         if twice and not self.program.flow.shares_failures:
             raise RuntimeError(TWICE)

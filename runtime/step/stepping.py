@@ -233,10 +233,10 @@ class Stepping:
                         names.append(table.name)
         if names:
             raise RuntimeError(
-                "expected a backward outside of no_sync() before optimizer.step(), found gradients of sharded tables "
-                f"({', '.join(names)}) from backwards under no_sync() alone: under DDP each rank would step its own "
-                "copy, and of a sharded table there is one. Leave no_sync() for the last backward of a step, or keep "
-                f"the tables whole: strategy={{{names[0]!r}: 'allreduce'}}."
+                "optimizer.step(): the sharded tables have gradients from backwards under no_sync() alone "
+                f"({', '.join(names)}). Under DDP each rank would step its own copy; of a sharded table there is only "
+                "one. Leave no_sync() for the last backward of a step, or keep the tables whole: "
+                f"strategy={{{names[0]!r}: 'allreduce'}}."
             )
         return held
 

@@ -129,8 +129,8 @@ Rows = tuple[Tensor, Tensor]
 Landed = TypeVar("Landed", Tensor, Sequence[Rows])
 
 GONE = (
-    "expected the compiled model to be there still, where a gradient of its last backward is read, found that it has "
-    "gone while the gradient was on its way. Keep the model, or read the gradient before."
+    "the compiled model was deleted while this gradient of its last backward was on its way. Keep the model, or read "
+    "the gradient before."
 )
 
 

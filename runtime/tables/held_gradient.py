@@ -19,8 +19,8 @@ from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 _WRITTEN_TOO_LATE = (
-    "expected the values() of a sharded table's sparse gradient to be written before it is used as a dense tensor, "
-    "found them written after, which changes the gradient no more. Ask it for values() again, and write those."
+    "the values() of a sharded table's sparse gradient were written after it was used as a dense tensor, which no "
+    "longer changes the gradient. Ask it for values() again, and write those."
 )
 
 

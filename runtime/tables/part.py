@@ -28,9 +28,9 @@ from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSAL = (
-    "expected whole tensors, in what is saved or sent to a process, found {}: it would lose the other ranks' columns. "
+    "saving or sending {} would lose the other ranks' columns. "
     "Call model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every "
-    "rank, and save or send on one what they return; or save shards with torch.distributed.checkpoint; or save or send "
+    "rank, and save or send what they return on one; or save shards with torch.distributed.checkpoint; or save or send "
     "the module `with model.whole():`."
 )
 
@@ -87,9 +87,9 @@ class Part(Tensor):
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return self.spread.told(
             RuntimeError(
-                f"expected {self.what}, of which this rank holds a part, to be read by torch's ops or written by "
-                f"element or by row, found {asked}. Call .full_tensor() on every rank, work on that, and copy_() it "
-                "back; or run what needs whole tables `with model.whole():`, or keep the table whole: "
+                f"{asked}: this rank holds only a part of {self.what}, which torch's ops can read, and write by "
+                "element or by row. Call .full_tensor() on every rank, work on that, and copy_() it back; or run "
+                "what needs whole tables `with model.whole():`, or keep the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
@@ -100,9 +100,9 @@ class Part(Tensor):
     def not_reduced(self, asked: str) -> RuntimeError:
         """Makes the error for a question to a gradient that DDP has not reduced yet."""
         return RuntimeError(
-            f"expected a gradient of all ranks, found {asked} of {self.what} under no_sync(), or before the backward "
-            "that ends its sum: what DDP has of each rank's own is the mean already. Ask after that backward, or keep "
-            f"the table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
+            f"{asked} of {self.what} under no_sync(), or before the backward that ends its sum: each rank has only "
+            "its own sum here, where DDP has the mean of the backwards before. Ask after that backward, or keep the "
+            f"table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     @torch.no_grad()
@@ -269,8 +269,8 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 def _refuse(name: str, gradients: object) -> NoReturn:
     raise RuntimeError(
-        f"expected a loss that was computed since the table {name} was placed, in backward(), found one from before. "
-        "Call the model first, then compute the loss."
+        f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
+        "the loss."
     )
 
 

@@ -280,8 +280,8 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raise args[0].spread.told(
         RuntimeError(
-            f"expected the compiled model in a call, found a lookup in {args[0].what} by the plain one, or by a copy: "
-            "this rank has only its part. Call the compiled model on every rank, under join() where loaders are of "
+            f"a lookup in {args[0].what} by the plain model, or by a copy, finds only this rank's part of it. "
+            "Call the compiled model on every rank, under join() where loaders are of "
             "unequal length; or enter `with model.whole() as plain:` on every rank, and call plain, or any part of it, "
             "on those that evaluate."
         )

@@ -410,8 +410,8 @@ def is_kept(parameter: nn.Parameter) -> bool:
 
 
 _IN_A_GRAPH = (
-    "expected a parameter without a pending update, in torch.compile(fullgraph=True) or a control flow operator, found "
-    "one of the last optimizer.step(). Call model.synchronize() first."
+    "an update of the last optimizer.step() is still pending, which torch.compile(fullgraph=True) and control flow "
+    "operators cannot wait for. Call model.synchronize() first."
 )
 
 

@@ -143,8 +143,8 @@ def materialise(
             reset = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ValueError(
-                    f"expected modules on the meta device to have reset_parameters, in compile(), found none in "
-                    f"{path or type(model).__name__}. Give it one, or build the model on a real device."
+                    f"compile(): {path or type(model).__name__} is on the meta device and has no reset_parameters(). "
+                    "Give it one, or build the model on a real device."
                 )
             name = names.get(id(next(iter(own.values()), None)), "")
             mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
@@ -205,9 +205,8 @@ def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
         for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
-                    f"expected an optimizer without state over a model on the meta device, in compile(), found {key!r} "
-                    f"in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
-                    "the first call."
+                    f"compile(): the state of {type(optimizer).__name__} has {key!r} already, over a model on the "
+                    "meta device. Make the optimizer anew, and load its state after the first call."
                 )
             if state[key].dim():
                 fill = optimizer.defaults["initial_accumulator_value"]

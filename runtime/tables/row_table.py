@@ -247,8 +247,8 @@ class RowTable(Unit):
                     self._at = g, p
                     return group
         raise RuntimeError(
-            f"expected the optimizer to hold the table {self.name}, found it in none of its param groups. "
-            "Do not remove or replace parameters of an optimizer after compile."
+            f"the table {self.name} is in no param group of its optimizer any more. "
+            "Do not remove or replace parameters of an optimizer after compile()."
         )
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:

@@ -23,9 +23,9 @@ def refuse_shared_memory(model: nn.Module) -> None:
         for (name, one), (other, another) in combinations(tensors, 2):
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):
                 raise ValueError(
-                    f"expected every parameter to have memory of its own, in compile(), found that {name} and {other} "
-                    f"{'share theirs' if _same_view(one, another) else 'overlap'}, and are two objects: their updates "
-                    "would part. Tie them by making them one Parameter, `model.out.weight = model.words.weight`, "
+                    f"compile(): {name} and {other} are two parameters whose memory "
+                    f"{'is the same' if _same_view(one, another) else 'overlaps'}: their updates "
+                    "would diverge. Make them one Parameter, `model.out.weight = model.words.weight`, "
                     "before the optimizer is made; or give one a copy."
                 )
 

@@ -50,8 +50,8 @@ def as_shown(part: Part) -> Tensor:
 
 
 _OF_A_GRID = (
-    "expected a table by columns, in a write into a state dict, found one on a grid, of which state_dict() gives a "
-    "copy. Write into the parameter; or into a clone of the value, and call load_state_dict()."
+    "state_dict() gives a copy of a table on a grid, so that a write into it would be lost. Write into the "
+    "parameter; or into a clone of the value, and call load_state_dict()."
 )
 
 

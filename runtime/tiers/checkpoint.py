@@ -260,4 +260,4 @@ def _chunks(
         yield records.rows(read), records.unpack(read)
 
 
-_BROKEN = "expected rows of a table as a checkpoint has them, in {}, found {}. Load an earlier checkpoint."
+_BROKEN = "the checkpoint's rows in {} are damaged: {}. Load an earlier checkpoint."

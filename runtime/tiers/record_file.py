@@ -59,9 +59,8 @@ class RecordFile:
             os.ftruncate(self.descriptor, count * records.nbytes)
         except OSError as error:
             raise TierError(
-                f"expected a directory in which a file of {count * records.nbytes:,} bytes can be made, as "
-                f"spill_to, found {self._directory!r}: {error}. It takes room for rows that have moved. Make the "
-                "directory, or name another one."
+                f"spill_to: no file of {count * records.nbytes:,} bytes, for rows that have moved, can be made in "
+                f"{self._directory!r}: {error}. Make the directory, or name another one."
             ) from error
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -85,8 +84,8 @@ class RecordFile:
                 done += more
         except OSError as error:
             raise TierError(
-                f"expected room for {records.numel():,} bytes more in {self._directory}, where rows of {self._table} "
-                f"lie, found {error}. The last checkpoint is whole. Free some, name another directory in spill_to, "
+                f"writing {records.numel():,} bytes of rows of {self._table} to {self._directory} failed: {error}. "
+                "The last checkpoint is whole. Free some space, name another directory in spill_to, "
                 "or raise table_memory."
             ) from error
 
@@ -108,16 +107,16 @@ class RecordFile:
                 self._read_rest(data[places[run] : places[run] + lengths[run]], int(at[run]), int(done[run]))
         except OSError as error:
             raise TierError(
-                f"expected rows of {self._table} in their file in {self._directory}, found {error}. Look after that "
+                f"rows of {self._table} cannot be read from their file in {self._directory}: {error}. Check that "
                 "disk, and go on from the last checkpoint, which is whole."
             ) from error
         expected = self._records.rows(records) if rows is None else rows
         wrong = self._wrong(records, expected)
         if bool(wrong.any()):
             raise TierError(
-                f"expected row {int(expected[wrong][0])} of {self._table} as it was written to its file in "
-                f"{self._directory}, found other bytes ({int(wrong.sum())} of {numbers.numel()} records that were "
-                "read). The disk, or whoever wrote there, has changed it: go on from the last checkpoint, on another "
+                f"row {int(expected[wrong][0])} of {self._table} is not as it was written to its file in "
+                f"{self._directory} ({int(wrong.sum())} of {numbers.numel()} records that were "
+                "read differ). The disk has changed it, or somebody has: go on from the last checkpoint, on another "
                 "disk."
             )
         return records

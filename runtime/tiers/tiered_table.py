@@ -34,8 +34,8 @@ from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
-    "expected {name}, of which memory holds a working set (table_memory), to be read by lookups and stepped by rows, "
-    "found {asked} of all its rows. Call the model, save by save_checkpoint and load by load_checkpoint, or leave it "
+    "{asked} needs all rows of {name}, and memory holds only a working set (table_memory), which lookups read and the "
+    "optimizer steps by rows. Call the model, save by save_checkpoint and load by load_checkpoint, or leave the table "
     "out of table_memory."
 )
 
@@ -277,10 +277,9 @@ class _FirstDeferred(SparseUpdate):
 def not_replayable(table: str, kind: type[Optimizer]) -> str:
     """Makes the error text for an optimizer that must update all rows of a table at each step."""
     return (
-        f"expected an optimizer whose skipped steps a row can take at once, for {table}, of which memory holds a "
-        f"working set (table_memory), found {kind.__name__} under options by which each step moves every row. Use SGD "
-        "without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or RMSprop without weight decay, "
-        "RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
+        f"table_memory: {kind.__name__}, under its options, moves every row of {table} in each step, and memory holds "
+        "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
+        "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
     )
 
 

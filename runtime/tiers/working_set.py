@@ -329,9 +329,9 @@ class WorkingSet:
             needed = whole.unique().numel()
             nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
-                f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
-                f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
-                "table_memory, or make batches smaller."
+                f"table_memory: a step reads or writes {needed:,} rows of {self._table} at once, which take "
+                f"{nbytes:,} bytes, and memory has room for {self.slots:,}. Raise table_memory, or make batches "
+                "smaller."
             )
         if self._on_device is None:
             self._begin(new, self._take(new.numel()))

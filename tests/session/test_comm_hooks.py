@@ -123,7 +123,7 @@ def register(rank: int, world_size: int, case: str) -> None:
     ("case", "told"),
     [
         ("PowerSGD", "Use strategy='auto' or 'allreduce'"),
-        ("no future", "expected a torch.futures.Future of the reduced bucket"),
+        ("no future", "must return a torch.futures.Future of the reduced bucket"),
         ("twice", "fp16_compress_hook is registered already"),
         ("no function", "is not callable"),
         ("called already", "Register one hook"),

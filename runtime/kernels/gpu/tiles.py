@@ -81,6 +81,6 @@ def refuse_strided(where: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
-                f"expected a contiguous tensor as {name} of {where}, found shape {tuple(tensor.shape)} with strides "
+                f"{where} needs a contiguous {name}; got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}; pass {name}.contiguous()"
             )

@@ -141,7 +141,7 @@ def test_two_loops_at_once_are_refused(started: bool) -> None:
     first = lookahead.over([A, B, C])
     if started:
         next(first)
-    with pytest.raises(RuntimeError, match=r"^expected one lookahead at a time"):
+    with pytest.raises(RuntimeError, match=r"an earlier one is not exhausted"):
         lookahead.over([D])
     assert list(first)[-1] is C  # which goes on undisturbed
     assert list(lookahead.over([D])) == [D]
@@ -153,7 +153,7 @@ def test_a_loader_that_writes_into_its_last_batch_is_refused() -> None:
         for _ in range(3):
             yield batch.add_(1)
 
-    with pytest.raises(RuntimeError, match=r"^expected a loader that yields each batch in tensors of its own"):
+    with pytest.raises(RuntimeError, match="wrote the next batch into the tensors"):
         next(Lookahead(lambda: None).over(reusing()))
 
 

@@ -135,7 +135,7 @@ def test_batches_that_vary_train_as_eagerly_with_few_compilations(model: str, wo
 def test_a_compiler_that_does_not_run() -> None:
     generator = _generator()
     unknown = generator.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with unknown, pytest.raises(ValueError, match="expected a C\\+\\+ compiler") as caught:
+    with unknown, pytest.raises(ValueError, match="needs a C\\+\\+ compiler") as caught:
         embrace_fx.compile(nn.Linear(2, 2), backend="inductor")
     for part in ("in compile()", "no-such-compiler", "Install one (g++)", "backend='eager'"):
         assert part in str(caught.value)

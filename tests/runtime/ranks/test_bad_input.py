@@ -51,7 +51,7 @@ class Fault:
 FAULTS = (
     Fault("id too large", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got 20", "Check the batch")),
     Fault("negative id", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got -1", "Check the batch")),
-    Fault("nan loss", ("FloatingPointError", "in backward()", "skip the batch")),
+    Fault("nan loss", ("FloatingPointError", "nan or inf on rank", "Skip the batch")),
     Fault("cannot be captured", ("Words", "words.py:", "in forward", "Rewrite that line")),
     Fault("evaluates", ("PeerFailure", "rank 0", "training", "evaluating")),
 )
@@ -300,7 +300,7 @@ def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 def test_a_second_backward_of_one_call() -> None:
     for message, changed in run_ranks(2, _backward_twice):
-        assert_says(message, "one backward for each call", "in backward()", "Call the model again")
+        assert_says(message, "a second one for the results of the same call", "Call the model again")
         assert changed == []
 
 

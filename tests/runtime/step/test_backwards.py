@@ -138,13 +138,13 @@ def _differentiate_twice(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
     torch.autograd.grad(loop.model(batch[0], x)[0], x, create_graph=True)
 
 
-WRITTEN = "written in place since, on rank.s. 0, 1"
+WRITTEN = "written in place after the forward, on rank.s. 0, 1"
 REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = {
     "the batch written": (_write_the_batch, rf"{WRITTEN} \(a tensor of the batch\)"),
     "a result written": (_write_a_result, rf"{WRITTEN} \(a result\)"),
     "a step between": (_step_between, WRITTEN),
     "parameters written": (_write_parameters, rf"{WRITTEN} \(.*first\.weight"),
-    "create_graph": (_differentiate_twice, "without create_graph=True"),
+    "create_graph": (_differentiate_twice, "cannot be differentiated again"),
 }
 
 

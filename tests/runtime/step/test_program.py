@@ -107,7 +107,7 @@ def test_a_second_backward_of_a_step_is_refused(case: Case) -> None:
     loss = step(case)
     loss.backward(retain_graph=True)
 
-    with pytest.raises(RuntimeError, match="one backward for each call"):
+    with pytest.raises(RuntimeError, match="a second one for the results"):
         loss.backward()
 
 

@@ -153,7 +153,7 @@ def full_disk(rank: int, world_size: int) -> list[float]:
 
 def test_full_disk_of_one_rank_is_an_error_on_every_rank() -> None:
     outcomes = fresh_ranks(2, full_disk)
-    assert all("as spill_to" in str(outcome.exception) for outcome in outcomes), outcomes
+    assert all("spill_to" in str(outcome.exception) for outcome in outcomes), outcomes
 
 
 @pytest.fixture(scope="module")

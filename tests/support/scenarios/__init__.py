@@ -20,6 +20,7 @@ from tests.support.scenarios import (
     batches,
     gradients,
     habits,
+    head_loops,
     heads,
     joins,
     losses,
