@@ -189,7 +189,7 @@ def _skip_grams(name: str, make: Callable[[Any], list[Any]]) -> None:
             for each in optimizers:
                 each.zero_grad()
             loss.backward()
-            training.note(loss, plain.inside.weight.grad.is_sparse, plain.inside.weight.grad.coalesce().values().norm())
+            training.note(loss, plain.inside.weight.grad.is_sparse, plain.outside.weight.grad.is_sparse)
             for each, scheduler in zip(optimizers, schedulers, strict=True):
                 each.step()
                 scheduler.step()

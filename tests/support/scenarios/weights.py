@@ -117,8 +117,6 @@ def a_layer_given_the_tables_weight(training: Training) -> None:
         train(training, model, optimizer, range(k, k + 1))
         scores.weight = nn.Parameter(plain.words.weight.detach().clone() / 2)
         other.weight.data = plain.words.weight.data * 0.5 + other.weight.data
-        with torch.no_grad():
-            scores.weight[:3] = plain.words.weight[3:6]
         training.note(scores(torch.ones(2, DIM)), other(ids_of(0, k)), scores.weight.norm(dim=1).max())
 
 
