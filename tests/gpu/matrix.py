@@ -84,7 +84,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(BOUNDS),
 }
-ALL = [Case(**dict(zip(VALUES, each, strict=True))) for each in product(*VALUES.values())]  # type: ignore[arg-type]
+ALL = [Case(**dict(zip(VALUES, each, strict=True))) for each in product(*VALUES.values())]
 PAIRWISE = [Case(**each) for each in pairwise(VALUES)]
 """Cases in which any two values of two properties occur together."""
 
