@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from torch.optim import AdamW
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.gpu.needs import gpus
+from tests.gpu.needs import gpus, set_sync_debug_mode
+from tests.support.heads import HeadModel, HeadWorkload, Predicts
 from tests.support.published_heads import HEADS, PublishedHead
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
@@ -23,6 +27,8 @@ from tests.support.training import whole_parameters
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
+STEADY = 13
+"""From here on no step is profiled."""
 
 
 def _train(model: Any, head: PublishedHead, rank: int, ranks: int, device: str, *, outside: bool) -> list[Tensor]:
@@ -81,3 +87,40 @@ def test_other_models_over_nccl(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_four_gpus(name: str) -> None:
     run_ranks(4, _same, name, "2d", "nccl", 4, False, timeout_s=500.0)
+
+
+def _waits(rank: int, ranks: int, outside: bool) -> list[str]:
+    """Returns where an output layer makes the host wait in a steady step, by torch's own account."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    workload = HeadWorkload(kind=Predicts if outside else HeadModel)
+    model = workload.make(torch.float64, seed=0).to(device)
+    optimizer, group = AdamW(model.parameters(), 0.01), dist.new_group(backend="nccl")
+    compiled = embrace_fx.compile(model, process_group=group, strategy={workload.table: "vocabulary"}, schedule="2d")
+    words, labels = (each.to(device) for each in workload.batches(0, rank, 0))
+    found: list[str] = []
+
+    def look(*args: Any) -> None:
+        frames = [Path(frame.filename).stem for frame in traceback.extract_stack()]
+        found.extend(frame for frame in frames if frame in ("head", "head_exchange"))
+
+    for step in range(STEADY + 1):
+        if step == STEADY:
+            warnings.simplefilter("always")
+            warnings.showwarning = look
+            set_sync_debug_mode("warn")
+        loss = compiled(words, labels)
+        if outside:
+            loss = F.cross_entropy(loss.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEADY:
+            set_sync_debug_mode("default")
+    return found
+
+
+@gpus(2)
+@pytest.mark.parametrize("outside", [False, True])
+def test_brief_an_output_layer_waits_once_for_its_positions(outside: bool) -> None:
+    assert run_ranks(2, _waits, outside, timeout_s=500.0) == [["head"]] * 2
