@@ -1,11 +1,12 @@
 """Output layers sharded, whole, and as "auto" has them: which is faster, and does "auto" pick it?
 
     python -m benchmarks.micro.heads --output benchmarks/results/heads.md
+    python -m benchmarks.micro.heads --gpt2 --rate-mbit 200
 
 Ranks on links of their own (`benchmarks/network.py`) train a language model of one small layer, tied and with an output
 layer of its own, at several numbers of positions per row of the table (N T / V). The three plans take their steps in
 turns. "auto" measures the links by itself; it is right where it picks the faster one of the two, or one whose steps
-take at most 5 % longer.
+take at most 5 % longer. `--gpt2` trains Hugging Face's GPT-2, two layers, its own 50,257 words, beside DDP.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from benchmarks.network import Links, network
@@ -101,6 +104,48 @@ def rank_main(turns: int) -> None:
     dist.destroy_process_group()
 
 
+def gpt2_main(turns: int) -> None:
+    """Prints the milliseconds of a step and the bytes that a rank sends, of DDP and of plain `compile(model)`."""
+    import transformers  # noqa: PLC0415  (an extra)
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shape = {"vocab_size": 50_257, "n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 4}
+    config = transformers.GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    for name in ("ddp", "embrace_fx"):
+        torch.manual_seed(0)
+        plain = transformers.GPT2LMHeadModel(config)
+        optimizer = torch.optim.AdamW(plain.parameters(), 1e-3)
+        model: Any = DistributedDataParallel(plain) if name == "ddp" else embrace_fx.compile(plain)
+        ms, sent = list[float](), list[int]()
+        for turn in range(turns + 2):
+            words = torch.randint(50_257, (2, 64), generator=torch.Generator().manual_seed(turn * ranks + rank))
+            dist.barrier()
+            began_s, before = time.perf_counter(), sent_bytes()
+            loss = model(input_ids=words, labels=words).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            ms.append((time.perf_counter() - began_s) * 1e3)
+            sent.append(sent_bytes() - before)
+        if rank == 0:
+            found = {"system": name, "ms": median(ms[2:]), "first_ms": ms[0], "loss": float(loss)}
+            found["sent_mb"] = median(sent[2:]) / 1e6
+            if name != "ddp":
+                found["predicted_mb"] = model.plan.sent_bytes_per_step / 1e6
+            print(json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)  # DDP's reducer would outlive its group
+
+
+def sent_bytes() -> int:
+    """Counts the bytes that this host's own interfaces have sent."""
+    lines = Path("/proc/thread-self/net/dev").read_text("utf-8").splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
+
+
 def is_right(row: dict[str, float | str]) -> bool:
     """Whether "auto" has picked the faster one, or one that takes at most 5 % longer."""
     picked, others = float(row[str(row["picked"])]), [float(row[each]) for each in STRATEGIES[:2]]
@@ -112,17 +157,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate-mbit", type=float, default=20.0)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--gpt2", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank:
-        rank_main(asked.turns)
+        gpt2_main(asked.turns) if asked.gpt2 else rank_main(asked.turns)
         return
     command = [sys.executable, "-m", "benchmarks.micro.heads", "--rank", "--turns", str(asked.turns)]
+    command += ["--gpt2"] if asked.gpt2 else []
     with network(Links(asked.ranks, asked.rate_mbit)) as hosts:
         shaped = hosts.reached.shaped
         printed, *_ = hosts.run(command, timeout_s=3000, environment={"OMP_NUM_THREADS": "1"})
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    if asked.gpt2:
+        print(*map(json.dumps, rows), sep="\n")
+        return
     right = sum(map(is_right, rows))
     links = f"*emulated* hosts on links of {asked.rate_mbit:g} Mb/s" if shaped else "local ranks, without a limit"
     lines = [

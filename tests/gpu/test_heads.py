@@ -124,3 +124,39 @@ def _waits(rank: int, ranks: int, outside: bool) -> list[str]:
 @pytest.mark.parametrize("outside", [False, True])
 def test_brief_an_output_layer_waits_once_for_its_positions(outside: bool) -> None:
     assert run_ranks(2, _waits, outside, timeout_s=500.0) == [["head"]] * 2
+
+
+def _peaks(rank: int, ranks: int) -> dict[str, int]:
+    """Returns the most bytes that a step holds beyond those before it: of one rank alone, sharded, within a budget."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group, found = dist.new_group(backend="nccl"), {}
+    workload = HeadWorkload(num_words=20_001, width=8, reduction="mean")
+    words = torch.randint(20_001, (2, 128), generator=torch.Generator().manual_seed(rank)).to(device)
+    for name, budget in {"alone": None, "sharded": None, "budget": 0.5}.items():
+        model: Any = workload.make(torch.float32, seed=0).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if name != "alone":
+            sharded = {workload.table: "vocabulary"}
+            model = embrace_fx.compile(model, process_group=group, strategy=sharded, memory_budget=budget)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            model(words, words).backward()
+            torch.cuda.synchronize()
+            found[name] = torch.cuda.max_memory_allocated() - before
+            optimizer.step()
+            optimizer.zero_grad()
+        if name != "alone":
+            model.close()
+    return found
+
+
+@gpus(2)
+def test_brief_logits_hold_no_more_than_one_rank_alone_has_of_them() -> None:
+    logits = 256 * 20_001 * 4
+    for found in run_ranks(2, _peaks, timeout_s=500.0):
+        assert found["alone"] > 2 * logits  # logits, their log-softmax, a gradient
+        assert found["sharded"] < found["alone"]
+        assert found["budget"] < logits  # of a chunk, an eighth at a time

@@ -73,4 +73,4 @@ def _leaves_rows(rank: int, world_size: int) -> None:
 
 def test_rows_that_a_rank_has_summed_up_are_refused_on_all() -> None:
     for error in run_ranks_expecting_errors(2, _leaves_rows):
-        assert "found some that wait on rank(s) 0" in str(error)
+        assert "rank(s) 0 left the loop with gradients" in str(error)

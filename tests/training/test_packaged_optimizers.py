@@ -167,6 +167,6 @@ def test_an_optimizer_of_a_package_ends_where_ddp_does(name: str) -> None:
         pytest.skip(f"{name} needs the package {package}")
     for wrong in run_ranks(2, _both, name):
         if name in REFUSED:
-            assert wrong.startswith("expected of the sharded emb.weight")
+            assert "a part of the sharded emb.weight" in wrong
         else:
             assert not wrong

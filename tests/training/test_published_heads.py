@@ -249,4 +249,4 @@ def _scores_none(rank: int, ranks: int) -> None:
 def test_the_mean_of_no_scored_position_is_refused_on_all_ranks() -> None:
     """It is nan; a DistributedDataParallel goes on with gradients of zero from such a rank."""
     errors = run_ranks_expecting_errors(2, _scores_none)
-    assert all("found nan or inf on rank(s) 1" in str(error) for error in errors)
+    assert all("nan or inf on rank(s) 1" in str(error) for error in errors)

@@ -46,7 +46,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 def test_two_parameters_on_one_storage_are_refused_on_every_rank() -> None:
     for (told,) in run_ranks(2, _refused):
         assert "rank 1" in told
-        assert "words.weight and out.weight share theirs" in told
+        assert "words.weight and out.weight are two parameters whose memory is the same" in told
         assert "\n" not in told
 
 
