@@ -139,7 +139,7 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
     for ask in (*reads, *writes, table.open_gradient().memory):
         with pytest.raises(RuntimeError, match=r"expected rows by ids|dense gradient"):
             ask()
-    with pytest.raises(TierError, match="30 rows of memory for 31"):
+    with pytest.raises(TierError, match="memory has room for 30"):
         table.look_up(torch.arange(31))
 
 
