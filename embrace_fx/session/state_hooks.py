@@ -155,9 +155,9 @@ def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     given = [name for name in state_dict if name.startswith(prefix)]
     if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
         raise RuntimeError(
-            f"load_state_dict(): the state dict has no name of {type(module).__name__}, so nothing would be loaded. It "
-            f"begins with {given[0]!r}, the model with {next(iter(own), '')!r}. A compiled model's names have no "
-            "'module.' prefix; do not cut it off."
+            f"load_state_dict(): no key of the state dict is a parameter or buffer of {type(module).__name__}, so "
+            f"nothing would be loaded. Its first key is {given[0]!r}, the model's is {next(iter(own), '')!r}. Keys of "
+            "a compiled model have no 'module.' prefix: remove the code that strips it."
         )
 
 

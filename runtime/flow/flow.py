@@ -355,7 +355,7 @@ class Flow:
         self._valid = False
 
     def expect_no_batch(self) -> None:
-        """Forgets the next batch, which may be any."""
+        """Drops what was prepared for the next batch: any batch may come."""
         self._ahead = None
 
     def leave(self) -> None:

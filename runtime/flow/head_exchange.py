@@ -24,7 +24,7 @@ class HeadExchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._counting: dict[str, InFlight] = {}  # the last of each table
+        self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
 
     def launches(self) -> Mapping[str, Callable[..., InFlight]]:
         """Maps op names to the functions that a lowered program calls."""

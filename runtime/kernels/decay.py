@@ -109,7 +109,7 @@ class Moments:
         faded *= beta1
         factors = root.neg().add_(1.0).repeat(self.TERMS + 1, 1)
         torch.mul(faded, size, out=factors[0])
-        terms = factors.cumprod_(0)  # of a f u^n: one after the other, as they would be by hand
+        terms = factors.cumprod_(0)  # a f u^n, multiplied left to right
         terms[-1].abs_().div_(root.clamp(max=1.0))
         sums += terms
 

@@ -50,7 +50,11 @@ def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str
 
 
 def as_state(parameter: nn.Parameter, value: Any) -> Any:
-    """A value of an optimizer's state: a part, where it has an element for each of the table's, or of this rank's."""
+    """Returns a value of a table's optimizer state as users see it.
+
+    A tensor with one element per element of the table, or of this rank's shard, becomes a `Part`; any other value is
+    returned as it is.
+    """
     if not isinstance(parameter, Part) or isinstance(value, Part) or not isinstance(value, Tensor):
         return value
     if value.dim() and value.shape == parameter.shape != parameter.held.shape:

@@ -217,7 +217,7 @@ class Updates:
         """Applies what is pending, for a user of a parameter."""
         with self._lock:
             self.stale = True  # whoever uses it may keep its memory
-            if self.inside or self._applies or not self.is_open:  # a step, this thread, or another one has
+            if self.inside or self._applies or not self.is_open:  # a step, or some thread, is applying them
                 return
             with self.states_aside(), self._applying():
                 if threading.get_ident() == self._opener:

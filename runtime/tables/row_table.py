@@ -111,7 +111,7 @@ class RowTable(Unit):
 
     @property
     def remark(self) -> str:
-        """What there is to say of it besides its bytes, in a line."""
+        """A line about the table for reports, besides its bytes; "" if there is nothing to add."""
         return ""
 
     # -- the gradient --------------------------------------------------------------------------------------------------

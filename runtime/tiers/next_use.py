@@ -68,7 +68,7 @@ class NextUse:
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def give_back(self, slots: Tensor) -> None:
-        """Has nobody's rows in slots (K,)."""
+        """Marks slots (K,) as free: they hold no row any more."""
         self._marks.index_fill_(0, slots, _FREE)
 
     def first_to_go(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:

@@ -182,7 +182,7 @@ class TieredTable(InSlots, RowTable):
         return dict(super().state)
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
-        """Columns with the one that is there before a step."""
+        """Adds the state column that exists before the first step, if the optimizer has one."""
         return {*shown, "sum"} if type(self.optimizer) is RowWiseAdagrad else {*shown}
 
     def saved(self) -> dict[str, Any]:

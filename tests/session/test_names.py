@@ -151,7 +151,7 @@ def test_a_state_dict_without_a_name_of_the_model_is_an_error(of: Callable[[Any]
     model = embrace_fx.compile(Words())
     state = model.full_state_dict()
 
-    with pytest.raises(RuntimeError, match=r"the state dict has no name of Words"):
+    with pytest.raises(RuntimeError, match=r"no key of the state dict is a parameter or buffer of Words"):
         of(model).load_state_dict({f"x.{name}": value for name, value in state.items()}, strict=False)
     of(model).load_state_dict({}, strict=False)
     missing, _ = of(model).load_state_dict({"out.bias": torch.ones(1), "other": torch.ones(1)}, strict=False)
@@ -163,7 +163,7 @@ def test_a_part_of_another_model_is_loaded_by_its_own_names() -> None:
     outer = nn.ModuleDict({"net": embrace_fx.compile(Words()), "head": nn.Linear(1, 1)})
 
     outer.load_state_dict({"head.bias": torch.full((1,), 3.0)}, strict=False)
-    with pytest.raises(RuntimeError, match=r"It begins with 'net\.words'"):
+    with pytest.raises(RuntimeError, match=r"Its first key is 'net\.words'"):
         outer.load_state_dict({"net.words": torch.ones(1)}, strict=False)
 
 
