@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -162,10 +163,14 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
     """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
         return {}
-    found = {}
-    for name in parameters_of(graph.module):
-        if has_loss(graph, name) and (loss := find_head(graph, name).loss) is not None and labels_from_batch(loss):
-            found[name] = argument(loss.node, "target"), argument(loss.node, "ignore_index")
+    found, forward = {}, forward_of(graph)
+    for name, value in parameters_of(graph.module).items():
+        if value.meta["val"].dim() != 2:
+            continue
+        with contextlib.suppress(Unmatched):
+            loss = find_head(graph, name, forward).loss
+            if loss is not None and labels_from_batch(loss):
+                found[name] = argument(loss.node, "target"), argument(loss.node, "ignore_index")
     return found
 
 

@@ -84,7 +84,7 @@ class HeadLoss(torch.autograd.Function):
             sums = head_smoothing(statistics, log_sums, positions, labels, table.shape[0], ranks)
             smooth = -sums if head.reduction == 0 else -sums.sum() / (scored if head.reduction == 1 else 1)
             loss = (1 - head.smoothing) * loss + head.smoothing / table.shape[0] * smooth
-        kept = (hidden, local, own_bias, labels, all_labels, positions, counts, log_sums)
+        kept = (hidden, local, own_bias, head.weight, labels, all_labels, positions, counts, log_sums)
         ctx.save_for_backward(*kept, *every_hidden, *every_logits)
         ctx.head, ctx.bias = head, bias
         return loss
@@ -94,7 +94,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
-        hidden, local, own_bias, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
+        hidden, local, own_bias, _, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"gradient of the loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
@@ -110,7 +110,8 @@ class HeadLoss(torch.autograd.Function):
             of_logits = head_gradient(logits, chunk_labels, coefficients, promise.steps, rank, ranks)
             sending.append(exchange.scatter_positions(of_logits @ local, counts, chunk, chunks, *where))
             of_table.addmm_(of_logits.t(), every_hidden / ranks)
-            of_own_bias += of_logits.sum(0)
+            if own_bias is not None:
+                of_own_bias += of_logits.sum(0)
         table.add_dense_gradient(of_table.to(table.local.dtype), unreduced=not state.synchronised)
         of_bias = None
         if ctx.bias is not None:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.head_loss import HeadLoss, LossArguments
-from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import Gathered, ModelState
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, read, written
 
@@ -61,10 +61,10 @@ class Source:
 
     @classmethod
     def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool) -> Source:
-        steps, version = communicator.progress.optimizer_steps, state.tables[promise.table].local._version
-        if trains or state.gathered.get(promise.table, ((steps, version),))[0] != (steps, version):
+        steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
+        if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_of(local, steps)):
             state.gathered.pop(promise.table, None)
-        return cls(promise, state, communicator, steps, version)
+        return cls(promise, state, communicator, steps, local._version)
 
     def dtype(self, hidden: Tensor) -> torch.dtype:
         return last_dtype(self.promise.steps) or hidden.dtype
@@ -104,8 +104,9 @@ class Source:
         """Returns the whole table, which stays gathered."""
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
-            gathered[name] = (self.steps, self.version), weight.full_tensor()
-        return gathered[name][1]
+            local = self.state.tables[name].local.detach()
+            gathered[name] = Gathered(weight.full_tensor(), local, self.version, self.steps)
+        return gathered[name].whole
 
 
 @dataclass(eq=False)
@@ -370,7 +371,8 @@ def _loss(
 ) -> Any:
     """Computes the loss of logits by the sharded head, where labels are indices. Collective."""
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
-    is_plain = is_plain and (weight is None or not weight.requires_grad)
+    is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
+    is_plain = is_plain and (weight is None or (weight.shape == logits.shape[-1:] and not weight.requires_grad))
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if not is_plain or not labels or logits.dim() != 2 or reduction not in _REDUCTIONS:
         return NotImplemented

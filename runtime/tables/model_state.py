@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakSet, ref
@@ -84,6 +85,26 @@ class ParameterReads:
             self._missed = False
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """A table that has been gathered whole.
+
+    Attributes:
+        local: the memory of this rank's part at that time, which no other tensor can have while this one is kept.
+        version: of that memory.
+        steps: of the optimizer.
+    """
+
+    whole: Tensor
+    local: Tensor
+    version: int
+    steps: int
+
+    def is_of(self, local: Tensor, steps: int) -> bool:
+        """Whether the table is still as it was gathered."""
+        return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
+
+
 class ModelState:
     """A model's parameters, buffers and tables.
 
@@ -103,8 +124,8 @@ class ModelState:
         """Takes what rows batches to come read, where tables lie beyond memory."""
         self.spaces: dict[str, JoinedTable] = {}
         """Tables that are one row space, by the name of the space."""
-        self.gathered: dict[str, tuple[Hashable, Tensor]] = {}
-        """Whole tables that logits were made of outside of training, each with what it was gathered at."""
+        self.gathered: dict[str, Gathered] = {}
+        """Whole tables that logits were made of outside of training."""
         self.reads = ParameterReads()
         """How often the training loop reads all parameters."""
         self.pending = PendingUpdates()

@@ -124,6 +124,28 @@ def test_an_evaluation_gathers_the_table_once() -> None:
     run_ranks(2, _read_twice)
 
 
+def _written_between_evaluations(rank: int, world_size: int, how: str) -> None:
+    whole, model = compiled(BOTH)
+    batch = BOTH.batches(0, 0, 0)
+    for each in (whole, model):
+        each(*batch)[0].backward()
+    tables = [each.get_parameter(BOTH.table) for each in (whole, model)]
+    for step in range(3):
+        with torch.no_grad():
+            found, expected = model(*batch)[1], whole(*batch)[1]
+            torch.testing.assert_close(found + 0.0, expected, rtol=1e-9, atol=1e-9)
+            for table in tables:
+                if how == "data":
+                    table.data = torch.full(table.shape, 0.1 * step, dtype=DTYPE)
+                else:
+                    table.mul_(0.5)
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+def test_an_evaluation_sees_a_table_that_was_written(how: str) -> None:
+    run_ranks(2, _written_between_evaluations, how)
+
+
 def _stale(rank: int, world_size: int) -> None:
     _, model = compiled(BOTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
