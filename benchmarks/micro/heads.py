@@ -111,7 +111,7 @@ def gpt2_main(turns: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    shape = {"vocab_size": 50_257, "n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 4}
+    shape: Any = {"vocab_size": 50_257, "n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 4}
     config = transformers.GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     for name in ("ddp", "embrace_fx"):
         torch.manual_seed(0)

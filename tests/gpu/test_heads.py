@@ -107,7 +107,7 @@ def _waits(rank: int, ranks: int, outside: bool) -> list[str]:
     for step in range(STEADY + 1):
         if step == STEADY:
             warnings.simplefilter("always")
-            warnings.showwarning = look
+            warnings.showwarning = look  # type: ignore[assignment]
             set_sync_debug_mode("warn")
         loss = compiled(words, labels)
         if outside:
