@@ -80,7 +80,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Made:
+class ResultLogits:
     """A result of the model that is logits, as `Loss`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Head:
     hidden: fx.Node
     bias: fx.Node | None
     sizes: list[fx.Node] = field(default_factory=list)
-    results: list[Made] = field(default_factory=list)
+    results: list[ResultLogits] = field(default_factory=list)
     loss: Loss | None = None
     of_hidden: fx.Node | None = None
     of_weight: fx.Node | None = None
@@ -246,7 +246,7 @@ def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
     while waiting:
         node, steps, shapes = waiting.pop()
         is_cut = any(shape.target is aten.slice.Tensor for shape in shapes)
-        head.results += [Made(index, node, steps, is_cut) for index in results.get(node, ())]
+        head.results += [ResultLogits(index, node, steps, is_cut) for index in results.get(node, ())]
         head.sizes += [user for user in node.users if user.target is aten.sym_size.int]
         for user in _early(node, forward):
             if user in head.sizes:

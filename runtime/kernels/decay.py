@@ -34,7 +34,7 @@ class Averages(NamedTuple):
     greatest: Tensor | None
 
 
-class History(NamedTuple):
+class TakenSteps(NamedTuple):
     """Steps, and what tells that all further ones of a row together do not reach the last bit of its weights.
 
     Attributes:
@@ -119,7 +119,7 @@ class Moments:
         del self._faded, self._root
 
 
-def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
+def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
     """Has rows take the steps that they have skipped, none of which had a gradient for them, in place.
 
     Args:
@@ -179,7 +179,7 @@ def _rows_of_block(shard: Tensor) -> int:
 
 
 def _leap(
-    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
+    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps, moments: Moments
 ) -> _Left | None:
     """Lets rows (K,) that have taken `taken` (K,) steps take all of their missing steps at once.
 
@@ -221,7 +221,7 @@ def _leap(
     return left
 
 
-def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> None:
+def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) -> None:
     """Lets rows (K,) take their missing steps in order.
 
     An element's bits do not depend on others: a table's columns lie on more ranks or fewer.
@@ -273,7 +273,7 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: History) -> 
     exp_avg_sq.index_copy_(0, ids, second.mul_(fade_second))
 
 
-def _faded(before: Tensor, history: History, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _faded(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What is left of both averages and of weights, (K, 1) each, once rows whose last steps are `before` (K, 6) have
     taken all of the history."""
     last = history.coefficients[history.steps, :SIZE]

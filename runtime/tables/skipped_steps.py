@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, History, Moments, decay_rows
+from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, Moments, TakenSteps, decay_rows
 from embrace_fx.runtime.tables.own_step import by_options
 
 MOST_STEPS = 4096
@@ -183,7 +183,9 @@ class Decaying(SkippedSteps):
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
-        decay_rows(local, averages, ids, taken, History(self._coefficients, self.count, *self._bounds, self._moments))
+        decay_rows(
+            local, averages, ids, taken, TakenSteps(self._coefficients, self.count, *self._bounds, self._moments)
+        )
 
     def end(self) -> None:
         if self._coefficients is not None:

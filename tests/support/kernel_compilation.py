@@ -65,7 +65,7 @@ def _call_all(table: torch.Tensor) -> None:
     gpu.adagrad_rows(table, table, ids, rows, step_size=0.1, eps=1e-8, weight_decay=0.1, maximize=True)
     for most in (None, table):
         if table.dtype != torch.bfloat16:  # whose tables are swept
-            history = decay.History(torch.zeros(9, decay.COLUMNS, dtype=torch.float64), 8, 0.1, 1e-8, 0.9)
+            history = decay.TakenSteps(torch.zeros(9, decay.COLUMNS, dtype=torch.float64), 8, 0.1, 1e-8, 0.9)
             gpu.decay_rows(table, decay.Averages(table, table, most), ids, torch.zeros(64, dtype=torch.int32), history)
         gpu.adam_rows(
             table, table, table, most, ids, rows, step_size=0.1, betas=(0.9, 0.99), eps=1e-8, correction=1.0, shrink=0.5

@@ -126,16 +126,16 @@ def decay_rows(put: Put) -> None:
                 assert_same(given[0][6:], weight[6:])
 
 
-def _decay_history(count: int) -> decay.History:
+def _decay_history(count: int) -> decay.TakenSteps:
     beta1, beta2, shrink, eps = 0.9, 0.99, 0.999, 1e-3
     coefficients = torch.zeros(count + 1, decay.COLUMNS, dtype=torch.float64)
     for step in range(1, count + 1):
         logs = [step * math.log(factor) for factor in (beta1, beta2, shrink)]
         coefficients[step] = torch.tensor([*logs, 0.01 * (1 + step % 3), 1 + 1 / step, eps], dtype=torch.float64)
-    return decay.History(coefficients, count, 0.03, eps, beta1 / math.sqrt(beta2))
+    return decay.TakenSteps(coefficients, count, 0.03, eps, beta1 / math.sqrt(beta2))
 
 
-def _decayed(values: list[Tensor], greatest: Tensor | None, taken: Tensor, history: decay.History) -> list[Tensor]:
+def _decayed(values: list[Tensor], greatest: Tensor | None, taken: Tensor, history: decay.TakenSteps) -> list[Tensor]:
     """One step after another, in float64."""
     weight, first, second = (each.clone() for each in values)
     for row, begun in enumerate(taken.tolist()):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from embrace_fx.runtime.kernels.decay import COLUMNS as COEFFICIENTS
-from embrace_fx.runtime.kernels.decay import Averages, History
+from embrace_fx.runtime.kernels.decay import Averages, TakenSteps
 from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
 
 
@@ -69,7 +69,7 @@ def _decay(
 
 
 @on_its_device
-def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
+def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
     """`embrace_fx.runtime.kernels.decay.decay_rows`, of which it is the kernel.
 
     Raises:
