@@ -25,7 +25,8 @@ class Ratings(nn.Module):
         self.top = nn.Linear(8, 1)
 
     def forward(self, users: Tensor) -> Tensor:
-        return self.top(self.users(users)).square().mean()
+        scores: Tensor = self.top(self.users(users))
+        return scores.square().mean()
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[float]:
