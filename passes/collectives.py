@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import LAUNCHES, launch_of, op_name
+from embrace_fx.vocabulary.submissions import is_submission
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -83,7 +84,7 @@ def _collective(launch: fx.Node) -> Collective:
     return Collective(
         group=group_of(launch),
         op=op_name(launch),
-        id=str(launch_of(launch) or ""),
+        id=str(launch_of(launch)) if is_submission(launch) else "",
         serves=launch.meta.get("tables") or launch.meta.get("parameters", ()),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),

@@ -84,7 +84,7 @@ def training_passes(
     return (
         *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
         *((JoinTables(plan.spaces),) if plan.spaces else ()),  # the tables of a row space become one
-        ShardHeads(plan.head_chunks, rank, plan.world_size, memory is None),  # output layers over sharded tables
+        ShardHeads(plan.heads, rank, plan.world_size, memory is None),  # output layers over sharded tables
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
@@ -119,7 +119,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
     horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
-        SubmitRows(plan.heads),  # rows and their gradients are submitted, awaited and applied
+        SubmitRows(tuple(plan.heads)),  # rows and their gradients are submitted, awaited and applied
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets are sent in chunks
         *horizontal,  # buckets are updated right before the next forward reads them

@@ -60,7 +60,8 @@ from embrace_fx.vocabulary.graph import (
     parameters_of,
     set_outputs,
 )
-from embrace_fx.vocabulary.head import PromisedLogits, Step, written
+from embrace_fx.vocabulary.head import HeadPlan, PromisedLogits, Step, written
+from embrace_fx.vocabulary.operation_id import HeadPart, head_id
 from embrace_fx.vocabulary.ops import argument
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.sizes import ExpectedSizes
@@ -74,12 +75,12 @@ class ShardHeads:
     """Shards the output layers over `tables`, whose rows are dealt out over the ranks.
 
     Attributes:
-        tables: parameter name -> chunks, in the order of their exchange; equal on all ranks.
+        tables: parameter name -> its exchanges, in their order; equal on all ranks.
         rank, world_size: decide which rows are this rank's.
         keeps_logits: for losses outside of the model: see `PromisedLogits`.
     """
 
-    tables: Mapping[str, int]
+    tables: Mapping[str, HeadPlan]
     rank: int
     world_size: int
     keeps_logits: bool = True
@@ -138,19 +139,20 @@ class _Sharding:
     """The rewrite of one head.
 
     Attributes:
-        sizes: symbol of a data-dependent size -> the number expected: as if every position were scored.
+        sizes: symbol of a data-dependent size -> the number expected.
     """
 
     def __init__(self, graph: TrainingGraph, head: Head, options: ShardHeads) -> None:
         self._graph, self._head, self._options = graph, head, options
         self._rewriter = Rewriter(graph.module)
         self._table = str(head.weight.meta["role"].name)
-        self._chunks = options.tables[self._table]
+        plan = options.tables[self._table]
+        self._chunks = plan.chunks
         self._name = self._table.removesuffix(".weight")
         self._weight = head.weight.meta["val"]
         self._shard = self._insert_shard()
         self._shown: dict[fx.Node, fx.Node] = {head.product: head.hidden}
-        self._own = graph.expected.number(head.hidden.meta["val"].shape[0])
+        self._own = round(graph.expected.number(head.hidden.meta["val"].shape[0]) * plan.scored)
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
@@ -187,22 +189,24 @@ class _Sharding:
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
-    def _launch(self, target: Any, *args: Any, name: str) -> fx.Node:
+    def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
         """Inserts a launch of rows of all ranks."""
-        ranks = self._options.world_size
-        launch = self._call(target, *args, self._table, "embedding", ranks, name=name)
-        chunks = args[-1] if isinstance(args[-1], int) else 1
+        table, ranks = self._table, self._options.world_size
+        launch = self._rewriter.launch(
+            target, *args, table, "embedding", ranks, launch=head_id(table, part, chunk), name=f"{self._name}_{name}"
+        )
         self._expect(launch, ranks * self._own // chunks)
         return launch
 
     def _numbered(self, name: str, chunk: int) -> str:
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
-    def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
-        return self._launch(target, rows, counts, chunk, self._chunks, name=self._numbered(name, chunk))
+    def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
+        name, of = self._numbered(part.replace(" ", "_"), chunk), {"chunk": chunk, "chunks": self._chunks}
+        return self._launch(target, rows, counts, chunk, self._chunks, part=part, name=name, **of)
 
-    def _launch_whole(self, rows: fx.Node, counts: fx.Node, name: str) -> fx.Node:
-        return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, name=name)
+    def _launch_whole(self, rows: fx.Node, counts: fx.Node, part: HeadPart) -> fx.Node:
+        return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _chunk_of(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
         if self._chunks == 1:
@@ -239,14 +243,14 @@ class _Sharding:
             positions = rewriter.item(found, 0, f"{self._name}_positions")
             own_labels = rewriter.item(found, 1, f"{self._name}_own_labels")
             self._expect(positions, self._own)
-            counting = self._launch(embrace.gather_counts.default, own_labels, name="counts")
+            counting = self._launch(embrace.gather_counts.default, own_labels, part="counts", name="counts")
         with rewriter.before(node):
             rows = self._rows_of(positions, loss.shapes)
             counts = rewriter.wait(counting)
             own = self._call(aten.index_select.default, head.hidden, 0, rows, name="own_hidden")
             labelling = self._launch_whole(own_labels, counts, "labels")
-            gather = embrace.gather_positions.default
-            gathering = [self._launch_chunk(gather, own, counts, chunk, "hidden") for chunk in range(self._chunks)]
+            gather, every = embrace.gather_positions.default, range(self._chunks)
+            gathering = [self._launch_chunk(gather, own, counts, chunk, "hidden states") for chunk in every]
             all_labels = rewriter.wait(labelling)
             computed = [self._chunk(chunk, all_labels, counts, each, loss) for chunk, each in enumerate(gathering)]
             statistics = [rewriter.wait(launch) for _, launch in computed]
@@ -338,7 +342,7 @@ class _Sharding:
                 self._weight.shape[0],
                 name="coefficients",
             )
-            everyone = rewriter.wait(self._launch_whole(own, scored.counts, "all_coefficients"))
+            everyone = rewriter.wait(self._launch_whole(own, scored.counts, "coefficients"))
             sending, of_weight, of_bias = list[fx.Node](), None, None
             for number, chunk in enumerate(scored.chunks):
                 gradient = self._logits_gradient(number, chunk, scored.counts, everyone, loss)
@@ -346,7 +350,7 @@ class _Sharding:
                     name = self._numbered("hidden_gradient_of_rank", number)
                     product = self._call(aten.mm.default, gradient, self._read_shard(), name=name)
                     scatter = embrace.scatter_positions.default
-                    sending.append(self._launch_chunk(scatter, product, scored.counts, number, "hidden_gradients"))
+                    sending.append(self._launch_chunk(scatter, product, scored.counts, number, "hidden gradients"))
                 if head.of_weight is not None:
                     of_weight = self._add_product(of_weight, gradient, chunk.hidden)
                 if head.of_bias is not None:

@@ -155,11 +155,14 @@ def _step_graph(
 
 
 def launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
-    """Lists the launches of a schedule that the launcher issues. The calling thread issues the AllReduce of row norms,
-    and the AllGather of ids of a batch that was not known ahead.
+    """Lists the launches of a schedule that the launcher issues.
+
+    The calling thread issues the AllReduce of row norms, the exchanges of output layers, and the AllGather of ids of a
+    batch that was not known ahead.
     """
     ahead = looks_ahead(plan)
-    return tuple(each for each in schedule.launches if each != ROW_NORMS and (ahead or each != IDS))
+    of_launcher = [each for each in schedule.launches if each != ROW_NORMS and each.kind != "positions"]
+    return tuple(each for each in of_launcher if ahead or each != IDS)
 
 
 def looks_ahead(plan: Plan) -> bool:

@@ -12,11 +12,10 @@ of the value; only the result of `await_reload` may be read as a tensor.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from embrace_fx.vocabulary.fake_results import op
-from embrace_fx.vocabulary.operation_id import Kind, OperationId
-from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.operation_id import OperationId
 
 OFFLOAD, AWAIT_OFFLOAD = "embrace::offload", "embrace::await_offload"
 RELOAD, AWAIT_RELOAD = "embrace::reload", "embrace::await_reload"
@@ -56,12 +55,3 @@ def offload_id(value: str) -> OperationId:
 def reload_id(value: str) -> OperationId:
     """Makes the id of the copy that reloads the value of this node."""
     return OperationId("reload", value, lane="reload")
-
-
-def compute_up_to(node: fx.Node) -> OperationId:
-    """Makes the id of the compute that ends where this node begins or awaits a copy."""
-    launch, name = launch_of(node), op_name(node)
-    assert launch is not None
-    phase: Kind = "forward" if name in (OFFLOAD, AWAIT_OFFLOAD) else "backward"
-    ends = f"the end of {launch}" if name in (AWAIT_OFFLOAD, AWAIT_RELOAD) else f"{launch}"
-    return OperationId(phase, f"up to {ends}")

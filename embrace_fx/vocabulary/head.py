@@ -52,6 +52,21 @@ def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class HeadPlan:
+    """How an output layer over a sharded table exchanges the positions of a batch.
+
+    Attributes:
+        chunks: the number of chunks in which positions travel.
+        scored: the share of positions that have a label, from 0 to 1, in the first batch.
+        sent_bytes: predicted bytes that one rank sends per step.
+    """
+
+    chunks: int = 1
+    scored: float = 1.0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class PromisedLogits:
     """A result of the model that is made of hidden states (.., D) when it is read: logits (.., V) of a sharded head.
 

@@ -4,6 +4,8 @@ Shape legend, beside that of `embrace_fx/vocabulary/ops.py`
     M positions of this rank, of which S are scored: their label is not `ignore_index`; L labels; P = sum of S over
     ranks; V' rows of the table that this rank owns: row r, r + N, r + 2 N, .. on rank r.
 
+`launch` is the id of a launch as text, for people who read the graph; the id itself is `node.meta["launch"]`.
+
 `steps` are the element-wise ops between the product with the table and the softmax, in order, as text that
 `embrace_fx.vocabulary.head` writes and reads: "div 30.0, tanh, mul 30.0, to float32".
 
@@ -32,17 +34,21 @@ def _(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
     return [scored, torch.empty_like(scored)]
 
 
-@op("gather_counts", "(Tensor labels, str table, str group, int group_size) -> Tensor")
-def _(labels: Tensor, table: str, group: str, group_size: int) -> Tensor:
+@op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
+def _(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
     """Launch: how many labels (S,) each rank scores: (N,) on the host. In the example [1, 0]."""
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 
-_CHUNK = "(Tensor rows, Tensor counts, int chunk, int chunks, str table, str group, int group_size) -> Tensor"
+_CHUNK = (
+    "(Tensor rows, Tensor counts, int chunk, int chunks, str table, str group, int group_size, str launch) -> Tensor"
+)
 
 
 @op("gather_positions", _CHUNK)
-def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int) -> Tensor:
+def _(
+    rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
+) -> Tensor:
     """Launch: the rows of a chunk of all ranks' scored positions, in rank order: (P, ..), from a rank's own (S, ..).
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
@@ -51,7 +57,9 @@ def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: 
 
 
 @op("scatter_positions", _CHUNK)
-def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int) -> Tensor:
+def _(
+    rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
+) -> Tensor:
     """Launch: the mirror of `gather_positions`. Each rank has rows (P, ..) for all positions of a chunk; a rank gets
     those of its own from every rank, in rank order: (N * S, ..), with S of the chunk."""
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))

@@ -26,6 +26,7 @@ Kind = Literal[
     "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
     "all_reduce",  # a chunk of a bucket
+    "positions",  # scored positions of an output layer over a sharded table, or what was computed of them
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
     "offload",  # a saved value is copied out of memory
     "reload",  # a saved value is copied back
@@ -33,7 +34,10 @@ Kind = Literal[
     "write",  # rows of a table beyond memory are written behind
 ]
 
-Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
+HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]
+"""What ranks exchange of the scored positions of an output layer."""
+
+Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"] | HeadPart
 """The part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
 
 _SPELLED: dict[Kind, dict[Part, str]] = {
@@ -41,6 +45,14 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "gradients": {"whole": "{what} gradients", "prior": "{what} prior"},
     "delayed": {"delayed": "{what} delayed [{number}]"},
     "all_reduce": {"chunk": "{what} [{number}]"},
+    "positions": {
+        "counts": "{what} counts",
+        "labels": "{what} labels",
+        "hidden states": "{what} hidden states [{number}]",
+        "statistics": "{what} statistics [{number}]",
+        "coefficients": "{what} coefficients",
+        "hidden gradients": "{what} hidden gradients [{number}]",
+    },
     "update": {"whole": "update {what}"},
     "rows": {"whole": "rows {what}"},
     "offload": {"whole": "offload {what}"},
@@ -113,6 +125,12 @@ def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
     return OperationId("gradients", table, part, number, "embedding")
+
+
+@cache
+def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
+    """Makes the id of an exchange of an output layer over a sharded table."""
+    return OperationId("positions", table, part, chunk, "embedding")
 
 
 def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:

@@ -11,6 +11,7 @@ from typing import Literal
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
+from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plain_data import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.row_space import RowSpace
@@ -126,8 +127,7 @@ class Decision:
             at each step.
         padding_idx: a table's row that gets no gradient, -1 for none.
         rows: how many rows of a table a step is expected to read; None: unknown.
-        head_bytes: the part of the sent bytes that the table's output layer sends.
-        head_chunks: the number of chunks of positions in which it does.
+        head: the exchanges of the output layer over a table of "vocabulary".
         norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
         travels_as: the format of its rows, or its gradient, on the wire.
         memory: a table beyond memory: its rows in memory, and the prediction for the others.
@@ -150,8 +150,7 @@ class Decision:
     padding_idx: int = -1
     rows: RowCounts | None = None
     norm_bytes: int = 0
-    head_bytes: int = 0
-    head_chunks: int = 1
+    head: HeadPlan | None = None
     travels_as: Format = "exact"
     memory: RowMemory | None = None
     sparse: bool = False
@@ -198,14 +197,9 @@ class Plan:
         return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
 
     @property
-    def heads(self) -> tuple[str, ...]:
-        """Sharded tables that an output layer reads. Their rows travel, and are updated, within a step."""
-        return tuple(d.parameter for d in self.decisions if d.strategy == "vocabulary")
-
-    @property
-    def head_chunks(self) -> dict[str, int]:
-        """Table of `heads` -> the number of chunks of its positions."""
-        return {d.parameter: d.head_chunks for d in self.decisions if d.strategy == "vocabulary"}
+    def heads(self) -> dict[str, HeadPlan]:
+        """Sharded table that an output layer reads -> that layer's exchanges. Its rows travel within a step."""
+        return {d.parameter: d.head or HeadPlan() for d in self.decisions if d.strategy == "vocabulary"}
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:

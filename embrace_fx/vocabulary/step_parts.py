@@ -15,7 +15,7 @@ Share = Literal[
     "optimizer",  # its own step, and the updates of tables and buckets
     "your code",  # of the training loop, between calls, backward and step
     "ids",  # waits for ids, and for slower ranks
-    "embedding",  # waits for rows of tables, or their gradients
+    "embedding",  # waits for rows of tables or their gradients, or for an output layer over a sharded table
     "dense",  # waits for reduced gradients of everything else
     "delayed",  # waits for gradients of rows that the next batch does not read
     "offload",  # waits for a saved value to be copied out

@@ -1,4 +1,4 @@
-"""Finds the launches that a graph's nodes submit or await."""
+"""Finds the launches that a graph's nodes submit, begin or await."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
+from embrace_fx.vocabulary.operation_id import Kind, OperationId
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, id_of, launch_of, op_name
+
+_SUBMITTED = SUBMISSIONS | LAUNCHES - HEAD_LAUNCHES
+_WAIT = "_c10d_functional::wait_tensor"
+_FORWARD = ("offload", "counts", "labels", "hidden states", "statistics")
 
 
 def is_submission(node: fx.Node) -> bool:
     """Returns whether a node submits a launch to the launcher."""
-    return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
+    return launch_of(node) is not None and op_name(node) in _SUBMITTED
 
 
 def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
@@ -26,10 +32,32 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """Returns the launch that a node waits for; None: it waits for none."""
+    """Returns the submitted launch that a node waits for; None: it waits for none."""
     if op_name(node) in AWAITS:
         return launch_of(node)
-    return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
+    source = node.all_input_nodes[0] if op_name(node) == _WAIT else None
+    return launch_of(source) if source is not None and is_submission(source) else None
+
+
+def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
+    """Returns the copy, or the exchange of an output layer, that a node begins or awaits, and whether it awaits it."""
+    if op_name(node) in COPY_OPS:
+        return id_of(node), op_name(node) in (AWAIT_OFFLOAD, AWAIT_RELOAD)
+    source = node.all_input_nodes[0] if op_name(node) == _WAIT else node
+    return (id_of(source), source is not node) if op_name(source) in HEAD_LAUNCHES else None
+
+
+def compute_up_to(node: fx.Node) -> OperationId:
+    """Makes the id of the compute that ends where this node begins or awaits a copy, or an exchange of an output layer.
+
+    Raises:
+        ValueError: it does neither.
+    """
+    if (found := begun_or_awaited(node)) is None:
+        raise ValueError(f"{node.name} begins no copy and no exchange of an output layer, and awaits none.")
+    launch, awaits = found
+    phase: Kind = "forward" if launch.kind in _FORWARD or launch.part in _FORWARD else "backward"
+    return OperationId(phase, f"up to {'the end of ' if awaits else ''}{launch}")
 
 
 def overlaps_steps(graph: TrainingGraph) -> bool:

@@ -176,8 +176,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         table.uses[0].padding_idx if table is not None and table.uses else -1,
         _rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
-        chosen.head_bytes,
-        chosen.head_chunks,
+        chosen.head if chosen.strategy == "vocabulary" else None,
         chosen.travels_as if world_size > 1 else "exact",
         sparse=table is not None and table.has_sparse_gradient,
     )

@@ -34,6 +34,7 @@ from embrace_fx.passes.planner.shard_cost import (
 )
 from embrace_fx.vocabulary.exactness import STILL, Moving
 from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
+from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, SHARDED, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
@@ -134,8 +135,7 @@ class Priced:
         blocker: why the strategy is not legal, or None.
         rests: shards whose rows without gradient are updated when they are next read.
         norm_bytes: the part of the sent bytes that is squares of rows.
-        head_bytes: the part that an output layer sends.
-        head_chunks: the number of chunks in which it does.
+        head: the exchanges of an output layer.
         travels_as: the format on the wire.
     """
 
@@ -149,8 +149,7 @@ class Priced:
     grid: Grid | None = None
     rests: bool = False
     norm_bytes: int = 0
-    head_bytes: int = 0
-    head_chunks: int = 1
+    head: HeadPlan | None = None
     travels_as: Format = "exact"
 
     @property
@@ -220,8 +219,8 @@ class Pricing:
         as by every rank for itself.
         """
         grid = Grid(self.world_size, 1)
-        both_ways, (of_head, chunks, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
-        exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * chunks
+        both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
+        exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * head.chunks
         work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * exchanges)
         if table is not None and self.world_size > 1:
             wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
@@ -238,12 +237,11 @@ class Pricing:
             memory,
             blocker=self._head_blocker(fact),
             grid=grid,
-            head_bytes=of_head.sent_bytes,
-            head_chunks=chunks,
+            head=head,
         )
 
-    def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, int, float]:
-        """Prices what a head sends for the positions of a batch: all, in how many chunks, and how much is hidden.
+    def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
+        """Prices the exchanges of a head for the positions of a batch, and returns the milliseconds that are hidden.
 
         Hidden states of K chunks leave while products with others are computed, which hides all but 1 / K of the
         shorter of both. Each chunk takes three exchanges. K is the number with the shortest sum.
@@ -251,7 +249,7 @@ class Pricing:
         try:
             head = find_head(self.findings.graph, fact.name)
         except Unmatched:
-            return cost.Exchange(0, 0), 1, 0.0
+            return cost.Exchange(0, 0), HeadPlan(), 0.0
         hidden, expected = head.hidden.meta["val"], self.findings.graph.expected
         every, others = expected.number(hidden.shape[0]), self.world_size - 1
         scored = self.findings.scored.get(fact.name, ())
@@ -268,7 +266,8 @@ class Pricing:
         position_bytes = 2 * width + 5 * fact.itemsize + INDEX_BYTES
         messages = HEAD_EXCHANGES + CHUNK_EXCHANGES * chunks
         sent = cost.Exchange(positions * position_bytes * others, messages * others)
-        return sent, chunks, min(both_ms) * (1 - 1 / chunks)
+        plan = HeadPlan(chunks, positions / max(every, 1), sent.sent_bytes)
+        return sent, plan, min(both_ms) * (1 - 1 / chunks)
 
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
         """Names the reason why a head cannot be sharded; None: it can."""

@@ -179,7 +179,8 @@ def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Co
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
     """Returns the bytes that a rank sends in a step of a sharded table's rows and of their gradients."""
-    besides = decision.norm_bytes + decision.head_bytes + ids_exchange(decision, world_size).sent_bytes
+    of_head = decision.head.sent_bytes if decision.head is not None else 0
+    besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
     return max(decision.sent_bytes_per_step - besides, 0)
 
 

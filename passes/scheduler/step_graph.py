@@ -6,29 +6,31 @@ Contract
 
     backward   early rows                the rest of the step before, and the next batch's early rows
                backward <table, bucket>  ends with the submission of its gradients
-               backward up to <copy>     ends where a value's reload begins or is awaited
+               backward up to <copy>     ends where a value's reload begins or is awaited; likewise
+               backward up to <exchange> ends where an exchange of an output layer begins or is awaited
                end of backward
     between    your code, optimizer step, loader: once they have been measured. Where an optimizer adds up row
                norms, it waits for the gradients, and their updates wait for the norms
     forward    update <table>            ends with the submission of its rows
                start of forward
                rows <table>, update <bucket>: follow an await; then forward <table, bucket>
-               forward up to <copy>: ends where a value's offload begins or is awaited
+               forward up to <copy>, <exchange>: as in the backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import nbytes
-from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
+from embrace_fx.vocabulary.copy_ops import RELOAD, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import (
     BESIDE,
@@ -47,7 +49,8 @@ from embrace_fx.vocabulary.operation_id import (
 )
 from embrace_fx.vocabulary.ops import id_of, launch_of, op_name
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
-from embrace_fx.vocabulary.submissions import awaited, is_submission
+from embrace_fx.vocabulary.sizes import ExpectedSizes
+from embrace_fx.vocabulary.submissions import awaited, begun_or_awaited, compute_up_to, is_submission
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,14 @@ class Block:
         ms: estimated milliseconds of its nodes.
         awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
         submits: nodes that submit a launch at its end.
-        copies: nodes that begin a copy at its end.
+        begins: nodes that begin a copy, or an exchange of an output layer, at its end.
     """
 
     id: OperationId
     ms: float = 0.0
     awaits: list[tuple[OperationId, int]] = field(default_factory=list)
     submits: list[fx.Node] = field(default_factory=list)
-    copies: list[fx.Node] = field(default_factory=list)
+    begins: list[fx.Node] = field(default_factory=list)
 
 
 def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
@@ -114,7 +117,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
-        if op_name(node) in COPY_OPS:
+        if begun_or_awaited(node) is not None:
             yield _up_to(node, end)
         elif launch is not None and launch.needs_lookahead:
             early.awaits.append((launch, 1))
@@ -125,7 +128,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
         elif is_submission(node):
             what = compute_id("backward", id_of(node).what)
             if block.id != what:
-                block = Block(what, end.ms, _copies_taken(end))
+                block = Block(what, end.ms, _cuts_taken(end))
                 end.ms = 0.0
                 yield block
             block.submits.append(node)
@@ -137,7 +140,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
     segment: Block | None = Block(START)
     waiting = Block(START)  # its compute precedes the next await
     for node in forward.graph.nodes:
-        if op_name(node) in COPY_OPS:
+        if begun_or_awaited(node) is not None:
             yield _up_to(node, segment or waiting)
             continue
         launch, of_rows = awaited(node), op_name(node) == "_c10d_functional::wait_tensor"
@@ -174,7 +177,7 @@ def _cut_at_copies(
     """
     block = Block(what, before_ms)
     for node in module.graph.nodes:
-        if op_name(node) in COPY_OPS:
+        if begun_or_awaited(node) is not None:
             yield _up_to(node, block)
         else:
             block.ms += node_ms(node)
@@ -202,8 +205,10 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
     """Adds the copies that a block begins, and all dependences of these and of the block."""
     name = str(block.id)
     dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
-    for node in block.copies:
+    for node in block.begins:
         launch = id_of(node)
+        if launch.lane not in COPIES:
+            continue
         operations.append(Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,)))
         dependences.append(Dependence(name, str(launch)))
         if op_name(node) == RELOAD:
@@ -211,21 +216,28 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
-    """Ends a block at a node that begins or awaits a copy; `block` continues behind the node."""
-    ended = Block(compute_up_to(node), block.ms, _copies_taken(block))
+    """Ends a block where a copy, or an exchange of an output layer, begins or is awaited; `block` continues there."""
+    ended = Block(compute_up_to(node), block.ms, _cuts_taken(block))
     block.ms = 0.0
-    if op_name(node) in (OFFLOAD, RELOAD):
-        ended.copies.append(node)
+    found = begun_or_awaited(node)
+    assert found is not None
+    launch, awaits = found
+    if awaits:
+        block.awaits.append((launch, 0))
     else:
-        block.awaits.append((id_of(node), 0))
+        ended.begins.append(node)
     return ended
 
 
-def _copies_taken(block: Block) -> list[tuple[OperationId, int]]:
-    """Moves the copies that a block waits for out of it, to the part that ends here."""
-    found = [each for each in block.awaits if each[0].lane in COPIES]
-    block.awaits = [each for each in block.awaits if each[0].lane not in COPIES]
+def _cuts_taken(block: Block) -> list[tuple[OperationId, int]]:
+    """Moves what cut a block, and is awaited, out of it, to the part that ends here."""
+    found = [each for each in block.awaits if _cuts(each[0])]
+    block.awaits = [each for each in block.awaits if not _cuts(each[0])]
     return found
+
+
+def _cuts(launch: OperationId) -> bool:
+    return launch.lane in COPIES or launch.kind == "positions"
 
 
 def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
@@ -264,15 +276,19 @@ def build(
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
     pieces = _pieces(found)
+    of_head: OperationId | None = None  # the calling thread begins these in the program's order
     for block in found:
         alone = block.id in (EARLY, END, BETWEEN, START, *BESIDE)
         name, served = str(block.id), () if alone else (block.id.what,)
         operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
         order.append(name)
         _add_copies(block, operations, dependences)
-        for node in block.submits:
+        for node in [*block.submits, *(node for node in block.begins if id_of(node).kind == "positions")]:
             launch = id_of(node)
-            sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size))
+            if launch.kind == "positions":
+                dependences += [Dependence(str(of_head), str(launch))] if of_head is not None else []
+                of_head = launch
+            sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size, graph.expected))
             reduces = launch.kind == "all_reduce"
             collective: Any = "all_reduce" if reduces else "all_gather" if launch == IDS else "all_to_all"
             duration = cluster.transfer_ms(sent, (world_size - 1) * (2 if reduces else 1), collective)
@@ -311,10 +327,21 @@ def _pieces(found: Sequence[Block]) -> dict[str, int]:
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
 
-def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mapping[str, int], world_size: int) -> int:
+def _sent_bytes(
+    node: fx.Node,
+    launch: OperationId,
+    sizes: Sizes,
+    pieces: Mapping[str, int],
+    world_size: int,
+    expected: ExpectedSizes,
+) -> int:
     """Returns the bytes that one rank sends; until measured, half of a batch's rows count as early, half as delayed."""
     if launch == IDS:
         return sizes.ids_bytes
+    if launch.kind == "positions":  # every rank sends each other one as much as it receives from it
+        exchanged: Tensor = node.meta["val"]
+        of_all_ranks = prod(map(expected.number, exchanged.shape)) * exchanged.element_size()
+        return of_all_ranks // world_size * (world_size - 1)
     if launch.kind == "all_reduce":
         value = node.meta["val"]
         elements = node.args[2] if op_name(node) == "embrace::submit_chunk" else value.numel()

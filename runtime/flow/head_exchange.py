@@ -9,38 +9,85 @@ Shape legend: as in `embrace_fx/vocabulary/head_ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from embrace_fx.runtime.kernels.head import chunk_bounds
+from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import id_of, op_name
+from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class HeadExchange:
-    """The exchanges of one program's heads."""
+    """The exchanges of one program's heads.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    Args:
+        recorder: measures the exchanges that a program's nodes begin; None: of a loss outside of the model.
+    """
+
+    def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
+        self._communicator, self._recorder = communicator, recorder
         self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
+        self._watches: dict[OperationId, Watch] = {}  # of those under way
 
-    def launches(self) -> Mapping[str, Callable[..., InFlight]]:
-        """Maps op names to the functions that a lowered program calls."""
-        return {
-            "embrace::gather_counts": self.gather_counts,
-            "embrace::gather_positions": self.gather_positions,
-            "embrace::scatter_positions": self.scatter_positions,
-        }
+    def begin(self, node: fx.Node) -> Callable[..., InFlight]:
+        """Makes the function that a node calls to begin an exchange."""
+        launch, until, recorder = id_of(node), compute_up_to(node), self._recorder
+        exchange = getattr(self, op_name(node).removeprefix("embrace::"))
+        assert recorder is not None
 
-    def gather_counts(self, labels: Tensor | None, table: str, group: str, group_size: int) -> InFlight:
+        def begun(*arguments: Any) -> InFlight:
+            recorder.mark(until)
+            found: InFlight = exchange(*arguments[:-1], launch)
+            return found
+
+        return begun
+
+    def end(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
+        """Makes the function that a node calls to await an exchange."""
+        launch, until, recorder = id_of(node.all_input_nodes[0]), compute_up_to(node), self._recorder
+        assert recorder is not None
+
+        def ended(exchange: InFlight) -> Tensor:
+            recorder.mark(until)
+            with recorder.waiting(launch):
+                value = self._communicator.wait(exchange)
+            if launch in self._watches:
+                self._watches.pop(launch).__exit__()
+            return value
+
+        return ended
+
+    def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
+        """Begins to measure an exchange that sends so many elements, while a recording runs."""
+        if launch is not None and self._recorder is not None and self._recorder.recording is not None:
+            self._watches[launch] = Watch(launch, sent.numel() * sent.element_size() * copies, self._recorder)
+            self._watches[launch].__enter__()
+
+    def gather_counts(
+        self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
+    ) -> InFlight:
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
+        self._watch(launch, own, group_size - 1)
         self._counting[table] = self._communicator.gather_alike(own, group)
         return replace(self._counting[table], value=self._counting[table].value.view(-1))
 
     def gather_positions(
-        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, group_size: int
+        self,
+        rows: Tensor,
+        counts: Tensor | None,
+        chunk: int,
+        chunks: int,
+        table: str,
+        group: str,
+        group_size: int,
+        launch: OperationId | None = None,
     ) -> InFlight:
         """Launches `gather_positions`; without counts, of as many zeros as this rank has announced positions."""
         sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
@@ -49,11 +96,20 @@ class HeadExchange:
         elif chunks > 1:
             rows = rows[slice(*chunk_bounds(len(rows), chunk, chunks))]
         of_ranks = [size * shape.numel() for size in sizes]
+        self._watch(launch, rows, group_size - 1)
         found = self._communicator.gather_unlike(rows.reshape(-1), of_ranks, group)
         return replace(found, value=found.value.view(sum(sizes), *shape))
 
     def scatter_positions(
-        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, group_size: int
+        self,
+        rows: Tensor,
+        counts: Tensor | None,
+        chunk: int,
+        chunks: int,
+        table: str,
+        group: str,
+        group_size: int,
+        launch: OperationId | None = None,
     ) -> InFlight:
         """Launches `scatter_positions`, likewise."""
         sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
@@ -63,6 +119,7 @@ class HeadExchange:
         if group_size == 1:
             return InFlight(rows, None)
         own = [of_ranks[self._communicator.rank]] * group_size
+        self._watch(launch, rows.reshape(-1)[own[0] :], 1)
         arrived = rows.new_empty((sum(own),))
         found = self._communicator.all_to_all(arrived, rows.reshape(-1), own, of_ranks, group)
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))

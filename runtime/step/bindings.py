@@ -25,10 +25,12 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
+from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
+from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class Bindings:
@@ -61,8 +63,9 @@ class Bindings:
         on = _streams_alone(state, self._communicator)
         self._alone = SingleProcessRows(on, state.tables) if on is not None and runs_uncounted(graph) else None
         communicator = self._communicator
+        self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
-            "_c10d_functional::wait_tensor": lambda _: partial(_wait_for, flow),
+            "_c10d_functional::wait_tensor": self._waits,
             "embrace::submit_ids": lambda _: flow.submit_ids,
             "embrace::await_ids": lambda _: flow.await_ids,
             "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
@@ -72,12 +75,12 @@ class Bindings:
             "embrace::lookup": self._lookup,
             "embrace::all_gather_ids": self._gather_ids,
             **dict.fromkeys(COPY_OPS, self._copied),
+            **dict.fromkeys(HEAD_LAUNCHES, self._heads.begin),
         }
         if communicator.comm_hook is not None:
             self._made["_c10d_functional::all_reduce_"] = partial(self._hooked, communicator.comm_hook)
         self._on_the_spot: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
-            **HeadExchange(communicator).launches(),
             "embrace::round_rows": communicator.rounding.round_rows,
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
         }
@@ -93,6 +96,10 @@ class Bindings:
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
         return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
+
+    def _waits(self, node: fx.Node) -> Callable[..., Any]:
+        of_head = op_name(node.all_input_nodes[0]) in HEAD_LAUNCHES
+        return self._heads.end(node) if of_head else partial(_wait_for, self._flow)
 
     def _packer(self, node: fx.Node) -> Packer:
         scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]

@@ -18,6 +18,7 @@ from embrace_fx.passes.shard_head import ShardHeads
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.kernels.head import head_gradient, head_loss, head_statistics
 from embrace_fx.vocabulary.graph import Gradient, GradientOfShard, Parameter, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, D, V, analysed, targets, text
@@ -49,7 +50,11 @@ def graph_of(forward: Callable[..., Any], *args: Tensor, train: bool = True) -> 
 
 def sharded(graph: TrainingGraph, rank: int = 1, ranks: int = 2, chunks: int = 1) -> TrainingGraph:
     grid = {TABLE: Grid(ranks, 1)}
-    passes = ShardHeads({TABLE: chunks}, rank, ranks), ShardTables((TABLE,), (), rank, ranks, grid), Partition()
+    passes = (
+        ShardHeads({TABLE: HeadPlan(chunks)}, rank, ranks),
+        ShardTables((TABLE,), (), rank, ranks, grid),
+        Partition(),
+    )
     return run_passes(graph, passes).graph
 
 
@@ -124,7 +129,7 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
 
 def test_no_head_leaves_the_graph_itself() -> None:
     graph = graph_of(lambda m, x, y: m.words(x).sum())
-    assert ShardHeads({TABLE: 1}, 0, 2)(graph) is graph
+    assert ShardHeads({TABLE: HeadPlan()}, 0, 2)(graph) is graph
     assert ShardHeads({}, 0, 2)(graph) is graph
 
 
@@ -153,7 +158,7 @@ def _gradient_twice(graph: TrainingGraph) -> None:
 
 def _size_of_another_rank(graph: TrainingGraph) -> None:
     node = next(n for n in graph.graph.nodes if n.name.endswith("_counts"))
-    node.args = (*node.args[:-1], 3)
+    node.args = (*node.args[:-2], 3, node.args[-1])
 
 
 @pytest.mark.parametrize(
@@ -167,7 +172,7 @@ def _size_of_another_rank(graph: TrainingGraph) -> None:
 )
 def test_illegal_twins_are_refused(break_it: Callable[[TrainingGraph], None], expected: str) -> None:
     captured = graph_of(plain)
-    legal = ShardHeads({TABLE: 1}, 1, 2)(captured)
+    legal = ShardHeads({TABLE: HeadPlan()}, 1, 2)(captured)
     verify(legal, after="ShardHeads", captured=captured)
     broken = legal.edit()
     break_it(broken)

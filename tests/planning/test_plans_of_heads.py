@@ -22,7 +22,7 @@ def test_auto_picks_the_faster(tied: bool, num_words: int, length: int) -> None:
     ms = {each.strategy: each.predicted_ms for each in decision.candidates}
     assert decision.strategy == ("vocabulary" if ms["vocabulary"] < 0.8 * ms["allreduce"] else "allreduce")
     assert (ms["vocabulary"] < ms["allreduce"]) == (8 * words.numel() < num_words)
-    assert (decision.head_bytes > 0) == (decision.strategy == "vocabulary")
+    assert (decision.head is not None) == (decision.strategy == "vocabulary")
 
 
 def test_positions_without_labels_cost_nothing() -> None:
@@ -34,9 +34,28 @@ def test_positions_without_labels_cost_nothing() -> None:
         embrace_fx.plan(model, (words, own), world_size=8, cluster=ETHERNET, strategy={workload.table: "vocabulary"})
         for own in (words, labels)
     )
-    sent = [plan[workload.table].head_bytes for plan in (every, few)]
+    sent = [plan.heads[workload.table].sent_bytes for plan in (every, few)]
     assert sent[1] == pytest.approx(sent[0] / 8)
-    assert every[workload.table].head_chunks >= few[workload.table].head_chunks > 1
+    assert every.heads[workload.table].chunks >= few.heads[workload.table].chunks > 1
+
+
+def test_a_window_holds_every_exchange_of_positions() -> None:
+    workload = HeadWorkload(num_words=30000, width=128)
+    words = torch.randint(30000, (4, 512), generator=torch.Generator().manual_seed(0))
+    asked = {workload.table: "vocabulary"}
+    plan = embrace_fx.plan(
+        workload.make(torch.float32, seed=0), (words, words), world_size=8, cluster=ETHERNET, strategy=asked
+    )
+    chunks, steps = plan.heads[workload.table].chunks, plan.schedule.steps
+    exchanges = [each for each in steps.operations if each.kind == "positions"]
+    assert len(exchanges) == 3 + 3 * chunks > 6
+    sent = sum(each.sent_bytes for each in exchanges)
+    assert sent == pytest.approx(plan.heads[workload.table].sent_bytes, rel=1e-3)
+    for each in exchanges:
+        assert {d.after for d in steps.dependences if d.before == each.name} & {*steps.compute_order}
+    statistics = {d.before for d in steps.dependences if d.after == f"{workload.table} statistics [0]"}
+    assert f"forward up to {workload.table} statistics [0]" in statistics
+    assert plan.schedule.diagnostics().exposed_ms["embedding"] > 0
 
 
 @pytest.mark.parametrize("world_size", [2, 16, 1024])

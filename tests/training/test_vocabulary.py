@@ -62,8 +62,34 @@ def test_a_budget_computes_the_head_in_chunks(case: str, ranks: int) -> None:
     expected = expected_parameters(ranks, workload, DTYPE, "adamw", steps=STEPS)
     way = Way({workload.table: "vocabulary"}, "2d", steps=STEPS, memory_budget=0.99)
     for found in run_ranks(ranks, train_compiled, workload, DTYPE, "adamw", "exact", way):
-        assert found.plan[workload.table].head_chunks > 1
+        of_head = found.plan[workload.table].head
+        assert of_head is not None
+        assert of_head.chunks > 1
         assert_same(found.parameters, expected, DTYPE)
+
+
+def _recorded(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int], set[str]]:
+    """Returns exchange of positions -> bytes, as recorded and as predicted, and the exchanges waited for."""
+    workload = HeadWorkload(length=32, ignored=0.0)
+    compiled = embrace_fx.compile(workload.make(DTYPE, seed=0), strategy={workload.table: "vocabulary"})
+    batch = workload.batches(0, 0, 0)  # every rank's
+    with compiled.record():
+        for _ in range(4):
+            compiled(*batch).backward()
+    seen = [span.operation for span in compiled.timeline.spans if (span.rank, span.window) == (rank, 1)]
+    waits = {wait.launch for wait in compiled.timeline.waits if wait.launch.startswith(workload.table)}
+    exchanges = [
+        {each.name: each.sent_bytes for each in operations if each.kind == "positions"}
+        for operations in (seen, compiled.schedule.steps.operations)
+    ]
+    assert {each.name for each in seen} >= {each for each in compiled.schedule.steps.compute_order if "up to" in each}
+    return exchanges[0], exchanges[1], waits
+
+
+def test_exchanges_of_positions_are_recorded_as_predicted() -> None:
+    for recorded, predicted, waited_for in run_ranks(2, _recorded):
+        assert recorded == predicted
+        assert set(recorded) <= waited_for
 
 
 @pytest.mark.long
