@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from io import StringIO
@@ -19,23 +18,19 @@ from rich.console import Console
 
 from benchmarks.device.emulated import Emulated
 from benchmarks.lab import __main__ as lab
-from benchmarks.lab.cell import Close, Closed, Failed, Measured, Open, Ready, Record, Turn
-from benchmarks.lab.hosts import ROOT, CrewFailed, crew, python_of
+from benchmarks.lab.hosts import ROOT
 from benchmarks.lab.kept import Kept
 from benchmarks.lab.results import results
-from benchmarks.lab.settings import SETTINGS, Block, Setting
+from benchmarks.lab.settings import SETTINGS, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import Workload, on_meta, sizes
-from benchmarks.network import Links, network
-from benchmarks.peers import ENVIRONMENTS, SYSTEMS
-from benchmarks.peers.base import Recorded
-from tests.support.lab import LEARNING_RATES, STEPS, means, reference_losses, train
+from benchmarks.peers import SYSTEMS
+from tests.support.lab import LEARNING_RATES, means, reference_losses, train
 from tests.support.ranks import run_ranks
 
 RANKS, PATIENCE_S = 2, 60.0
 TINY = replace(SETTINGS["quick"], models=("bert",), groups={"pair": ("alone_sparse", "ddp_sparse")}, size="tiny")
 TINY = replace(TINY, ranks=(RANKS,), rates_mbit=(500.0,), rounds=2, turn_ms=5.0)
-BERT = Block("bert", RANKS, 500.0, "pair")
 PUBLISHED_MIB = {"lm": (3186.5, 3099.5), "gnmt": (739.1, 252.5), "transformer": (1067.5, 263.4), "bert": (417.7, 89.4)}
 """Whole model and its tables, of EmbRace (Li et al. 2022)."""
 
@@ -69,54 +64,6 @@ def test_systems_train_as_one_process_unless_they_are_alone(model: str, emulated
     for name in ("ddp", "ddp_sparse", "embrace_2d", "alone_sparse") if emulated or model == "lm" else names:
         found = means(run_ranks(RANKS, train, name, workload, optimizer))
         assert (found == pytest.approx(expected, rel=1e-4)) == bool(SYSTEMS[name].alone), name
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_systems_in_processes_of_their_own_train_as_one_process(environment: str, tmp_path: Path) -> None:
-    try:
-        python_of(environment)
-    except CrewFailed as error:
-        pytest.skip(str(error))
-    setting = replace(TINY, learning_rate=LEARNING_RATES["adagrad"], timeout_s=240)
-    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, environment, tmp_path) as started:
-        systems = [name for name in SYSTEMS if SYSTEMS[name].environment == environment != "project"]
-        for port, name in enumerate(systems or ["ddp_compiled"], start=20_000):
-            for model in MODELS:
-                cell = replace(setting.cell(BERT, name, port), model=model, warm_up_steps=STEPS)
-                ready = started.ask(Open(cell), timeout_s=240)
-                assert all(isinstance(rank, Ready) for rank in ready), f"{name}: {ready}"
-                losses = means([list(rank.losses) for rank in ready if isinstance(rank, Ready)])
-                assert losses == pytest.approx(reference_losses(MODELS[model]["tiny"], "adagrad", RANKS), rel=1e-4)
-                assert started.ask(Close(name), timeout_s=20) == (Closed(),) * RANKS
-
-
-@pytest.mark.long
-def test_systems_take_turns_and_one_that_fails_or_dies_ends_for_all_ranks(tmp_path: Path) -> None:
-    with network(Links(RANKS, 500)) as hosts, crew(hosts, RANKS, "project", tmp_path) as ranks:
-        for port, system in enumerate(("ddp_sparse", "alone_sparse"), start=20_104):
-            assert isinstance(ranks.ask(Open(TINY.cell(BERT, system, port)), PATIENCE_S)[0], Ready)
-        for system, sends in (("ddp_sparse", True), ("alone_sparse", False), ("ddp_sparse", True)):
-            for rank in ranks.ask(Turn(system, 3), PATIENCE_S):
-                assert isinstance(rank, Measured)
-                assert rank.step_ms == pytest.approx(sum(rank.each_step_ms) / 3)
-                assert rank.peak_bytes > rank.start_bytes > 0
-                assert (rank.sent_bytes > 10_000) == sends  # what is alone sends acknowledgements of the barrier before
-        assert ranks.ask(Record("ddp_sparse", 1), PATIENCE_S) == (Recorded(),) * RANKS
-        assert ranks.ask(Close("alone_sparse"), PATIENCE_S) == (Closed(),) * RANKS
-
-        sessions = [pid for rank in children(os.getpid()) for pid in children(rank)]
-        deadline = time.monotonic() + PATIENCE_S
-        while {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in sessions} != {"T"}:
-            assert time.monotonic() < deadline, "between their turns systems are stopped"
-        threading.Timer(0.5, os.kill, (sessions[0], signal.SIGKILL)).start()
-        (dead,) = ranks.ask(Turn("ddp_sparse", 1_000_000), PATIENCE_S)
-        assert isinstance(dead, Failed)
-        assert "the rank's process died with exit status -9" in dead.reason
-        (failed,) = ranks.ask(Open(replace(TINY.cell(BERT, "ddp_sparse", 20_103), optimizer="no such")), PATIENCE_S)
-        assert isinstance(failed, Failed)
-        assert "KeyError: 'no such'" in failed.reason
 
 
 def children(pid: int) -> list[int]:

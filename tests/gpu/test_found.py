@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Streams
@@ -53,56 +51,6 @@ def test_nothing_is_found_where_nothing_is_wrong(way: str, broken: dict[str, lis
 )
 def test_a_broken_launcher_is_found(way: str, says: str, broken: dict[str, list[str]]) -> None:
     assert any(says in finding for finding in broken[way]), broken[way]
-
-
-def begins_in_another_order(rank: int, world_size: int) -> None:
-    """Two collectives of two communicators, on two streams, the other way round on the other rank."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    groups = [dist.new_group(backend="nccl") for _ in range(2)]
-    values = [torch.ones(1, device=device) for _ in groups]
-    for group, value in zip(groups, values, strict=True):  # connects
-        dist.all_reduce(value, group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
-    streams = [torch.cuda.Stream(device) for _ in groups]
-    for k in (0, 1) if rank == 0 else (1, 0):
-        with torch.cuda.stream(streams[k]):
-            dist.all_reduce(values[k], group=groups[k], async_op=True)
-        torch.cuda._sleep(400_000_000)
-        torch.cuda.current_stream().synchronize()  # the first one has begun
-    torch.cuda.synchronize()
-
-
-@gpus(2)
-def test_two_orders_are_a_deadlock_that_is_named(findings: Path) -> None:
-    with pytest.raises(RankError):
-        run_ranks(2, begins_in_another_order, timeout_s=120.0)
-    text = findings_of(findings)
-    assert "DEADLOCK" in text
-    assert "nothing orders the two" in text
-
-
-def sends_less(rank: int, world_size: int) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    group = dist.new_group(backend="nccl")
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    value = torch.ones(4 - rank, device=device)
-    operation = dist.isend if rank == 0 else dist.irecv
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, value, group=group, group_peer=1 - rank)]):
-        work.wait()
-    torch.cuda.synchronize()
-    dist.barrier()
-
-
-@gpus(2)
-def test_a_send_that_no_receive_fits(findings: Path) -> None:
-    with pytest.raises(RankError):
-        run_ranks(2, sends_less, timeout_s=120.0)
-    text = findings_of(findings)
-    assert "MISMATCH" in text
-    assert "of 12 bytes from rank 0, which sends kind 600000000 of 16 bytes" in text
 
 
 def flags_are_in_no_order(rank: int, world_size: int) -> None:
@@ -147,21 +95,6 @@ def waits_in_each_step(rank: int, world_size: int) -> None:
 def test_a_wait_of_the_host_in_a_steady_step_is_counted() -> None:
     with pytest.raises(RankError, match="assert streams == copies == 0"):
         run_ranks(2, waits_in_each_step, timeout_s=300.0)
-
-
-def uses_devices(rank: int, world_size: int, other: bool) -> int:
-    """The devices on which the process has a context, a bit for each."""
-    torch.cuda.set_device(rank)
-    torch.zeros(1, device="cuda")
-    if other:
-        torch.zeros(1, device=f"cuda:{1 - rank}")
-    return contexts()
-
-
-@gpus(2)
-def test_the_use_of_another_ranks_device_is_seen() -> None:
-    assert [outcome.result for outcome in fresh_ranks(2, uses_devices, False)] == [1, 2]
-    assert [outcome.result for outcome in fresh_ranks(2, uses_devices, True)] == [3, 3]
 
 
 def trains_and_counts(rank: int, world_size: int) -> tuple[int, int]:
