@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.part import Part
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, Matching, draw_batch
-
-TABLES = ("words.weight", "items.weight")
 
 
 class Run:
@@ -47,42 +43,6 @@ class Run:
 def parameters(run: Run) -> dict[str, Tensor]:
     """Collective: whole copies."""
     return {name: value.clone() for name, value in run.model.full_state_dict().items()}
-
-
-# -- one rank saves ----------------------------------------------------------------------------------------------------
-
-
-def save_on_one_rank(rank: int, world_size: int, path: Path, strategy: Strategy) -> dict[str, Tensor]:
-    run = Run(strategy, lazy=True)
-    run.train(rank, range(3))
-    checkpoint = {"model": run.model.full_state_dict(), "optimizer": embrace_fx.full_state_dict(run.optimizer)}
-    if rank == 0:
-        torch.save(checkpoint, path)
-    run.train(rank, range(3, 5))
-    return parameters(run)
-
-
-def resume(rank: int, world_size: int, path: Path, when: str) -> tuple[dict[str, Tensor], list[str]]:
-    checkpoint = torch.load(path, weights_only=True)
-    run = Run(lazy=True)
-    if when == "after the first call":
-        run.train(rank, range(7, 8))
-    kinds = {type(value) for state in checkpoint["optimizer"]["state"].values() for value in state.values()}
-    assert kinds == {type(value) for value in checkpoint["model"].values()} == {Tensor}
-    run.model.load_state_dict({f"module.{name}": value for name, value in checkpoint["model"].items()})
-    run.optimizer.load_state_dict(checkpoint["optimizer"])
-    run.train(rank, range(3, 5))
-    return parameters(run), list(checkpoint["model"])
-
-
-@pytest.mark.parametrize(
-    "when", [pytest.param("before the first call", marks=pytest.mark.long), "after the first call"]
-)
-def test_what_one_rank_saves_is_whole_and_continues(when: str, tmp_path: Path) -> None:
-    saved = run_ranks(2, save_on_one_rank, tmp_path / "whole", "alltoall")
-    for found, names in run_ranks(2, resume, tmp_path / "whole", when):
-        assert names == list(Matching().state_dict())
-        assert_same(found, saved[0], DTYPE)
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -155,32 +115,6 @@ def test_a_shard_is_not_written_to_one_ranks_file() -> None:
             assert NAMED_BY.get(what.split(" by")[0], "words.weight") in message, what
 
 
-def go_back(rank: int, world_size: int) -> None:
-    run = Run()
-    run.train(rank, range(2))
-    best, best_state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
-    assert isinstance(best["words.weight"], Part)
-    expected = parameters(run)
-    run.train(rank, range(2, 4))
-    assert not torch.equal(parameters(run)["words.weight"], expected["words.weight"])
-    run.model.load_state_dict(best)
-    run.optimizer.load_state_dict(best_state)
-    assert_same(parameters(run), expected, DTYPE)
-    run.train(rank, range(2, 4))
-    assert_same(parameters(run), parameters_of_one_stretch(rank), DTYPE)
-
-
-def parameters_of_one_stretch(rank: int) -> dict[str, Tensor]:
-    run = Run()
-    run.train(rank, range(4))
-    return parameters(run)
-
-
-@pytest.mark.long
-def test_a_copied_state_dict_is_what_it_was_and_loads_again() -> None:
-    run_ranks(2, go_back)
-
-
 # -- models as they stand ----------------------------------------------------------------------------------------------
 
 
@@ -231,7 +165,3 @@ def averaged(rank: int, world_size: int) -> None:
     for name in expected[0]:
         mean = torch.stack([each[name] for each in expected]).mean(0)
         torch.testing.assert_close(state[f"module.{name}"], mean, rtol=1e-12, atol=1e-12)
-
-
-def test_weights_are_averaged() -> None:
-    run_ranks(2, averaged)

@@ -88,11 +88,6 @@ def check(saved_on: tuple[int, Strategy], loaded_on: tuple[int, Strategy], path:
             torch.testing.assert_close(end[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.long
-def test_a_checkpoint_is_written_while_training_goes_on_and_is_that_of_its_step(tmp_path: Path) -> None:
-    check((2, "alltoall"), (2, "allreduce"), tmp_path / "saved")
-
-
 LAYOUTS: list[tuple[int, Strategy]] = [
     (1, "auto"),
     (2, "alltoall"),
@@ -197,19 +192,3 @@ def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_
     for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path):
         assert exporting_bytes < 0.3 * WHOLE_BYTES
         assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # half of the table, and half of its momentum
-
-
-def export_replicas(rank: int, ranks: int, directory: Path) -> None:
-    plain = nn.Linear(300, 300)
-    model = embrace_fx.compile(plain)
-    model(torch.ones(2, 300)).sum().backward()
-    for _ in range(20):
-        embrace_fx.save_full_state_dict(model, directory / "replicas.pt")
-        written = torch.load(directory / "replicas.pt")
-        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in written.items())
-
-
-@pytest.mark.long
-def test_every_rank_may_write_what_is_not_sharded(tmp_path: Path) -> None:
-    run_ranks(3, export_replicas, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["replicas.pt"]

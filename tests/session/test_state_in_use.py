@@ -309,24 +309,6 @@ def test_a_question_is_refused_while_the_others_wait_in_a_barrier() -> None:
     assert "rank 1: another rank calls the model" in told
 
 
-def _other_questions(rank: int, world_size: int) -> list[str]:
-    training = Training(rank, lambda model: embrace_fx.compile(model, strategy="alltoall"))
-    training.step(0)
-    told = []
-    for _ in range(2):
-        with pytest.raises(PeerFailure) as refused:
-            training.state[TABLE].norm() if rank else training.state[TABLE].max()
-        told.append(str(refused.value))
-    return [*told, str(training.state[TABLE].norm().item())]
-
-
-def test_other_questions_on_other_ranks_are_not_mixed_up() -> None:
-    first, second = run_ranks(2, _other_questions)
-    assert first == second
-    assert "sharded table: max of" in first[0]
-    assert "sharded table: norm of" in first[0]
-
-
 # -- what torch.distributed.checkpoint asks ----------------------------------------------------------------------------
 
 OPTIONS: Mapping[str, StateDictOptions] = {

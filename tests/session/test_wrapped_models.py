@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embrace_fx
 from tests.support import beside
@@ -35,11 +33,6 @@ def sharded(model: nn.Module) -> Any:
 def train(model: Any, rank: int, steps: range = range(3)) -> list[Tensor]:
     """Losses."""
     return beside.train(model, [draw_batch(step, rank) for step in steps], partial(SGD, lr=0.5))
-
-
-def state_of(model: nn.Module) -> list[Tensor]:
-    whole = embrace_fx.full_state_dict(model)
-    return [value.clone() for name, value in whole.items() if name != "n_averaged"]
 
 
 class Doubled(nn.Module):
@@ -124,54 +117,6 @@ def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
         for case in ("copied", "left"):
             assert "shards of words.weight, items.weight" in found[case]
         assert "by another compile() of its model" in found["closed"]
-
-
-def refused_beside(model: Any, narrow: tuple[nn.Module, ...], rank: int) -> dict[str, list[str]]:
-    """What is said where plain modules with parts of tables are called, and where they are saved."""
-    saved = io.BytesIO()
-    called = [told(RuntimeError, lambda each=each: each(*draw_batch(0, rank))) for each in narrow]  # type: ignore[misc]
-    kept = (model.module, model.state_dict(), model)
-    return {"called": called, "saved": [told(TypeError, lambda each=each: torch.save(each, saved)) for each in kept]}  # type: ignore[misc]
-
-
-def average_both(rank: int, world_size: int) -> dict[str, Any]:
-    """An average made after the first call follows; one made before is told of, and refuses nothing else."""
-    results: dict[str, list[Any]] = {}
-    for name, wrap in WRAPS.items():
-        model = wrap(plain())
-        optimizer = SGD(model.parameters(), lr=0.5)
-        model(*draw_batch(9, rank)).backward()
-        optimizer.zero_grad()
-        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        hand_made = copy.deepcopy(model.module).requires_grad_(False)
-        for step in range(3):
-            train(model, rank, range(step, step + 1))
-            average.update_parameters(model.module)
-            with torch.no_grad():
-                for old, new in zip(hand_made.parameters(), model.parameters(), strict=True):
-                    old.lerp_(new, 0.1)
-        results[name] = [*state_of(average), *state_of(hand_made)]
-        if name == "found":
-            results |= refused_beside(model, (average, hand_made, model.module), rank)
-            whole = plain()
-            weights = embrace_fx.full_state_dict(average.module)
-            whole.load_state_dict(weights)
-            assert torch.isfinite(whole(*draw_batch(0, rank)))
-            results["goes on"] = train(model, rank)
-    same = all(map(torch.allclose, results.pop("found"), results.pop("expected")))
-    return {**results, "same": same}
-
-
-@pytest.mark.long
-def test_averages_made_after_the_first_call_follow() -> None:
-    for found in run_ranks(2, average_both):
-        assert found["same"]
-        assert len(found["goes on"]) == 3
-        for line in found["called"]:
-            assert "finds only this rank's part" in line
-        for line in found["saved"]:
-            assert "sharded" in line
-            assert "full_state_dict()" in line
 
 
 def copy_before(rank: int, world_size: int) -> list[str]:
