@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,26 +37,6 @@ class Case:
         self.deliver(roles, [weight, bias], frozenset(absent), frozenset(absent), list(tangents))
 
 
-def test_gradients_are_set_and_then_summed_up() -> None:
-    case = Case()
-    weight, bias = torch.rand(3, 2), torch.rand(3)
-
-    case(weight.clone(), bias.clone())
-    case(weight.clone(), bias.clone())
-
-    assert torch.equal(case.layer.weight.grad, 2 * weight)  # type: ignore[arg-type]
-    assert torch.equal(case.layer.bias.grad, 2 * bias)  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_the_loss_is_not_of_gets_none() -> None:
-    case = Case()
-
-    case(torch.rand(3, 2), torch.rand(3), absent=["bias"])
-
-    assert case.layer.weight.grad is not None
-    assert case.layer.bias.grad is None
-
-
 def test_no_two_parameters_share_a_gradient() -> None:
     module = nn.Module()
     module.register_parameter("one", nn.Parameter(torch.zeros(3)))
@@ -74,15 +53,6 @@ def test_no_two_parameters_share_a_gradient() -> None:
     assert one.data_ptr() != two.data_ptr()
 
 
-def test_a_tensor_that_the_backward_was_given_stays_the_users() -> None:
-    case, tangent = Case(), torch.rand(3)
-
-    case(torch.rand(3, 2), tangent, tangents=[tangent])
-
-    assert case.layer.bias.grad is not None
-    assert case.layer.bias.grad.data_ptr() != tangent.data_ptr()
-
-
 def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
     case = Case()
 
@@ -90,38 +60,6 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
 
     assert case.layer.weight.grad is not None
     assert case.layer.weight.grad.stride() == case.layer.weight.stride()
-
-
-@pytest.mark.parametrize("synchronised", [True, False])
-def test_what_is_not_reduced_is_remembered_until_it_is(synchronised: bool) -> None:
-    case = Case(synchronised=synchronised)
-    case.state.unreduced.update(["weight"] if synchronised else [])
-    case.layer.weight.grad = torch.ones(3, 2)
-    found = torch.rand(3, 2)
-
-    case(found.clone(), torch.rand(3))
-
-    # A reduced bucket took along what had been summed up; this rank's own sum goes on.
-    assert torch.equal(case.layer.weight.grad, found if synchronised else found + 1)
-    assert case.state.unreduced == (set() if synchronised else set(NAMES))
-
-
-def test_hooks_of_an_own_gradient_run_once_and_change_it() -> None:
-    case = Case(synchronised=False)
-    case.state.hooked = frozenset(["weight"])
-    seen: list[Tensor] = []
-
-    def double(gradient: Tensor) -> Tensor:
-        seen.append(gradient)
-        return gradient * 2
-
-    case.layer.weight.register_hook(double)
-    found = torch.rand(3, 2)
-
-    case(found.clone(), torch.rand(3))
-
-    assert [torch.equal(each, found) for each in seen] == [True]
-    assert torch.equal(case.layer.weight.grad, 2 * found)  # type: ignore[arg-type]
 
 
 def test_what_a_backward_delivers_is_told_once_each_in_its_order() -> None:

@@ -25,16 +25,6 @@ def gradients(value: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.full((2, 2), value, dtype=dtype), torch.full((2,), value + 1, dtype=dtype)]
 
 
-def test_memory_that_nothing_holds_is_taken_again() -> None:
-    pack = packer()
-    flat = pack(gradients(2.0), 0.5)
-    place = flat.data_ptr()
-    del flat
-    again = pack(gradients(4.0), 0.5)
-    assert again.data_ptr() == place
-    assert again.tolist() == [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
-
-
 @pytest.mark.parametrize("held", ["itself", "a part of it", "an array"])
 def test_memory_that_something_holds_is_left_alone(held: str) -> None:
     pack = packer()
@@ -45,12 +35,6 @@ def test_memory_that_something_holds_is_left_alone(held: str) -> None:
     again = pack(gradients(4.0), 0.5)
     assert holder.tolist() == before
     assert again.tolist() == [2.0, 2.0, 2.0, 2.0, 2.5, 2.5]
-
-
-def test_a_bucket_of_another_type_has_memory_of_its_own() -> None:
-    pack = packer()
-    pack(gradients(2.0), 0.5)
-    assert pack(gradients(4.0, torch.float64), 0.5).dtype == torch.float64
 
 
 def test_a_packer_that_keeps_nothing_frees_its_memory() -> None:

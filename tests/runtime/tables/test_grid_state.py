@@ -5,26 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.planning.placing import place_anew
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
-from tests.support.cases import long_but
 from tests.support.inside import context_of, entries_of, session_of
 from tests.support.ranks import run_ranks
-from tests.support.training import whole, whole_parameters, whole_state
+from tests.support.training import whole, whole_parameters
 
 ROWS, COLUMNS = 31, 10
 
@@ -53,57 +46,6 @@ def _train(model: embrace_fx.CompiledModel, optimizer: Optimizer, rank: int, ste
         model(torch.randint(ROWS, (3, 4), generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _save(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Any]:
-    model, optimizer = _trained_model(rank, strategy, range(3))
-    found: Any = get_state_dict(model, optimizer)
-    weights, state = found
-    save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    table = weights["0.weight"]
-    return {
-        "local": tuple(table.to_local().shape),
-        "equal": torch.equal(table.full_tensor(), whole_parameters(model)["0.weight"]),
-        "state": [type(value) for value in state["state"]["0.weight"].values()],
-    }
-
-
-def _load_and_continue(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Tensor]:
-    def from_checkpoint(model: embrace_fx.CompiledModel, optimizer: Optimizer) -> None:
-        weights, state = get_state_dict(model, optimizer)
-        load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-
-    model, optimizer = _trained_model(rank, strategy, range(3, 5), from_checkpoint)
-    return whole_parameters(model) | whole_state(model, optimizer)
-
-
-def _expected_state() -> dict[str, Tensor]:
-    model, optimizer = _trained_model(0, "alltoall", range(5))
-    return whole_parameters(model) | whole_state(model, optimizer)
-
-
-CHECKPOINTS: dict[str, tuple[Any, tuple[tuple[int, Any], ...]]] = {
-    "2 x 1 grid -> columns": (Grid(2, 1), ((2, "alltoall"),)),
-    "2 x 2 grid -> others": (Grid(2, 2), ((4, Grid(4, 1)), (3, Grid(3, 1)), (2, "alltoall"), (1, "alltoall"))),
-    "columns -> grids": ("alltoall", ((4, Grid(2, 2)), (3, Grid(3, 1)), (2, Grid(2, 1)))),
-}
-
-
-@pytest.mark.parametrize(("saved", "loads"), long_but(("2 x 1 grid -> columns",), CHECKPOINTS))
-def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads: Any, tmp_path: Path) -> None:
-    ranks = saved.rows * saved.columns if isinstance(saved, Grid) else 4
-    for rank, facts in enumerate(run_ranks(ranks, _save, saved, tmp_path)):
-        first, last = own_columns(COLUMNS, ranks, rank)
-        assert facts["local"] == (ROWS, last - first)
-        assert facts["equal"]
-        assert facts["state"].count(Part) == 2
-    expected = _expected_state()
-    for world_size, strategy in loads:
-        for found in run_ranks(world_size, _load_and_continue, strategy, tmp_path):
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=f"{strategy} {name}")
 
 
 def _loads_whole_values(rank: int, world_size: int, grid: Grid) -> bool:

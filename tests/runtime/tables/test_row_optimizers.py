@@ -93,15 +93,6 @@ def assert_same(found: State, expected: State, dtype: torch.dtype, *, bitwise: b
         torch.testing.assert_close({name: found[name]}, {name: value}, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("definition", ALL, ids=str)
-def test_every_row_touched_equals_torch(definition: Definition, dtype: torch.dtype) -> None:
-    table, steps = random_table(dtype), random_steps(dtype, sparse=False)
-    found, state = train_rows(definition, table, steps)
-    expected, expected_state = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
-    assert_same({"table": found, **state}, {"table": expected, **expected_state}, dtype, bitwise=definition.bitwise)
-
-
 SPARSE_GRADIENTS = [(d, True) for d in EXACT if not d.options.get("fused")]
 DENSE_GRADIENTS = [(d, False) for d in EXACT if d.kind is not SparseAdam]
 
@@ -240,19 +231,6 @@ def test_scheduler_between_steps(definition: Definition) -> None:
     assert_same(found, expected, dtype, bitwise=definition.bitwise)
 
 
-def test_momentum_switched_on_while_training() -> None:
-    made, (ids, gradient) = (
-        by_rows(Definition(SGD, {"lr": 0.1}), torch.ones(V, D)),
-        random_steps(torch.float32, sparse=False)[0],
-    )
-    made.begin_step().finish([(ids, gradient)])
-    assert not made_state(made)
-    made.holder.param_groups[0]["momentum"] = 0.9
-    made.begin_step().finish([(ids[2:], gradient[2:])])
-    assert torch.equal(made.state["momentum_buffer"][2:], gradient[2:])
-    assert not made.state["momentum_buffer"][:2].any()
-
-
 @pytest.mark.parametrize("columns", [0, D])
 @pytest.mark.parametrize("definition", ALL, ids=str)
 def test_no_rows_or_no_columns_count_the_iteration_and_change_nothing(definition: Definition, columns: int) -> None:
@@ -263,32 +241,6 @@ def test_no_rows_or_no_columns_count_the_iteration_and_change_nothing(definition
     assert float(state.pop("step", 3)) == 3
     initial = definition.options.get("initial_accumulator_value", 0.0)
     assert all(torch.equal(value, torch.full_like(table, initial)) for value in state.values())
-
-
-def test_a_gradient_does_not_change() -> None:
-    for definition in ALL:
-        made, gradient = by_rows(definition, random_table(torch.float64)), torch.ones(V, D, dtype=torch.float64)
-        for _ in range(2):
-            made.begin_step().finish([(torch.arange(V), gradient)])
-        assert not torch.equal(made.local, random_table(torch.float64))
-        assert torch.equal(gradient, torch.ones_like(gradient))
-
-
-@pytest.mark.parametrize("default_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("definition", ALL, ids=str)
-def test_state_dict_is_torchs_own(definition: Definition, default_dtype: torch.dtype) -> None:
-    torch.set_default_dtype(default_dtype)
-    try:
-        table, steps = random_table(torch.float32), random_steps(torch.float32, sparse=False)[:1]
-        _, found = train_rows(definition, table, steps)
-        _, expected = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert describe(found) == describe({name: value for name, value in expected.items() if value is not None})
-
-
-def describe(state: State) -> dict[str, object]:
-    return {k: (v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for k, v in state.items()}
 
 
 @pytest.mark.parametrize("definition", ALL, ids=str)

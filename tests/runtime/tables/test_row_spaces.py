@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
@@ -24,7 +22,7 @@ from tests.support.models import Batch, Workload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
 from tests.support.stacks import ROWS, Many
-from tests.support.training import SEED, Way, expected_parameters, train_compiled, whole, whole_parameters
+from tests.support.training import SEED, Way, expected_parameters, train_compiled
 
 DTYPE = torch.float64
 
@@ -188,152 +186,6 @@ def test_training_equals_the_reference(case: Case) -> None:
         assert_same(found.parameters, expected, DTYPE)
 
 
-Act = Callable[[embrace_fx.CompiledModel, Optimizer, int], None]
-
-
-def reload(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """State and parameters by way of copies, as a checkpoint puts them back."""
-    if step == 3:
-        held, state = whole(compiled.state_dict().items()), optimizer.state_dict()
-        optimizer.load_state_dict({**state, "state": {k: whole(each.items()) for k, each in state["state"].items()}})
-        compiled.load_state_dict(held)
-
-
-def move_group(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """From the fourth step on one table learns faster than its space."""
-    if step == 3:
-        moved = dict(compiled.module.named_parameters())["tables.1.weight"]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter is not moved]
-        optimizer.add_param_group({"params": [moved], "lr": 0.2})
-
-
-def write(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """In place, between two steps."""
-    if step == 3:
-        with torch.no_grad():
-            for parameter in compiled.parameters():
-                parameter.mul_(0.5)
-
-
-def swap(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """What `Module.to` may do: other memory under the same parameters."""
-    if step == 3:
-        compiled.synchronize()
-        for parameter in compiled.parameters():
-            parameter.data = parameter.data.clone()
-
-
-def clip(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    compiled.clip_grad_norm_(0.01)
-
-
-def read(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """Of one table alone, so that its rows take what they have skipped."""
-    if step in (3, 5):
-        next(iter(compiled.state_dict().values())).to_local().sum()
-
-
-def leave_out(compiled: embrace_fx.CompiledModel, optimizer: Optimizer, step: int) -> None:
-    """Two steps that one table does not take."""
-    if step in (3, 5):
-        dict(compiled.module.named_parameters())["tables.1.weight"].grad = None
-
-
-ACTS: dict[str, tuple[Act, bool]] = {  # and whether gradients of two batches are summed up
-    "reload": (reload, False),
-    "move_group": (move_group, False),
-    "write": (write, False),
-    "swap": (swap, False),
-    "read": (read, False),
-    "clip": (clip, False),
-    "leave_out": (leave_out, False),
-    "accumulate": (lambda *_: None, True),
-}
-
-
-def _train(
-    rank: int, size: int, act: str, schedule: Any, kind: type[Optimizer], row_updates: Any, together: bool
-) -> tuple[dict[str, Tensor], int]:
-    workload = ManyWorkload()
-    model = workload.make(DTYPE, SEED)
-    groups = [{"params": [*model.parameters()]}] if together else [{"params": [each]} for each in model.parameters()]
-    optimizer = kind(groups, lr=0.05, eps=1e-3)  # type: ignore[call-arg]
-    compiled = embrace_fx.compile(
-        model, optimizer=optimizer, strategy="alltoall", schedule=schedule, row_updates=row_updates
-    )
-    do, accumulate = ACTS[act]
-    for step, batch in enumerate(compiled.lookahead([workload.batches(step, rank, SEED) for step in range(8)])):
-        with compiled.no_sync() if accumulate and step % 2 == 0 else nullcontext():
-            compiled(*batch).backward()
-        if accumulate and step % 2 == 0:
-            continue
-        do(compiled, optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_parameters(compiled), len(compiled.plan.spaces)
-
-
-@pytest.mark.parametrize(
-    ("act", "kind", "row_updates"),
-    long_but(
-        ("reload-Adam-replay",),
-        {
-            f"{act}-{kind.__name__}-{updates}": (act, kind, updates)
-            for act in ACTS
-            for kind, updates in ((Adagrad, "lazy"), (Adam, "lazy"), (Adam, "replay"))
-        },
-    ),
-)
-def test_what_users_do_between_steps_does_to_a_space_what_it_does_to_tables(
-    act: str, kind: type[Optimizer], row_updates: str
-) -> None:
-    """Tables of groups of their own are exchanged each by itself."""
-    by_table = run_ranks(2, _train, act, "none", kind, row_updates, False)
-    for schedule in ("none", "2d"):
-        joined = run_ranks(2, _train, act, schedule, kind, row_updates, True)
-        for (found, spaces_found), (expected, apart) in zip(joined, by_table, strict=True):
-            assert (spaces_found, apart) == (1, 0)
-            assert_same(found, expected, DTYPE)
-
-
-class Narrow(nn.Module):
-    """Two tables that are read in bfloat16 alone, and whose gradients are made of one product's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Embedding(20, 6), nn.Embedding(30, 6)
-        self.of_both = nn.Linear(6, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        one, other = self.one(ids).bfloat16(), self.other(ids + 7).bfloat16()
-        return self.of_both(one * other).float().square().mean()
-
-
-def _train_narrow(rank: int, size: int, schedule: Any) -> tuple[dict[str, Tensor], set[str], int]:
-    torch.manual_seed(SEED)
-    model = Narrow()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy="alltoall", schedule=schedule)
-    random = torch.Generator().manual_seed(rank)
-    for ids in compiled.lookahead([torch.randint(20, (9,), generator=random) for _ in range(6)]):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = compiled(ids)
-        loss.backward()
-        compiled.optimizer.step()
-        compiled.optimizer.zero_grad()
-    awaited = {str(n.args[3]) for n in compiled.graphs["forward"].graph.nodes if "await_rows" in str(n.target)}
-    return whole_parameters(compiled), awaited, len(compiled.plan.spaces)
-
-
-@pytest.mark.long
-def test_a_space_travels_in_the_narrow_dtype_of_its_tables() -> None:
-    overlapped, naive = (run_ranks(2, _train_narrow, schedule) for schedule in ("2d", "none"))
-    for (found, awaited, spaces_found), (expected, _, _) in zip(overlapped, naive, strict=True):
-        assert awaited == {"torch.bfloat16"}
-        assert spaces_found == 1
-        assert_same(found, expected, torch.float32)
-
-
 def _bad_id(rank: int, size: int) -> None:
     workload = ManyWorkload()
     model = workload.make(DTYPE, SEED)
@@ -351,20 +203,3 @@ def test_an_id_outside_its_table_is_not_another_tables_row() -> None:
     for error in run_ranks_expecting_errors(2, _bad_id):
         assert "tables.3.weight" in str(error)
         assert f"got {ROWS[3]}" in str(error)
-
-
-def _launched(rank: int, size: int, schedule: Any) -> list[str]:
-    workload = ManyWorkload()
-    model = workload.make(DTYPE, SEED)
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy="alltoall", schedule=schedule)
-    compiled(*workload.batches(0, rank, SEED)).backward()
-    return [name for name in compiled.schedule.launch_order if "bucket" not in name and name != "ids"]
-
-
-@pytest.mark.long
-def test_a_space_launches_what_one_table_does() -> None:
-    space = "tables.0.weight and 4 more"
-    for found in run_ranks(2, _launched, "2d"):
-        assert set(found) == {f"{space} {what}" for what in ("rows", "early rows", "prior", "delayed [0]")}
-    for found in run_ranks(2, _launched, "none"):
-        assert set(found) == {f"{space} {what}" for what in ("rows", "gradients")}

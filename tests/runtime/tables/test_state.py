@@ -1,11 +1,7 @@
-"""State: names, checkpoints across numbers of ranks, resumed optimizers, meta models, evaluation."""
+"""State: names, checkpoints across numbers of ranks, resumed optimizers, meta models."""
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.cases import long_but
-from tests.support.ranks import fresh_ranks, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
 
@@ -262,71 +258,6 @@ def test_a_meta_model_has_the_values_of_one_rank_on_any_number() -> None:
                 assert torch.equal(found[name], value), f"{name} on {world_size} ranks"
 
 
-TABLE_BYTES = 64 * 2**20
-
-
-def _peak_growth_bytes(rank: int, world_size: int) -> int:
-    warm_up = _model()
-    optimizer: Optimizer = SGD(warm_up.parameters(), lr=0.1)
-    _train(_compiled(warm_up, optimizer), optimizer, rank, range(1))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with torch.device("meta"):
-        plain = nn.Sequential(nn.Embedding(TABLE_BYTES // 512, 128), nn.Linear(128, 3))
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    model = _compiled(plain, optimizer)
-    for _ in range(2):
-        model(torch.arange(8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-
-
-@pytest.mark.long
-def test_a_meta_model_never_holds_more_than_its_shards() -> None:
-    for outcome in fresh_ranks(4, _peak_growth_bytes):
-        assert outcome.exception is None, outcome
-        assert outcome.result is not None
-        # The shard, one block of rows at full width, and what a capture takes.
-        assert TABLE_BYTES // 4 <= outcome.result < TABLE_BYTES // 2
-
-
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def _train_and_evaluate(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor], bool]:
-    plain = _model()
-    if rank:
-        nn.init.zeros_(plain.linear.weight)  # rank 0's parameters are the ones that count, in evaluation too
-    optimizer = OPTIMIZERS["Adagrad"][0](plain)
-    model = _compiled(plain, optimizer)
-    losses = []
-    for steps in (range(0), range(2), range(2, 4)):
-        model.train()
-        _train(model, optimizer, rank, steps)
-        model.eval()
-        with torch.no_grad():
-            loss = model(*_batch(9, rank))
-        losses.append(loss.item())
-    return losses, whole_parameters(model), loss.requires_grad
-
-
-def test_evaluation_before_between_and_after_training() -> None:
-    reference = _Reference(OPTIMIZERS["Adagrad"][0])
-    expected: list[list[float]] = [[], []]
-    parameters: dict[str, Tensor] = {}
-    for steps in (range(0), range(2), range(2, 4)):
-        reference.model.train()
-        parameters = reference.train(2, steps)
-        reference.model.eval()
-        for rank in range(2):
-            expected[rank].append(reference.model(*_batch(9, rank)).item())
-
-    for rank, (losses, found, requires_grad) in enumerate(run_ranks(2, _train_and_evaluate)):
-        assert losses == pytest.approx(expected[rank], rel=1e-9)
-        assert_same(found, parameters, torch.float64)
-        assert not requires_grad
-
-
 def test_meta_state_that_no_constructor_explains_is_refused() -> None:
     with torch.device("meta"):
         plain = Words()
@@ -343,21 +274,3 @@ def test_a_meta_model_is_trained_before_it_is_evaluated() -> None:
         model = embrace_fx.compile(Words())
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"meta.*Call it once"):
         model(*_batch(0, 0))
-
-
-# -- the structured trace ----------------------------------------------------------------------------------------------
-
-TRACED_SCRIPT = """
-import torch, embrace_fx
-model = embrace_fx.compile(torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1)))
-model(torch.arange(3)).sum().backward()
-"""
-
-
-@pytest.mark.long
-def test_graphs_and_plan_reach_torchs_structured_trace(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", TRACED_SCRIPT], env=environment, check=True, timeout=280)
-    log = "".join(path.read_text() for path in tmp_path.iterdir())
-    for artifact in ("embrace_fx_captured", "embrace_fx_backward", "embrace_fx_plan"):
-        assert artifact in log
