@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import fx
 
 from embrace_fx.passes.node_cost import computes
@@ -40,29 +38,6 @@ def test_the_output_tables_rows_are_awaited_behind_the_last_layer() -> None:
     before, after = overlapped()
     assert [products_before(before, table) for table in TABLES] == [0, 0]
     assert [products_before(after, table) for table in TABLES] == [0, LAYERS]
-
-
-def test_nothing_else_moves() -> None:
-    before, after = ([*graph.phases["forward"].graph.nodes] for graph in overlapped())
-
-    assert sorted(texts(before)) == sorted(texts(after))
-    place = {node.name: k for k, node in enumerate(before)}
-    first = next(k for k, node in enumerate(after) if awaits(node, "output.weight"))
-    moved = [node for node in after[first:] if place[node.name] < place[after[first - 1].name]]
-    names = {node.name for node in moved}
-    assert [n.name for n in before if n.name not in names] == [n.name for n in after if n.name not in names]
-    assert [n.name for n in before if n.name in names] == [n.name for n in moved]
-    assert {op_name(node) for node in moved} == {
-        "embrace::await_rows",
-        "embrace::join_rows",
-        "embrace::join_columns",
-        "aten::embedding",
-        "aten::sym_size",
-    }
-
-
-def texts(nodes: Iterable[fx.Node]) -> list[str]:
-    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in nodes]
 
 
 def test_rows_that_are_read_at_once_stay() -> None:

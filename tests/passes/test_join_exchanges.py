@@ -12,7 +12,7 @@ from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.graphs import IDS, D, Tables, V, analysed, tables_model
 
 DTYPE, CPU = torch.float64, torch.device("cpu")
@@ -57,22 +57,6 @@ def test_graphs_of_all_branches_launch_the_same() -> None:
     idle = idle_graph("linear.bias", torch.zeros(D, dtype=DTYPE))
     found = {launched(each) for each in (whole, *(analysed(tables_model(f), IDS) for f in (one, unread)), idle)}
     assert len(found) == 1
-
-
-def test_rows_of_a_table_that_is_not_read_arrive_in_the_forward() -> None:
-    graph = ShardTables(("table.weight", "other.weight"), (), 0, 2)(completed(analysed(tables_model(one), IDS)))
-    forward = Partition()(graph).phases["forward"]
-    joins = forward.graph.find_nodes(op="call_function", target=torch.ops.embrace.join_columns.default)
-    assert len(joins) == 2
-
-
-def test_results_and_gradients_are_kept() -> None:
-    graph = analysed(tables_model(one), IDS)
-    before, after = (
-        {role for value, role in each.outputs() if value is not None} for each in (graph, completed(graph))
-    )
-    assert after - before == {Gradient(Parameter("other.weight"))}
-    assert {role for role in before if isinstance(role, Result)} <= after
 
 
 def test_a_graph_that_uses_everything_is_returned_as_it_is() -> None:

@@ -125,13 +125,6 @@ def test_padding_rows_get_no_gradient(name: str) -> None:
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
-def test_values_of_a_forward_alone_that_reads_one_of_the_tables() -> None:
-    model = model_of(lambda m, x: m.linear(m.other(x)))
-    before, after = joined(model, OTHER_IDS, train=False)
-    expected = below_each_other(model, run_graph(before, model, OTHER_IDS))
-    assert_equal_outputs(run_graph(sharding(SPACE.name)(after), model, OTHER_IDS), expected)
-
-
 def test_values_of_a_batch_of_another_size() -> None:
     model, shorter = model_of(lambda m, x, y: both(m, x, y).sum()), (IDS[:1], OTHER_IDS[:1])
     captured = capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)}))
@@ -140,15 +133,6 @@ def test_values_of_a_batch_of_another_size() -> None:
     verify(joined, after="JoinTables", captured=graph, previous=graph)
     expected = below_each_other(model, run_graph(graph, model, *shorter))
     assert_equal_outputs(run_graph(joined, model, *shorter), expected)
-
-
-def test_plain_lookups_are_one() -> None:
-    _, after = joined(model_of(CASES["three lookups"][0]), IDS, OTHER_IDS)
-    found = targets(after.graph)
-    for target in ("embrace::join_ids", "aten::embedding", "aten::embedding_dense_backward"):
-        assert found.count(target) == 1
-    (table,) = after.tables
-    assert (table.parameter, table.num_rows, len(table.uses)) == (SPACE.name, 2 * V + 3, 1)
 
 
 def test_lookups_that_are_all_cast_are_cast_as_one() -> None:

@@ -27,7 +27,6 @@ from tests.support.graphs import (
     run_graph,
     sharding,
     table_of,
-    targets,
     text,
 )
 from tests.support.graphs import tables_model as model_in_float64
@@ -134,43 +133,11 @@ def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> N
     assert exchange_dtype(graph, table_of(graph)) == torch.float32
 
 
-@pytest.mark.parametrize("used", [torch.float32, torch.float16])
-def test_a_table_that_is_narrow_already(used: torch.dtype) -> None:
-    model = tables_model(lambda m, x: m.table(x).to(used).sum()).to(HALF)
-    sharded = sharding(TABLE, world_size=2)(analysed(model, IDS))
-    assert NarrowExchange()(sharded) is sharded
-
-
 def test_bags_sum_in_the_wide_dtype() -> None:
     graph = analysed(tables_model(bag_under_autocast), BAG, OFFSETS)
     sharded = sharding(TABLE, world_size=2)(graph)
     assert NarrowExchange()(sharded) is sharded
     assert exchange_dtype(graph, table_of(graph)) == torch.float32
-
-
-def test_one_table_of_two_is_narrowed() -> None:
-    graph = analysed(tables_model(lambda m, x: (m.table(x).to(HALF).float() * m.other(x)).sum()), IDS)
-    sharded = sharding(TABLE, "other.weight", world_size=2)(graph)
-    after = NarrowExchange()(sharded)
-    verify(after, after="NarrowExchange", captured=graph, previous=sharded)
-    dtypes = {n.name: n.meta["val"].dtype for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")}
-    assert dtypes == {
-        "table_rows": HALF,
-        "table_gradient": HALF,
-        "other_rows": torch.float32,
-        "other_gradient": torch.float32,
-    }
-
-
-def test_a_forward_alone_is_narrowed_too() -> None:
-    graph = analysed(tables_model(autocast), IDS, train=False)
-    launches = [n for n in narrowed(graph).graph.nodes if n.name == "table_rows"]
-    assert [n.meta["val"].dtype for n in launches] == [HALF]
-
-
-def test_without_sharded_tables_nothing_is_exchanged() -> None:
-    graph = analysed(tables_model(autocast), IDS)
-    assert NarrowExchange()(graph) is graph
 
 
 @pytest.mark.parametrize("name", LEGAL)
@@ -190,15 +157,6 @@ def test_values(name: str) -> None:
             torch.testing.assert_close(found[role], value, rtol=2**-8, atol=0)
         else:
             torch.testing.assert_close(found[role], value)
-
-
-def test_gradients_of_one_row_are_summed_before_they_are_rounded() -> None:
-    _, graph = legal("one lookup")
-    order = targets(narrowed(graph).graph)
-    summed, split = order.index("aten::embedding_dense_backward"), order.index("embrace::split_columns")
-    assert order[summed:split] == ["aten::embedding_dense_backward", "aten::_to_copy"]
-    received = order.index("embrace::all_to_all_gradients")
-    assert order[received + 2 : received + 4] == ["aten::_to_copy", "embrace::coalesce"]
 
 
 def narrow_rows_cross_ranks(rank: int, world_size: int) -> None:

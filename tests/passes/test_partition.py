@@ -13,13 +13,9 @@ from torch import Tensor, fx
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import (
-    BatchInput,
     Buffer,
     Mutation,
-    Parameter,
-    Result,
     Saved,
-    Tangent,
     TrainingGraph,
     inputs_of,
     outputs_of,
@@ -101,28 +97,6 @@ def test_golden() -> None:
     assert joint.phases == {}
 
 
-def test_the_ids_come_from_the_batch_alone_and_the_forward_reads_no_tangent() -> None:
-    def forward(model: Tables, ids: Tensor) -> Any:
-        return model.linear(model.table((ids + 1) % 10)) * model.other(ids)
-
-    graph = partitioned(sharding(TABLE, "other.weight")(analysed(tables_model(forward), IDS)))
-    early = before_the_forward(graph)
-    read = {role for phase in early for _, role in inputs_of(phase) if not isinstance(role, Saved)}
-    assert read == {BatchInput(0)}
-    assert not any(isinstance(role, Tangent) for _, role in inputs_of(graph.phases["forward"]))
-    assert {"aten::remainder", "embrace::unique_ids", "embrace::all_gather_ids", "embrace::unpack_ids"} <= {
-        name for phase in early for name in targets(phase.graph)
-    }
-
-
-def test_a_size_of_what_the_forward_has_is_taken_there() -> None:
-    """Saving the size keeps no table of rows alive until the backward."""
-    graph = partitioned(sharding(TABLE)(analysed(tables_model(plain), IDS)))
-    names = saved(graph.phases["forward"])
-    assert "table_table_rows" in names
-    assert "table_table" not in names
-
-
 def test_without_tables_nothing_comes_before_the_forward() -> None:
     model = tables_model(plain)
     joint = analysed(model, IDS)
@@ -143,35 +117,6 @@ def test_without_gradients_there_is_no_backward(forward: Callable[..., Any], tra
 
 
 # ---- what crosses a cut, and what is both inside and outside ----
-
-
-def result_is_an_id(model: Tables, ids: Tensor) -> tuple[Tensor, Tensor]:
-    shifted = ids + 1
-    return model.table(shifted), shifted
-
-
-def ids_in_all_phases(model: Tables, ids: Tensor) -> Tensor:
-    shifted = ids % 7
-    weights = model.vector[shifted % 3]  # the backward reads these ids too
-    return model.table(shifted) * weights.unsqueeze(-1) * shifted.unsqueeze(-1)
-
-
-def test_a_result_that_is_an_id_passes_through_the_forward() -> None:
-    model = tables_model(result_is_an_id)
-    graph = partitioned(sharding(TABLE)(analysed(model, IDS)))
-    (node,) = (n for n, role in outputs_of(graph.phases["forward"]) if role == Result(1))
-    assert node is not None
-    assert node.op == "placeholder"
-    assert node.meta["role"] == Saved("add")
-    assert torch.equal(run_graph(graph, model, IDS)[Result(1)], IDS + 1)
-
-
-def test_ids_that_later_phases_read_are_saved_once() -> None:
-    graph = partitioned(sharding(TABLE)(analysed(tables_model(ids_in_all_phases), IDS)))
-    names = saved(*graph.phases.values())
-    assert "remainder" in names
-    assert len(names) == len(set(names))
-    assert any(role == Saved("remainder") for _, role in inputs_of(graph.phases["forward"]))
 
 
 def test_a_gradient_that_the_forward_has_computed() -> None:
@@ -205,10 +150,3 @@ def test_mutated_state_is_written_back_in_place_at_the_end_of_the_forward() -> N
     found, expected = run_graph(graph, model, IDS), run_graph(joint, model, IDS)
     assert_equal_outputs(found, expected)
     assert found[Mutation(Buffer("calls"))].item() == 1.0
-
-
-def test_the_backward_reads_parameters_where_they_are() -> None:
-    graph = partitioned(sharding(TABLE)(analysed(tables_model(lambda m, x: m.table(x) * m.vector[0]), IDS)))
-    roles = {role for _, role in inputs_of(graph.phases["backward"])}
-    assert Parameter("vector") not in roles  # the forward saves the part that it has read
-    assert Saved("select") in roles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.verifier.invariants import verify
@@ -20,7 +20,6 @@ from tests.support.graphs import (
     averaged,
     classifier,
     run_graph,
-    sharding,
     tables_model,
     tangent,
     targets,
@@ -48,10 +47,6 @@ def test_golden() -> None:
     assert text(graph.module) == before
 
 
-def launches(graph: TrainingGraph) -> list[fx.Node]:
-    return list(graph.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce_.default))
-
-
 def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:
     communicator = Communicator(dist.group.WORLD)
     model = tables_model(plain)
@@ -69,24 +64,6 @@ def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:
 )
 def test_values_on_several_ranks(world_size: int, buckets: Buckets) -> None:
     run_ranks(world_size, means_over_ranks, buckets)
-
-
-def test_a_bucket_leaves_once_its_last_gradient_is_there_and_all_waits_stand_at_the_end() -> None:
-    graph = checked(analysed(tables_model(plain), IDS), BUCKETS)
-    order = [node.name for node in graph.graph.nodes]
-    early, late = (order.index(launch.name) for launch in launches(graph))
-    assert order[early - 2 : early] == ["t_4", "bucket_0"]  # the weight's gradient is the later of the two
-    assert order[late - 2 : late] == ["embedding_dense_backward", "bucket_1"]
-    waits = targets(list(graph.graph.nodes)[late + 1 :])
-    assert waits == ["_c10d_functional::wait_tensor", "embrace::unpack_bucket"] * 2
-
-
-def test_buckets_leave_in_the_given_order() -> None:
-    """Equal on all ranks, even where this rank's gradients come in another one."""
-    graph = checked(analysed(tables_model(plain), IDS), BUCKETS[::-1])
-    first, second = launches(graph)
-    assert (first.name, second.name) == ("bucket_0_reduced", "bucket_1_reduced")
-    assert str(first.all_input_nodes[0].args[0]) == "[embedding_dense_backward]"
 
 
 def bias_without_gradient(model: Tables, ids: Tensor) -> Tensor:
@@ -108,21 +85,6 @@ def test_a_parameter_without_gradient_on_one_rank_takes_part_with_zeros() -> Non
     torch.testing.assert_close(mean, own.sum((0, 1)) / 2)
 
 
-def test_gradients_outside_the_buckets_stay_as_they_are() -> None:
-    graph = analysed(tables_model(plain), IDS)
-    after = checked(graph, (("linear.bias",),))
-    before, kept = ({role: node.name for node, role in each.outputs() if node is not None} for each in (graph, after))
-    assert kept.pop(Gradient(Parameter("linear.bias"))) == "mean_linear_bias"
-    before.pop(Gradient(Parameter("linear.bias")))
-    assert kept == before
-
-
 def test_no_buckets_leave_the_graph_itself() -> None:
     graph = analysed(tables_model(plain), IDS)
     assert ReduceGradients((), 2)(graph) is graph
-
-
-def test_dense_buckets_and_sharded_rows_travel_in_groups_of_their_own() -> None:
-    sharded = sharding("table.weight", world_size=2)(analysed(tables_model(plain), IDS))
-    graph = checked(sharded, BUCKETS[:1])
-    assert [launch.args[2] for launch in launches(graph)] == ["dense"]

@@ -10,13 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, Tables, analysed, averaged, run_graph, tables_model, tangent, targets, text
+from tests.support.graphs import IDS, Tables, analysed, averaged, run_graph, tables_model, tangent, text
 from tests.support.ranks import run_ranks
 
 TABLE = "table.weight"
@@ -52,16 +51,6 @@ def test_nothing_to_count_leaves_the_graph_itself(scaled: bool, world_size: int)
     assert GlobalFrequency(world_size)(graph) is graph
 
 
-def test_each_lookup_has_counts_of_its_own() -> None:
-    graph = checked(analysed(tables_model(two_lookups), IDS), 2)
-    assert targets(graph.graph).count("_c10d_functional::all_reduce_") == 2
-
-
-def test_a_forward_alone_counts_nothing() -> None:
-    graph = analysed(tables_model(two_lookups), IDS, train=False)
-    assert GlobalFrequency(2)(graph) is graph
-
-
 def gradients_of_one_great_batch(rank: int, world_size: int) -> None:
     """The sum over ranks is the gradient of one process on all batches together."""
     communicator = Communicator(dist.group.WORLD)
@@ -78,9 +67,3 @@ def gradients_of_one_great_batch(rank: int, world_size: int) -> None:
 
 def test_values_on_several_ranks() -> None:
     run_ranks(3, gradients_of_one_great_batch)
-
-
-def test_the_scaled_gradients_are_what_is_reduced() -> None:
-    graph = ReduceGradients(((TABLE,),), 2)(checked(analysed(tables_model(two_lookups), IDS), 2))
-    order = targets(graph.graph)
-    assert order.index("embrace::pack_bucket") > max(k for k, name in enumerate(order) if name == "aten::div")

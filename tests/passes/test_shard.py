@@ -12,7 +12,7 @@ from torch import Tensor
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, Parameter, Shard, TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     BAG,
@@ -34,7 +34,6 @@ from tests.support.table_cases import LEGAL, bag, example, plain
 
 TABLE = "table.weight"
 BOTH = (TABLE, "other.weight")
-GRADIENT = Gradient(Parameter(TABLE))
 
 
 def checked(graph: TrainingGraph, rewrite: ShardTables) -> TrainingGraph:
@@ -98,49 +97,6 @@ def test_golden_of_two_tables_one_of_them_with_padding_and_two_lookups() -> None
     before = text(graph.module)
     check_golden("shard_tables", text(checked(graph, sharding(*BOTH, rank=1, world_size=2)).module))
     assert text(graph.module) == before
-
-
-def test_the_ids_of_all_tables_travel_in_one_exchange_at_the_head() -> None:
-    graph = analysed(tables_model(many_uses), *own_batch(0))
-    nodes = [n for n in checked(graph, sharding(*BOTH)).graph.nodes if n.op == "call_function"]
-    launches = [n for n in nodes if n.name == "ids"]
-    assert [n.meta["tables"] for n in launches] == [BOTH]
-    before = targets(nodes[: nodes.index(launches[0])])
-    assert before.count("embrace::unique_ids") == 2
-    assert {"aten::arange", "aten::remainder"} < set(before)
-    assert "aten::embedding" not in before
-
-
-def test_ids_looked_up_twice_are_sent_once() -> None:
-    graph = checked(analysed(tables_model(LEGAL["two lookups of the same ids"].forward), IDS), sharding(TABLE))
-    (unique,) = graph.graph.find_nodes(op="call_function", target=torch.ops.embrace.unique_ids.default)
-    assert [n.name for n in unique.args[0]] == ["batch_0"]
-    assert targets(graph.graph).count("embrace::all_to_all_rows") == 1
-    assert targets(graph.graph).count("embrace::all_to_all_gradients") == 1
-
-
-def test_rows_are_launched_once_the_ids_are_known_and_awaited_at_the_first_lookup() -> None:
-    def forward(model: Tables, ids: Tensor, x: Tensor) -> Tensor:
-        return model.linear(x) * model.table(ids)
-
-    graph = checked(analysed(tables_model(forward), IDS, torch.ones(1, 4).double()), sharding(TABLE))
-    order = [n.name for n in graph.graph.nodes]
-    places = [order.index(name) for name in ("table_counts", "table_rows", "addmm", "table_rows_done", "embedding")]
-    assert places == sorted(places)
-
-
-def test_the_whole_table_leaves_the_graph() -> None:
-    before = analysed(tables_model(plain), IDS)
-    after = checked(before, sharding(TABLE, rank=1, world_size=3))
-    roles = {role: node.meta["val"].shape for node, role in after.inputs()}
-    assert Parameter(TABLE) not in roles
-    assert roles[Shard(TABLE)] == (10, 2)
-    outputs = [role for _, role in after.outputs()]
-    assert GRADIENT not in outputs
-    assert outputs[-2:] == [GradientOfRows(TABLE, "ids"), GradientOfRows(TABLE, "rows")]
-    values = {n.name: n.meta["val"] for n in after.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
-    of_ten_rows = [name for name, value in values.items() if list(map(str, value.shape[:1])) == ["10"]]
-    assert of_ten_rows == ["table_weight_shard"]
 
 
 def test_nothing_to_shard_leaves_the_graph_itself() -> None:

@@ -42,24 +42,6 @@ def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() 
     assert share_of_backward(after, "words.weight") > 0.9
 
 
-def test_nothing_else_moves() -> None:
-    before, after = overlapped()
-    first, second = (graph.phases["backward"].graph.nodes for graph in (before, after))
-    assert sorted(node.name for node in first) == sorted(node.name for node in second)
-    submissions = [node for node in second if op_name(node) == "embrace::submit_gradients"]
-    moved = {node.name for node in made_for(submissions)}
-    assert [n.name for n in first if n.name not in moved] == [n.name for n in second if n.name not in moved]
-    assert all(text(a) == text(b) for a, b in zip(*map(by_name, (first, second)), strict=True))
-
-
-def by_name(nodes: object) -> list[fx.Node]:
-    return sorted(nodes, key=lambda node: node.name)  # type: ignore[call-overload]
-
-
-def text(node: fx.Node) -> str:
-    return f"{node.name} {node.target} {node.args} {node.kwargs}"
-
-
 class Sum(nn.Module):
     """A table's gradient is what the backward was given."""
 

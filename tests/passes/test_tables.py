@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.vocabulary.graph import Table, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import Table, TrainingGraph, outputs_of
 from embrace_fx.vocabulary.ops import argument, draws, set_argument
 from tests.support.golden import check_golden
 from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
@@ -126,11 +126,6 @@ def two_tables(model: Tables, x: Tensor) -> Tensor:
     return model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
 
 
-def test_golden_of_the_extracted_ids() -> None:
-    graph = analysed(tables_model(two_tables), IDS)
-    check_golden("extract_ids", text(extract_ids(graph, graph.tables)))
-
-
 def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
     graph = analysed(tables_model(two_tables), IDS)
     extracted = extract_ids(graph, graph.tables)
@@ -139,20 +134,6 @@ def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
         shifted = (batch + 1).clamp(max=9)
         for found, expected in zip(run(extracted, batch), [shifted, shifted % 3, torch.arange(3)], strict=True):
             assert torch.equal(found, expected)
-
-
-def test_the_extracted_function_reads_the_batch_alone() -> None:
-    graph = analysed(tables_model(two_tables), IDS)
-    before = text(graph.module)
-    assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables))] == ["batch_0"]
-    assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables[1:]))] == ["batch_0"]
-    assert text(graph.module) == before
-
-
-def test_ids_that_are_the_batch_itself() -> None:
-    graph = analysed(tables_model(lambda m, x: m.table(x)), IDS)
-    (ids,) = run(extract_ids(graph, graph.tables), IDS)
-    assert torch.equal(ids, IDS)
 
 
 @pytest.mark.parametrize(

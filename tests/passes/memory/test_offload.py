@@ -36,7 +36,7 @@ from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, OFFLOAD, offload_id, re
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 from tests.support.budgets import IDS, make
-from tests.support.checkpointed import Block, Recurrent, gradients
+from tests.support.checkpointed import Block, Recurrent
 from tests.support.graphs import analysed
 from tests.support.inside import pipeline_of
 from tests.support.ranks import run_ranks
@@ -71,20 +71,6 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     for reload, reader in reads.items():
         assert ends[1, reload] <= starts[1, reader] + 1e-9
     assert {"offload", "reload"} <= {s.operation.lane for s in shown.predicted.spans}
-
-
-@pytest.mark.long
-def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
-    compiled = embrace_fx.compile(make(Block), memory_budget=0.5, spill_to=tmp_path)
-    gradients(compiled.module, compiled, IDS)
-    with compiled.record():
-        for _ in range(3):
-            gradients(compiled.module, compiled, IDS)
-    scheduled = {operation.name for operation in compiled.schedule.steps.copies}
-    measured_ = {s.operation.name for s in compiled.timeline.spans if s.operation.lane in ("offload", "reload")}
-    assert measured_ == scheduled
-    compiled.schedule.save(tmp_path / "schedule.svg")
-    assert (">offload" in (tmp_path / "schedule.svg").read_text()) == bool(scheduled)
 
 
 # ---- several ranks ----
@@ -135,19 +121,6 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
         assert same
         assert len(told) == 1
         assert expected in told[0]
-
-
-@pytest.mark.long
-def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Path) -> None:
-    """Copies of 80 bytes in a measured millisecond, of which four are estimated for what one of them computes."""
-    made = embrace_fx.compile(make(Recurrent), memory_budget=0.4, spill_to=tmp_path)
-    with (
-        mock.patch.object(FileCopies, "measure", return_value=(80.0, 0.5)),
-        mock.patch("embrace_fx.session.offloading.pace", return_value=4.0),
-    ):
-        made(IDS)
-    rate = pipeline_of(made)._copy_rate
-    assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
 
 
 def test_options_that_contradict_each_other() -> None:
@@ -213,12 +186,6 @@ def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
         reloads[0].append(node)
     with pytest.raises(VerificationError, match="within_memory_limit: expected at most"):
         verify(graph, after="a broken pass")
-
-
-def test_phases_are_proved_as_the_joint_graph_is() -> None:
-    graph = run_passes(offloading(), (Partition(),)).graph
-    assert step_memory(graph).peak_bytes <= (graph.memory_limit or 0)
-    assert step_memory(graph).peak_bytes == step_memory(offloading()).peak_bytes
 
 
 # ---- places, by properties ----

@@ -9,23 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, fx, nn
 
 import embrace_fx
-from embrace_fx.passes.collectives import collective_sequence
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.regions import RecomputeRegions
-from embrace_fx.passes.pipeline import run_passes, training_passes
+from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.vocabulary.graph import Saved, TrainingGraph, outputs_of
-from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.cases import long_but
 from tests.support.checkpointed import (
     FORMS,
     IDS,
-    WIDTH,
-    WORDS,
     Block,
     Model,
     Normalised,
@@ -37,8 +32,6 @@ from tests.support.checkpointed import (
 )
 from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
-from tests.support.ranks import run_ranks
-from tests.support.training import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected that context_fn:UserWarning")
 
@@ -104,69 +97,6 @@ def test_the_generator_goes_on_as_without_checkpointing() -> None:
         gradients(own, call, IDS)
         after.append(torch.rand(3))
     assert torch.equal(*after)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-def test_models_of_transformers() -> None:
-    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=3, n_head=2, n_positions=16)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).train()
-    model.gradient_checkpointing_enable()
-    compiled = embrace_fx.compile(copy.deepcopy(model))
-    batch = {"input_ids": IDS, "labels": IDS, "use_cache": False}
-    assert_equal_gradients(gradients(compiled.module, compiled, **batch), gradients(model, model, **batch))
-
-
-# ---- with communication ----
-
-
-def compiled_graph(model: nn.Module) -> TrainingGraph:
-    decisions = (Decision("table.weight", (WORDS, WIDTH), True, "alltoall", "asked for", 0, 0, 0.0),)
-    dense = tuple(name for name, _ in model.named_parameters() if name != "table.weight")
-    plan = Plan(2, decisions, (dense,), ())
-    return run_passes(analysed(model, IDS), training_passes(plan, {"table.weight"}, 0)).graph
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", ["a lookup within", "nested"])
-def test_nothing_travels_twice(form: str) -> None:
-    """A lookup within a region saves the rows that have arrived."""
-    model, _ = pair(FORMS[form])
-    plain = copy.deepcopy(model)
-    plain.through = lambda own, ids: all_in_one(own, own.table(ids))
-
-    graph = compiled_graph(model)
-
-    assert collective_sequence(graph) == collective_sequence(compiled_graph(plain))
-    if form == "a lookup within":
-        saved = [role.name for _, role in outputs_of(graph.phases["forward"]) if isinstance(role, Saved)]
-        assert saved[:2] == ["table_table", "table_table_rows"]
-        assert [name.split("_")[-1] for name in saved[2:]] == [
-            "state",
-            "2",
-        ]  # of the generator, and the region's result
-
-
-def two_steps(rank: int, world_size: int, form: str | None) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    through = FORMS[form] if form else lambda own, ids: all_in_one(own, own.table(ids))
-    compiled = embrace_fx.compile(Model(through), strategy={"table.weight": "alltoall"})
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    for ids in compiled.lookahead([IDS[rank::world_size], IDS[: IDS.shape[0] // 2], IDS[1::2]]):
-        compiled(ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(compiled.state_dict().items())
-
-
-@pytest.mark.long
-def test_ranks_train_as_without_checkpointing() -> None:
-    expected = run_ranks(2, two_steps, None)
-    found = run_ranks(2, two_steps, "a lookup within")
-    for own, wanted in zip(found, expected, strict=True):
-        assert_equal_gradients(own, wanted)
 
 
 # ---- what the verifier refuses ----
