@@ -64,14 +64,6 @@ def test_one_rank(optimizer: str, memory: float, directory: str) -> None:
     check(1, replace(ON_DEVICE, optimizer=optimizer, memory=memory, directory=directory, ahead=3))
 
 
-@pytest.mark.long
-@gpus(2)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("optimizer", ["rmsprop", "rmsprop, centered", "row-wise adagrad"])
-def test_other_optimizers(optimizer: str, ranks: int) -> None:
-    check(ranks, replace(ON_DEVICE, optimizer=optimizer, memory=0.1))
-
-
 @gpus(2)
 @pytest.mark.parametrize("schedule", ["none", "2d"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -87,18 +79,6 @@ def test_checkpoint_is_resumed_on_devices(directory: str, tmp_path: Path) -> Non
     expected = in_memory(2, replace(run, folder=str(tmp_path / "in memory")))
     assert run_ranks(2, train, run, timeout_s=400.0) == expected
     assert run_ranks(2, train, run, timeout_s=400.0) == [losses[STEPS // 2 :] for losses in expected]
-
-
-@pytest.mark.long
-@gpus(2)
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_checkpoint_is_resumed_on_another_number_of_devices(before: int, after: int, tmp_path: Path) -> None:
-    beyond = replace(ON_DEVICE, memory=0.1, folder=str(tmp_path / "beyond"))
-    losses = []
-    for run in (beyond, replace(beyond, memory=None, folder=str(tmp_path / "in memory"))):
-        run_ranks(before, train, run, timeout_s=400.0)
-        losses.append(run_ranks(after, train, run, timeout_s=400.0))
-    assert losses[0] == losses[1]
 
 
 @gpus(2)

@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.blocks import Streaming
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -154,36 +153,7 @@ def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
     assert not faults_of(visit(world_size), [case for case in QUICK if case.way == way])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_case(world_size: int) -> None:
-    assert not faults_of(run_ranks(world_size, exchange_all, EVERYTHING), EVERYTHING)
-
-
 # -- long lanes and many streams ---------------------------------------------------------------------------------------
-
-
-def stream_all(rank: int, world_size: int) -> list[str]:
-    """Lanes of more places than a byte tells; lanes in more streams than are in flight at once."""
-    torch.manual_seed(rank)
-    gradient = torch.where(bernoulli(0.1, 3000), torch.randint(1, 100, (3000,)).double(), 0)
-    expected = gradient.clone()
-    dist.all_reduce(expected)
-    expected /= world_size
-    faults = []
-    for streaming in (Streaming(1, 1), Streaming(2, 1), Streaming(24, 1), Streaming(24, 5)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(omnireduce, "streaming_of", lambda *_, streaming=streaming: streaming)
-            mean = exchanged(gradient, Way("omnireduce", block_size=1), Channel(dist.group.WORLD))
-        if not torch.equal(mean, expected):
-            faults.append(f"{streaming}: off by {float((mean - expected).abs().max())}")
-    return faults
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_long_lanes_and_many_streams(world_size: int) -> None:
-    assert run_ranks(world_size, stream_all) == [[]] * world_size
 
 
 @given(st.data())

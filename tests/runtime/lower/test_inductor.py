@@ -28,7 +28,7 @@ from tests.support.inside import captures_of
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, Trained, Way, expected_parameters, make_optimizers, train_compiled, trained
+from tests.support.training import SEED, Trained, expected_parameters, make_optimizers, trained
 
 DTYPE = torch.float64
 STEPS = 20
@@ -58,15 +58,6 @@ def inductor(cache: Path) -> Iterator[Callable[[], int]]:
     counted = mock.patch.object(generator, "compile_fx_inner", wraps=generator.compile_fx_inner)
     with environment, threads, counted as compile_fx_inner:
         yield lambda: compile_fx_inner.call_count
-
-
-@pytest.mark.long
-def test_a_model_trains_to_the_parameters_of_the_reference(tmp_path: Path) -> None:
-    """Forward and backward are a region each, compiled once."""
-    with inductor(tmp_path) as compilations:
-        found = train_compiled(0, 1, WORKLOADS["lstm"], DTYPE, "adagrad", way=Way(steps=5, backend="inductor"))
-        assert compilations() == 2
-    assert_same(found.parameters, expected_parameters(1, WORKLOADS["lstm"], DTYPE, "adagrad", steps=5), DTYPE)
 
 
 @dataclass(frozen=True)
@@ -157,30 +148,6 @@ def test_what_inductor_refuses_runs_eagerly_and_says_so(monkeypatch: pytest.Monk
         found = embrace_fx.compile(model, backend="inductor")(x)
 
     assert torch.equal(found, expected)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(TIMEOUT_S)
-def test_accumulation_and_evaluation_are_compiled_too(tmp_path: Path) -> None:
-    """A second program of the same capture: what compiling it adds to the guards is asked of every batch."""
-    workload = replace(WORKLOADS["lstm"], vary=True)  # type: ignore[type-var]
-    losses: dict[str, list[float]] = {}
-    backend: Backend
-    for backend in ("eager", "inductor"):
-        model = workload.make(DTYPE, seed=SEED)
-        compiled = embrace_fx.compile(model, optimizer=make_optimizers("adagrad", model), backend=backend)
-        losses[backend] = []
-        with inductor(tmp_path):
-            for step in range(4):
-                with compiled.no_sync():
-                    compiled(*workload.batches(2 * step, 0, SEED)).backward()
-                compiled(*workload.batches(2 * step + 1, 0, SEED)).backward()
-                compiled.optimizer[0].step()
-                compiled.optimizer[0].zero_grad()
-                with torch.inference_mode() if step % 2 else torch.no_grad():
-                    losses[backend].append(float(compiled(*workload.batches(step, 1, SEED))))
-
-    assert losses["inductor"] == pytest.approx(losses["eager"], rel=1e-12)
 
 
 def test_a_region_is_compiled_as_it_is_under_the_users_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.namespaces import obstacle
-from benchmarks.network import Links, network
 from embrace_fx.cost.links import Cluster, Collective, launch_ms
 from embrace_fx.runtime.probe import probe as measuring
 from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, keep, recall
@@ -129,31 +126,3 @@ def test_slow_links_are_checked_by_fewer_bytes() -> None:
     assert quick == measuring.MOST_BYTES
     assert slow < quick / 10
     assert launch_ms(Cluster(1e3, 0.01), "all_reduce", slow, 4) >= measuring.LONG_MS
-
-
-_PROBE_AND_CHECK = """
-from dataclasses import replace
-import torch.distributed as dist
-from embrace_fx.runtime.probe import probe as measuring
-from embrace_fx.runtime.ranks.communicator import Communicator
-dist.init_process_group("gloo")
-communicator = Communicator(dist.group.WORLD)
-found = measuring.probe(communicator)
-link = found.link("all_reduce")
-for times, tries in ((1.0, 5), (1.5, 1), (1 / 1.5, 1)):  # a busy core disturbs a small exchange
-    scaled = replace(link, bandwidth_bytes_per_ms=times * link.bandwidth_bytes_per_ms)
-    cluster = replace(found, links=(("all_reduce", scaled),))
-    print(any([measuring.still_holds(communicator, cluster) for _ in range(tries)]))
-communicator.close()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
-def test_links_of_another_rate_do_not_hold() -> None:
-    """Between hosts: ranks on one loopback disturb each other so much that nothing is told of its rate."""
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    with network(Links(2, 100)) as hosts:
-        printed = hosts.run([sys.executable, "-c", _PROBE_AND_CHECK], timeout_s=120, environment=environment)
-    assert printed == ("True\nFalse\nFalse\n",) * 2

@@ -44,21 +44,6 @@ def test_ranks_in_different_groups_are_told_both_groups() -> None:
         assert isinstance(error, OtherGroup), rank
 
 
-def _with_some_of_three(rank: int, world_size: int) -> None:
-    pair = dist.new_group([0, 1])
-    embrace_fx.compile(_model(), process_group=pair if rank == 1 else None)
-
-
-@pytest.mark.long
-def test_a_part_of_the_ranks_is_another_group() -> None:
-    """Rank 2 waits for the others in the default group; it ends with them, not by the timeout of the group."""
-    first, second, _ = run_ranks_expecting_errors(3, _with_some_of_three)
-    for error in (first, second):
-        assert isinstance(error, OtherGroup)
-        assert "of ranks 0, 1 on rank 1" in str(error)
-        assert "of ranks 0, 1, 2 on rank 0" in str(error)
-
-
 def _one_after_the_other(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 1 comes to the pair of 0 and 1 only once it has been in that of all, and rank 2 is late there."""
     pair = dist.new_group([0, 1])

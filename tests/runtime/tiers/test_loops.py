@@ -31,14 +31,6 @@ def test_loop_does_what_it_does_in_memory(habit: str, memory: float | Mapping[st
     assert_same_loop(2, Loop(memory, (LOOPS[habit] * 24)[:24], epoch=17))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "nesterov", "row-wise adagrad"])
-@pytest.mark.parametrize("habit", LOOPS)
-@pytest.mark.parametrize("memory", [0.4, {"words.*": 0.4}, {"words.*": 0.4, "bags.*": 0.4}], ids=["all", "one", "two"])
-def test_loop_over_a_stack_does_what_it_does_in_memory(habit: str, optimizer: str, memory: Any) -> None:
-    assert_same_loop(2, Loop(memory, (LOOPS[habit] * 24)[:24], epoch=17, optimizer=optimizer, alike=True))
-
-
 @pytest.mark.parametrize("memory", [0.3, pytest.param({"words.*": 0.3}, marks=pytest.mark.long)], ids=["all", "one"])
 def test_stack_trains_as_in_memory(memory: Any) -> None:
     assert_same_loop(2, Loop(memory, ("update", "clip", "update", "update", "rate", "update") * 2, alike=True))

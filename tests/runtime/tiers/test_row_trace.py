@@ -37,19 +37,6 @@ def test_rows_are_there_and_stay(slots: int, ids: int, tmp_path: Path) -> None:
     check(events, slots)
 
 
-def test_breaches_are_seen(tmp_path: Path) -> None:
-    events = traced(tmp_path, 60)
-    unread = next(k for k, event in enumerate(events) if event.kind == "come" and event.rows)
-    with pytest.raises(AssertionError, match="are used unread"):
-        check([*events[:unread], *events[unread + 1 :]], 60)
-    with pytest.raises(AssertionError, match="rows in 40 slots"):
-        check(events, 40)
-    soon = next(k for k, event in enumerate(events) if event.kind == "leave" and event.rows)
-    told = Event("due", events[soon].rows, step=1000)
-    with pytest.raises(AssertionError, match="leave before"):
-        check([*events[:soon], told, *events[soon:]], 60)
-
-
 def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: Path) -> None:
     """Rows are read ahead, looked up before their step begins, and updated two steps later: each comes once."""
     table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path), torch.arange(V).split(10)

@@ -102,14 +102,6 @@ def test_model_trains_as_in_memory(world_size: int, run: Run) -> None:
     assert_same_losses(world_size, run)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["none", "2d"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_on_ranks(optimizer: str, world_size: int, schedule: str) -> None:
-    assert_same_losses(world_size, Run(optimizer, schedule, 0.25))
-
-
 def test_table_on_the_meta_device_does_not_depend_on_memory_or_ranks() -> None:
     little, much = (run_ranks(2, train, Run(memory=memory, meta=True, steps=15)) for memory in (0.15, 0.95))
     assert little == much
