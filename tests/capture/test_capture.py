@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,7 +16,7 @@ from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
 from tests.support.captures import Model, captured, check_values, inputs, model_of, outputs, plain
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, V, classifier, run_graph, targets, text
+from tests.support.graphs import IDS, classifier, run_graph, targets, text
 
 # ---- the graph ----
 
@@ -70,18 +69,6 @@ def test_tied_parameters_stay_tied() -> None:
     assert outputs(found).count(Gradient(Parameter("table.weight"))) == 1
 
 
-def test_unused_and_frozen_parameters() -> None:
-    model = model_of(plain)
-    model.linear.weight.requires_grad_(False)
-    found = capture(model, (IDS,), {}, train=True)
-    assert {role.name for role in inputs(found) if isinstance(role, Parameter)} == {
-        "table.weight",
-        "linear.weight",
-        "linear.bias",
-    }
-    assert Gradient(Parameter("linear.weight")) not in outputs(found)
-
-
 def test_batch_norm_updates_its_statistics() -> None:
     model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1)))
     found = capture(model, (IDS,), {}, train=True)
@@ -111,26 +98,6 @@ def test_autocast_becomes_casts_of_the_graph() -> None:
     assert result.meta["val"].dtype == torch.bfloat16
 
 
-def test_recurrent_layers_stay_whole() -> None:
-    def forward(model: Model, ids: Tensor) -> Tensor:
-        return model.rnn(model.table(ids))[0]
-
-    found = captured(forward, torch.zeros((2, 100), dtype=torch.int64))
-    called = targets(found.graph.graph)
-    assert called.count("embrace::rnn_layer") == 2
-    assert len(found.graph.graph.nodes) < 200
-
-
-def test_lookups_and_bags_keep_their_own_ops() -> None:
-    def forward(model: Model, ids: Tensor) -> Tensor:
-        return F.embedding(ids, model.table.weight, sparse=True) + F.embedding_bag(ids, model.table.weight)[0]
-
-    found = captured(forward, IDS)
-    called = targets(found.graph.graph)
-    assert {"aten::embedding", "aten::_embedding_bag"} < set(called)
-    assert {"aten::embedding_dense_backward", "aten::_embedding_bag_backward"} < set(called)
-
-
 # ---- evaluation ----
 
 
@@ -139,13 +106,6 @@ def test_an_evaluation_captures_the_forward_alone() -> None:
     assert outputs(found) == [Result(0)]
     assert not any(isinstance(role, Tangent) for role in inputs(found))
     assert not any("backward" in name for name in targets(found.graph.graph))
-
-
-def test_an_evaluation_uses_the_running_statistics() -> None:
-    model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1))).eval()
-    found = capture(model, (IDS,), {}, train=False)
-    assert outputs(found) == [Result(0)]
-    assert Buffer("norm.running_mean") in inputs(found)
 
 
 # ---- arguments ----
@@ -171,12 +131,6 @@ def test_where_the_batch_goes(
     read = {role.index: node.meta["val"].shape for node, role in found.graph.inputs() if isinstance(role, BatchInput)}
     assert set(read) == set(indices)
     assert all(shape == leaves[index].shape for index, shape in read.items())
-
-
-def test_numbers_are_constants_of_the_graph() -> None:
-    found = captured(lambda m, x, scale: m.table(x) * scale, IDS, 2.5)
-    assert [role for role in inputs(found) if isinstance(role, BatchInput)] == [BatchInput(0)]
-    assert "2.5" in text(found.graph.module)
 
 
 def test_a_batch_tensor_that_requires_grad_gets_one() -> None:
@@ -218,14 +172,6 @@ def test_a_question_about_a_size_is_guarded() -> None:
     found = capture(model_of(forward), (IDS,), {}, train=True, dynamic=frozenset({(0, 1)}))
     assert found.accepts([torch.zeros(2, 4, dtype=torch.int64)])
     assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64)])
-
-
-def test_values_of_another_size() -> None:
-    model = model_of(varying)
-    found = capture(model, (IDS,), {}, train=False, dynamic=frozenset({(0, 0), (0, 1)}))
-    batch = torch.randint(V, (4, 9))
-    values = run_graph(found.graph, model, batch)
-    torch.testing.assert_close(values[Result(0)], model(batch).detach())
 
 
 # ---- errors ----

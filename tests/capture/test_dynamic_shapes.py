@@ -9,7 +9,6 @@ Shape legend
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +24,8 @@ from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import graph_calls as capturing
 from tests.support.inside import captures_of
-from tests.support.ranks import run_ranks, run_ranks_expecting_errors
-from tests.support.reference import assert_same, train_reference
+from tests.support.ranks import run_ranks_expecting_errors
+from tests.support.reference import assert_same
 from tests.support.training import whole_parameters
 
 NUM_WORDS, DIM, NUM_CLASSES = 40, 6, 5
@@ -87,17 +86,6 @@ class Unreadable(Tagger):
 
 def _times_length(rows_BLD: Tensor) -> Tensor:
     return rows_BLD * rows_BLD.shape[1]
-
-
-class LossOnly(nn.Module):
-    """The model as the reference wants it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.model(*batch)[0]
 
 
 def make(kind: Callable[[], nn.Module] = Tagger, seed: int = 0) -> nn.Module:
@@ -179,13 +167,6 @@ def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
         assert captures(compiled) == 2
 
 
-@pytest.mark.long
-def test_a_size_the_model_asks_for_splits_the_captures() -> None:
-    lengths = (4, 5, 6, 3, 8, 9, 20, 4)
-    compiled = assert_trains_alike([(ids_of(3, length),) for length in lengths], LongAndShort)
-    assert captures(compiled) == 3  # the first length; up to six; longer
-
-
 def test_ids_made_from_the_same_sizes_are_exchanged_together() -> None:
     compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed)
     assert captures(compiled) == 2
@@ -263,36 +244,6 @@ def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
-LENGTHS = ((4, 4, 4, 5, 6, 4, 1), (4, 7, 4, 4, 4, 9, 3))
-"""By rank: rank 1 meets a new length at step 1, rank 0 at steps 3 and 6."""
-
-
-def _batch(rank: int, step: int) -> tuple[Tensor]:
-    return (ids_of(3, LENGTHS[rank][step], seed=10 * step + rank),)
-
-
-def _train_lengths(rank: int, world_size: int) -> tuple[dict[str, Tensor], int, str]:
-    compiled = compile_model(make(seed=rank))
-    for step in range(len(LENGTHS[rank])):
-        train_step(compiled, *_batch(rank, step))
-    return whole_parameters(compiled), captures(compiled), compiled.plan[TABLE].strategy
-
-
-@pytest.mark.long
-def test_ranks_that_capture_at_different_steps_stay_in_step() -> None:
-    results = run_ranks(2, _train_lengths)
-    steps = range(len(LENGTHS[0]))
-    expected = train_reference(
-        lambda: LossOnly(make()),
-        lambda model: [SGD(model.parameters(), lr=0.1)],
-        [[_batch(rank, step) for step in steps] for rank in range(2)],
-        len(steps),
-    )
-    for parameters, _, strategy in results:
-        assert_same(parameters, {n.removeprefix("model."): v for n, v in expected.items()}, torch.float64)
-        assert strategy == "alltoall"
-    assert [count for _, count, _ in results] == [3, 2]  # rank 0 sees a length of 1 too
-
 
 def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
     """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
@@ -320,12 +271,3 @@ def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
         assert "2 captures do not suffice" in str(error)
     if who == (1,):
         assert str(errors[0]).startswith("rank 1: ")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [Tagger, LongAndShort, Unreadable])
-def test_all_pairs_of_shapes_train_alike(kind: Callable[[], nn.Module]) -> None:
-    sizes = (0, 1, 2, 3, 8)
-    batches = [(ids_of(*shape),) for shape in itertools.product(sizes, sizes)]
-    compiled = assert_trains_alike(batches + batches[::-1], kind)
-    assert captures(compiled) < len(batches)
