@@ -201,7 +201,8 @@ class DeviceBatch(NextBatch):
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
-        self._tables = [routed(packed, self.announced, table) for table in range(len(self.program.tables))]
+        rows = self.program.num_rows
+        self._tables = [routed(packed, self.announced, table, size) for table, size in enumerate(rows)]
         for table in self.program.routes:
             exchange = exchanges[table]
             if table in current and exchange.splits_ahead:
@@ -214,7 +215,7 @@ class DeviceBatch(NextBatch):
                     exchange.delayed_chunks,
                     self.program.paddings.get(table, ()),
                 )
-        parts = [table.counts for table in self._tables] + [split.sizes() for split in self._splits.values()]
+        parts = [table.counts for table in self._tables] + [split.sizes for split in self._splits.values()]
         self._sizes = self._streams.to_host(torch.cat(parts))
         for table in self.program.routes:
             (first, *others) = exchanges[table].table.members
@@ -238,16 +239,17 @@ class DeviceBatch(NextBatch):
             return
         self._cut_padding([of_table[self._rank] for of_table in counts])
         unpacked = []
-        for routing, of_table in zip(self._tables, counts, strict=True):
-            self._streams.keep(routing.ids)
-            unpacked += [routing.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
+        for found, of_table in zip(self._tables, counts, strict=True):
+            self._streams.keep(found.ids)
+            unpacked += [found.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
         self.program.routing(self.values, unpacked)
-        rest, rows, found = sizes[len(self._tables) * ranks :], self.program.rows_of_ranks(self.values), {}
+        rest, rows, cuts = sizes[len(self._tables) * ranks :], self.program.rows_of_ranks(self.values), {}
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
-            found[table] = split.cut(split.current.of_batch(*rows[table]), rest)
-            rest = rest[split.length :]
-        self.cuts = found
+            ids, of_ranks = rows[table]
+            cuts[table] = split.cut(ids, tuple(of_ranks.tolist()), rest)
+            rest = rest[split.sizes.numel() :]
+        self.cuts = cuts
         for table, beyond, ids in self._for_host:
             own, _ = rows[table]
             beyond.note_rows(own, ids[: own.numel()].unique())

@@ -11,15 +11,15 @@ reads of the whole batch; C most rows that a batch can read, by its number of id
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+from operator import sub
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import first_true, heads_of
 from embrace_fx.runtime.kernels.among import among as is_one_of
 from embrace_fx.runtime.kernels.grid import route_grid
 from embrace_fx.vocabulary.plan import Grid
@@ -29,83 +29,93 @@ Sums = tuple[Tensor, Tensor]
 k: none, a padding row. So no host has to ask for their number."""
 
 
-@dataclass(frozen=True)
 class Routing:
     """Rows of a table that each rank reads for one batch: all of them, or some, the same ones on all ranks.
+
+    Args:
+        grid: of the ranks that the table lies on.
+        rank: this one.
+        places: (U,) where this rank's rows are among those of its whole batch; None: these are all.
 
     Attributes:
         ids: (R,) in rank order.
         counts: how many of them are whose.
-        grid: of the ranks that the table lies on.
-        rank: this one.
         whole: all of the batch's, where these are some; None: these are all.
-        positions: (R,) of some among all of them, ascending.
         sums: how their gradients are summed up; None: found when they arrive.
+        owner: (R,) whose each row is, where a device knows; None: as `counts` says.
         rest: of some that leave before the others, finds the others, in pieces.
+        held_ids: (M,) rows of the own part of the table that any rank reads, in rank order of the readers.
+        counts_by_row: the rows that a rank reads of each row of the grid, by rank.
+        own_positions: (U,) places of this rank's rows among those of its batch, grouped by the grid's rows; None: all
+            of them, on a grid of one row.
     """
 
-    ids: Tensor
-    counts: tuple[int, ...]
-    grid: Grid
-    rank: int
-    whole: Routing | None = None
-    positions: Tensor | None = None
-    sums: Sums | None = None
-    rest: Callable[[], Sequence[Routing]] = tuple
-
-    def of_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns all rows of another batch of the same table."""
-        return Routing(ids, tuple(counts.tolist()), self.grid, self.rank)
-
-    def where(self, mask: Tensor) -> Routing:
-        """Returns the rows that a mask (R,) bool selects."""
-        positions, ends = mask.nonzero().view(-1), [*accumulate(self.counts)]
-        # One host read for all ranks: where the positions of each end.
-        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
-        return self.at(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
-
-    def at(self, positions: Tensor, counts: tuple[int, ...], sums: Sums | None = None) -> Routing:
-        """Returns the rows at positions (K,), ascending, of which so many are whose."""
-        return Routing(self.ids.index_select(0, positions), counts, self.grid, self.rank, self, positions, sums)
+    def __init__(
+        self,
+        ids: Tensor,
+        counts: tuple[int, ...],
+        grid: Grid,
+        rank: int,
+        whole: Routing | None = None,
+        places: Tensor | None = None,
+        sums: Sums | None = None,
+        owner: Tensor | None = None,
+    ) -> None:
+        self.ids, self.counts, self.whole, self.sums, self.owner = ids, counts, whole, sums, owner
+        self.grid, self.rank = grid, rank
+        self.rest: Callable[[], Sequence[Routing]] = tuple
+        self.held_ids, self.own_positions = ids, places
+        self.counts_by_row: Sequence[Sequence[int]]
+        if grid.rows == 1:
+            self.counts_by_row = [*zip(counts, strict=True)]
+            return
+        sizes = torch.tensor(counts, device="cpu")
+        self.held_ids, by_row, order = route_grid(ids, sizes, rank, grid.rows, grid.columns)
+        self.counts_by_row = by_row.tolist()
+        self.own_positions = order if places is None else places.index_select(0, order)
 
     @property
     def all_ids(self) -> Tensor:
         """The ids of all rows of its batch."""
         return self.ids if self.whole is None else self.whole.ids
 
-    def own(self) -> slice:
-        """Returns the places of this rank's rows."""
-        start = sum(self.counts[: self.rank])
-        return slice(start, start + self.counts[self.rank])
+    def where(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
+        """Returns the rows that a mask (R,) bool selects.
 
-    # -- on the grid ---------------------------------------------------------------------------------------------------
+        Args:
+            but: all other rows, where they are known: then the host reads no sizes.
+        """
+        places = mask.nonzero().view(-1)
+        if but is None:  # one host read for all ranks: where the places of each end
+            ends = torch.tensor([*accumulate(self.counts)], device=places.device)
+            cuts = torch.searchsorted(places, ends).tolist()
+            counts = tuple(map(sub, cuts, [0, *cuts]))
+        else:
+            counts = left_of(self.counts, [each.counts for each in but])
+        return self.pieces(places, [counts])[0]
 
-    @cached_property
-    def _on_grid(self) -> tuple[Tensor, Sequence[Sequence[int]], Tensor | None]:
-        own: Tensor | None = None
-        if self.whole is not None and self.positions is not None:
-            own = self.positions[self.own()] - self.whole.own().start
-        rows, columns = self.grid.rows, self.grid.columns
-        if rows == 1:
-            return self.ids, [(size,) for size in self.counts], own
-        ids, by_row, order = route_grid(self.ids, torch.tensor(self.counts, device="cpu"), self.rank, rows, columns)
-        return ids, by_row.tolist(), order if own is None else own.index_select(0, order)
+    def pieces(self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()) -> list[Routing]:
+        """Returns the rows at places (R',), piece after piece, in each of them in order.
 
-    @property
-    def held_ids(self) -> Tensor:
-        """Rows (M,) of the own part of the table that any rank reads, in rank order of the readers."""
-        return self._on_grid[0]
+        Args:
+            counts: of each piece, how many rows are whose.
+            sums: of each, how gradients are summed up, where that is known.
+        """
+        ids, rank, found, start = self.ids.index_select(0, places), self.rank, list[Routing](), 0
+        own = places - sum(self.counts[:rank])
+        for k, of_piece in enumerate(counts):
+            first, end = start + sum(of_piece[:rank]), start + sum(of_piece)
+            mine = own[first : first + of_piece[rank]]
+            found.append(Routing(ids[start:end], of_piece, self.grid, rank, self, mine, sums[k] if sums else None))
+            start = end
+        return found
 
-    @property
-    def counts_by_row(self) -> Sequence[Sequence[int]]:
-        """Counts the rows that a rank reads of each row of the grid, by rank."""
-        return self._on_grid[1]
 
-    @property
-    def own_positions(self) -> Tensor | None:
-        """Places (U,) of this rank's rows among those of its batch, grouped by the grid's rows; None: all of them, on a
-        grid of one row."""
-        return self._on_grid[2]
+def left_of(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Counts what is left of rows, by rank."""
+    for each in taken:
+        counts = tuple(map(sub, counts, each))
+    return counts
 
 
 def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tuple[Routing, Routing]:
@@ -121,9 +131,17 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
     is_late = among(following.ids, current.ids)
     is_prior = among(current.ids, following.ids)
     late = following.where(is_late)
-    delayed = cache(lambda: [current.where(mask) for mask in chunks_of(current.ids, ~is_prior, chunks)])
-    prior, early = current.where(is_prior), following.where(~is_late)
-    return replace(prior, rest=delayed), replace(early, rest=lambda: (late,))
+    prior, early = current.where(is_prior), following.where(~is_late, but=[late])
+
+    @cache
+    def delayed() -> list[Routing]:
+        found = list[Routing]()
+        for k, mask in enumerate(chunks_of(current.ids, ~is_prior, chunks), 1):
+            found.append(current.where(mask, but=[prior, *found] if k == chunks else None))
+        return found
+
+    prior.rest, early.rest = delayed, lambda: (late,)
+    return prior, early
 
 
 MOST_MARKED = 1 << 22
@@ -168,42 +186,28 @@ def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
     return [mask & (which == k) for k in range(chunks)]
 
 
-def by_rank(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rank of each of `sizes[r]` rows of rank r, and its number among that rank's; (R,) int64 both."""
-    owner = torch.cat([like.new_full((size,), rank, dtype=torch.int64) for rank, size in enumerate(sizes)])
-    number = torch.cat([torch.arange(size, device=like.device) for size in sizes])
-    return owner, number
+@lru_cache(maxsize=16)
+def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the rank of each of `sizes[r]` rows of rank r, and its number among that rank's; (R,) int64 both.
+
+    Nobody may write them.
+    """
+    owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
+    return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
 
 
 # -- before the host knows the sizes -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some rows of a routing, whose sizes are still on the device.
+class Routed:
+    """The next batch's routing of one table, rank after rank, then places of no row.
 
     Attributes:
-        positions: (R,) of theirs among all, then others.
-        counts: (N,) how many of them are whose.
-        sums: of gradients, ids of their sums, which of them each row goes into, and how many there are.
+        ids: (C of all ranks,); at places of no row, the table's number of rows.
+        owner, is_row: likewise.
+        counts: (N,).
     """
-
-    positions: Tensor
-    counts: Tensor
-    sums: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def of(self, routing: Routing, counts: tuple[int, ...], number_of_sums: int = 0) -> Routing:
-        """Returns them, with the sizes that the host has read by now."""
-        positions, sums = self.positions[: sum(counts)], None
-        if self.sums is not None:
-            ids, places, _ = self.sums
-            sums = ids[:number_of_sums], places.index_select(0, positions)
-        return routing.at(positions, counts, sums)
-
-
-@dataclass(frozen=True)
-class Routed:
-    """The next batch's routing of one table: ids (C of all ranks,) in rank order, then others; counts (N,)."""
 
     ids: Tensor
     owner: Tensor
@@ -211,32 +215,31 @@ class Routed:
     counts: Tensor
 
 
-def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int) -> Routed:
+def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> Routed:
     """Finds the rows that all ranks read of a table.
 
     Args:
         packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
         capacities: C by rank, by table.
         table: its number.
+        num_rows: of the table.
     """
     starts = [len(of_rank) + sum(of_rank[:table]) for of_rank in capacities]
-    of_table = [of_rank[table] for of_rank in capacities]
+    of_table = tuple([of_rank[table] for of_rank in capacities])
     spans = zip(packed.unbind(0), starts, of_table, strict=True)
     flat = torch.cat([of_rank[start : start + length] for of_rank, start, length in spans]).to(torch.int64)
-    owner, number = by_rank(of_table, flat)
+    owner, number = _by_rank(of_table, flat.device)
     counts = packed[:, table].to(torch.int64)
-    is_row = number < counts.index_select(0, owner)
-    order = first_true(is_row)
-    return Routed(
-        flat.index_select(0, order),
-        owner.index_select(0, order),
-        torch.arange(order.numel(), device=order.device) < is_row.sum(),
-        counts,
-    )
+    is_row, order = (number < counts.index_select(0, owner)).sort(stable=True, descending=True)
+    ids = torch.where(is_row, flat.index_select(0, order), num_rows)
+    return Routed(ids, owner.index_select(0, order), is_row, counts)
 
 
 class SplitAhead:
     """Cuts a table's rows of two batches in a row, before the host knows the sizes.
+
+    A stable sort by kind puts the places of each piece behind those of the one before: the host cuts where it has read
+    that they end. A sort by kind and id puts the rows of each sum next to each other.
 
     Args:
         current: the batch whose rows have been asked for.
@@ -256,72 +259,69 @@ class SplitAhead:
         chunks: int,
         padding_rows: tuple[int, ...],
     ) -> None:
-        self.current = current
-        self._following = following
-        ranks = following.counts.numel()
-        late = among(following.ids, current.ids) & following.is_row
-        prior = among(current.ids, torch.where(following.is_row, following.ids, num_rows))
-        owner, _ = by_rank(current.counts, current.ids)
-        ahead = [_piece(mask, following.owner, ranks) for mask in (late, following.is_row & ~late)]
-        ordered, order = current.ids.sort(stable=True)
-        self._gradients = [
-            _piece(mask, owner, ranks, _sums(ordered, order, mask, padding_rows))
-            for mask in (prior, *_chunks(ordered, order, current.ids, ~prior, chunks))
-        ]
-        self._pieces = (*ahead, *self._gradients)
-
-    @property
-    def length(self) -> int:
-        """Counts the numbers in `sizes`."""
-        return self._following.counts.numel() * len(self._pieces) + len(self._gradients)
-
-    def sizes(self) -> Tensor:
+        self._current, self._following = current, following
+        self._chunks, self._ranks, self._pads = chunks, following.counts.numel(), bool(padding_rows)
+        ids = current.ids
+        late, prior = among(following.ids, ids), among(ids, following.ids)
+        owner = _by_rank(current.counts, ids.device)[0] if current.owner is None else current.owner
+        self._ahead = late.sort(stable=True, descending=True).indices  # late ones, early ones, then places of no row
+        key = torch.add(ids, prior, alpha=-num_rows)  # prior rows before all others
+        ordered, order = key.sort(stable=True)
+        bounds = torch.arange(0, 2 * num_rows, num_rows, device=ids.device)  # keys at which delayed rows begin, and end
+        if chunks == 1:
+            kind, counted = ~prior, [(following.owner, late), (owner, prior)]
+        else:
+            bounds = torch.cat([bounds[:1], _cuts(ordered, chunks), bounds[1:]])
+            kind = torch.bucketize(key, bounds[:-1], right=True)
+            counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
+        self._places = kind.sort(stable=True).indices
+        if padding_rows:  # behind all sums
+            ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
+        begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
+        torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
+        number = begins.cumsum(0)  # of the sum that each row goes into, behind a place more
+        self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
+        self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)  # of equal ids, whichever is written
+        ends = torch.searchsorted(ordered, bounds)
+        none = torch.zeros(self._ranks, dtype=torch.int64, device=ids.device)
+        counts = [none.index_add(0, of, mask.to(torch.int64)) for of, mask in counted]
+        self.sizes = torch.cat([*counts, ends, number.index_select(0, ends)])
         """All sizes, in the order in which `cut` takes them: int64, of a length that the host knows."""
-        of_sums = torch.stack([each.sums[2] for each in self._gradients if each.sums is not None])
-        return torch.cat([*(each.counts for each in self._pieces), of_sums])
 
     def tensors(self) -> list[Tensor]:
         """Lists the tensors that another stream will read."""
-        of_sums = [tensor for each in self._gradients if each.sums is not None for tensor in each.sums[:2]]
-        return [self._following.ids, *(each.positions for each in self._pieces), *of_sums]
+        return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
-    def cut(self, following: Routing, sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """As `routing.cut`, with the sizes that the host has read by now."""
-        ranks, of_sums = len(following.counts), sizes[self.length - len(self._gradients) : self.length]
-        counts = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(len(self._pieces))]
-        late, early = (piece.of(following, own) for piece, own in zip(self._pieces[:2], counts[:2], strict=True))
-        prior, *delayed = [
-            piece.of(self.current, own, size)
-            for piece, own, size in zip(self._gradients, counts[2:], of_sums, strict=True)
-        ]
-        return replace(prior, rest=lambda: delayed), replace(early, rest=lambda: (late,))
+    def cut(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
+        """Does as `routing.cut`, with the sizes that the host has read by now.
 
-
-def _piece(mask: Tensor, owner: Tensor, ranks: int, sums: tuple[Tensor, Tensor, Tensor] | None = None) -> _Piece:
-    counts = torch.zeros(ranks, dtype=torch.int64, device=mask.device).index_add_(0, owner, mask.to(torch.int64))
-    return _Piece(first_true(mask), counts, sums)
-
-
-def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """`chunks_of`, for ids whose order is known."""
-    if chunks == 1:
-        return [mask]
-    masked = mask.index_select(0, order)
-    candidates = ordered.index_select(0, first_true(masked))  # the masked ids in order, then others
-    size = masked.sum()
-    at = [(size * k // chunks).clamp(max=max(ids.numel() - 1, 0)) for k in range(1, chunks)]
-    if ids.numel() == 0:
-        return [mask] * chunks
-    which = torch.bucketize(ids, candidates.index_select(0, torch.stack(at)), right=True)
-    return [mask & (which == k) for k in range(chunks)]
+        Args:
+            ids, counts: the following batch's.
+        """
+        current, ranks, chunks = self._current, self._ranks, self._chunks
+        following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])
+        late, *gradients = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(chunks + 1)]
+        gradients.append(left_of(current.counts, gradients))
+        rows, numbers = [sizes[k : k + chunks + 1] for k in ((chunks + 1) * ranks, (chunks + 1) * (ranks + 1))]
+        ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]  # the first sum has number 0
+        which = self._sums.index_select(0, self._places)
+        sums, start, first = list[Sums](), 0, 0
+        for of_piece, last in zip(gradients, ends, strict=True):
+            places = which[start : start + sum(of_piece)]
+            places = places - first if first else places
+            sums.append((self._ids[first:last], places.clamp(max=last - first) if self._pads else places))
+            start, first = start + sum(of_piece), last
+        late_rows, early = following.pieces(self._ahead[: sum(counts)], [late, left_of(counts, [late])])
+        prior, *delayed = current.pieces(self._places, gradients, sums)
+        prior.rest, early.rest = lambda: delayed, lambda: (late_rows,)
+        return prior, early
 
 
-def _sums(ordered: Tensor, order: Tensor, mask: Tensor, padding_rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the sum that each masked row goes into; of equal ids all rows are masked or none is."""
-    counted = mask.index_select(0, order)
-    if padding_rows:
-        counted = counted & ~is_one_of(ordered, padding_rows)
-    heads = heads_of(ordered) & counted
-    size = heads.sum()
-    places = torch.where(counted, heads.cumsum(0) - 1, size)
-    return ordered.index_select(0, first_true(heads)), torch.empty_like(order).scatter_(0, order, places), size
+def _cuts(ordered: Tensor, chunks: int) -> Tensor:
+    """Returns the keys (chunks - 1,) at which `chunks_of` cuts delayed rows, which come last in `ordered`."""
+    if not ordered.numel():
+        return ordered.new_zeros(chunks - 1)
+    begin = torch.searchsorted(ordered, ordered.new_zeros(1))
+    steps = torch.arange(1, chunks, device=ordered.device)
+    at = begin + torch.div((ordered.numel() - begin) * steps, chunks, rounding_mode="floor")
+    return ordered.index_select(0, at.clamp(max=ordered.numel() - 1)).clamp(min=0)

@@ -85,6 +85,8 @@ class RowExchange:
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns all rows of a batch: ids of every rank, in rank order, and how many are whose."""
+        if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
+            return early.whole
         return Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
 
     # -- the calls of nodes --------------------------------------------------------------------------------------------
@@ -105,14 +107,14 @@ class RowExchange:
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns those rows of the batch whose forward runs that are still to be looked up."""
-        early, gradient = self._early, self.gradient
-        if early is not None and early.whole is not None and early.whole.ids is ids:
+        early, batch = self._early, self.routing(ids, counts)
+        if early is not None and early.whole is batch:
             (late,) = early.rest()
-            gradient.begin_batch(early.whole)
+            self.gradient.begin_batch(batch)
             return late
-        gradient.apply()  # no row was early, or for another batch
-        self.sent, batch = [], self.routing(ids, counts)
-        gradient.begin_batch(batch)
+        self.gradient.apply()  # no row was early, or for another batch
+        self.sent = []
+        self.gradient.begin_batch(batch)
         return batch
 
     def await_rows(
@@ -132,7 +134,9 @@ class RowExchange:
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
         for ticket, routing in self.sent:
-            joined = _join(routing, self._launcher.wait(ticket), joined, shape)
+            arrived = ticket.value if ticket.done else self._launcher.wait(ticket)
+            assert arrived is not None
+            joined = _join(routing, arrived, joined, shape)
         self._end_batch()
         assert joined is not None
         self._recorder.mark(compute_id("rows", table))
@@ -185,7 +189,7 @@ class RowExchange:
         gradient.apply()
         assert gradient.batch is not None
         if found is None:
-            found = cut(gradient.batch, gradient.batch.of_batch(ids, counts), self.among, self.delayed_chunks)
+            found = cut(gradient.batch, self.routing(ids, counts), self.among, self.delayed_chunks)
         gradient.prior, self._early = found
         self.sent = []
 

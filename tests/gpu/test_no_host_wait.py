@@ -42,10 +42,10 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
         ids = torch.arange(40, device=device) % 7
         unique, count, _ = padded_unique_ids([ids], 9, 0)
         packed = torch.cat([count.view(1), unique]).view(1, -1)
-        table = routed(packed, [[unique.numel()]], 0)
+        table = routed(packed, [[unique.numel()]], 0, 9)
         current = Routing(torch.arange(5, device=device), (5,), Grid(1, 1), 0)
         split = SplitAhead(current, table, membership(9, device), 9, 3, (0,))
-        copy, done = streams.to_host(torch.cat([table.counts, split.sizes()])), streams.record("sizes copied")
+        copy, done = streams.to_host(torch.cat([table.counts, split.sizes])), streams.record("sizes copied")
 
     assert streams.read(done, copy)[0] == 7
 

@@ -75,17 +75,17 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     expected = cut(current, following, among, chunks)
     paddings = (padding_idx,) if padding_idx >= 0 else ()
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, 0), among, V, chunks, paddings)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, 0, V), among, V, chunks, paddings)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
-    found = ahead.cut(following, ahead.sizes().tolist())
+    found = ahead.cut(following.ids, following.counts, ahead.sizes.tolist())
 
     of_current, of_following = zip(map(_pieces, found), map(_pieces, expected), strict=True)
     for part, each in (*zip(*of_current, strict=True), *zip(*of_following, strict=True)):
         assert part.counts == each.counts
-        assert part.positions is not None
-        assert each.positions is not None
-        assert torch.equal(part.positions, each.positions)
+        assert part.own_positions is not None
+        assert each.own_positions is not None
+        assert torch.equal(part.own_positions, each.own_positions)
         assert torch.equal(part.ids, each.ids)
     for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)

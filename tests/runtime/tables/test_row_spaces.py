@@ -114,7 +114,7 @@ def test_not_across_computation_that_hides_communication() -> None:
 def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     # Two ranks, three tables with room for 3, 2 and 2 ids.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
-    found = routed(packed, [[3, 2, 2], [3, 2, 2]], 2)
+    found = routed(packed, [[3, 2, 2], [3, 2, 2]], 2, 9)
     assert found.counts.tolist() == [2, 0]
     assert found.ids[:2].tolist() == [1, 3]
     assert found.owner[:2].tolist() == [0, 0]
