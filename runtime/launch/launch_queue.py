@@ -64,6 +64,10 @@ class LaunchWindow:
             self._passed += 1
         return order[self._passed] if self._passed < len(order) else None
 
+    def owes(self, place: float = math.inf) -> bool:
+        """Whether a launch before this place in the order may still be launched."""
+        return self.head() is not None and self._passed < place
+
     def to_come(self) -> Sequence[OperationId]:
         """Returns the launches of the order from the first one on that may still be launched."""
         self.head()

@@ -155,7 +155,7 @@ class StreamQueue(LaunchQueue):
             raise self.error
         current = self.windows[-1]
         place = (current.number, current.order.index(which))
-        ready = self.streams.record(f"{which} ready")
+        ready = self.streams.record(which, "ready")
         recording = self.recorder.recording
         number = OUTSIDE if recording is None else recording.window
         ticket = StreamTicket(which, launch, sent_bytes, number, queue=self, place=place, ready=ready)
@@ -236,20 +236,18 @@ class StreamQueue(LaunchQueue):
                 self.issue(hurry=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        windows = [window for window in self.windows if window.number <= ticket.place[0]]
-        before = [
-            launch
-            for window in windows
-            for k, launch in enumerate(window.order)
-            if (window.number, k) < ticket.place and (launch in window.expected or launch in window.waiting)
-        ]
-        return bool(before)
+        """Whether a launch before it in the order may still leave."""
+        number, place = ticket.place
+        for window in self.windows:
+            if window.owes(place if window.number == number else math.inf) and window.number <= number:
+                return True
+        return False
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, place: tuple[int, ...]) -> None:
         streams, recorder = self.streams, self.recorder
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
-        at = bisect.bisect_left(self._issued, place, key=lambda each: each[0])
-        with streams.on(ticket.id.lane, str(ticket.id)):
+        at = bisect.bisect_left(self._issued, (place,))
+        with streams.on(ticket.id.lane, ticket.id):
             streams.wait(ticket.ready)
             if at >= IN_FLIGHT:
                 _, lane, ended = self._issued[at - IN_FLIGHT]
@@ -262,7 +260,7 @@ class StreamQueue(LaunchQueue):
             launched, ticket.launch = ticket.launch(), None
             if launched.work is not None:
                 launched.work.wait()  # the stream waits, not the host
-            ticket.ended = streams.record(f"{ticket.id} done")
+            ticket.ended = streams.record(ticket.id, "done")
             over = recorder.clock.now() if recorded else 0.0
         if in_turn:
             streams.last = (id(self), ticket.ended)

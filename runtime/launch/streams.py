@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,34 +25,38 @@ Event = Any
 class Streams:
     """A CUDA device's streams: that of compute, and one for each communication class; urgent ones have high priority.
 
+    A step asks a hundred times which stream is current: torch's C++ (`torch._C`) answers, where `torch.cuda` would make
+    nine calls of Python.
+
     Attributes:
         last: (id of the launcher that has launched last on the device, the event behind that launch), or None.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._index = device, device.index
         self.last: tuple[int, Event] | None = None
         self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
+        self._by_id = _ById()
 
-    @contextmanager
-    def on(self, lane: Lane, what: str) -> Iterator[None]:
-        """Opens a context in which `what` is enqueued on the stream of a communication class."""
-        with torch.cuda.stream(self._lanes[lane]):
-            yield
+    def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
+        """Returns a context in which `what` is enqueued on the stream of a communication class."""
+        return _On(self._lanes[lane], self._index)
 
-    def record(self, name: str) -> Event:
+    def record(self, *what: object) -> Event:
         """Records an event, which passes when all work enqueued on the current stream has ended."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
+        torch._C._CudaEventBase.record(event, stream)
         return event
 
     def wait(self, event: Event) -> None:
         """Makes later work on the current stream, not the host, wait for the event."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
+        torch._C._CudaEventBase.wait(event, stream)
 
     def keep(self, *tensors: Tensor) -> None:
         """Keeps memory, allocated on another stream, from being reused before the current stream has used it."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
@@ -85,6 +88,33 @@ class Streams:
     def use_device(self) -> None:
         """Makes this the calling thread's device, which is otherwise the first one of the machine."""
         torch.cuda.set_device(self._device)
+
+
+class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
+    """Streams by what torch's C++ returns of the current one; found without a call of Python."""
+
+    def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
+        stream_id, device, kind = key
+        made = self[key] = torch.cuda.Stream(stream_id=stream_id, device_index=device, device_type=kind)
+        return made
+
+
+class _On(AbstractContextManager[None]):
+    """Makes a stream the current one of its device, and the device the thread's, for a while."""
+
+    def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
+        self._stream, self._index = stream, device
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._device = torch._C._cuda_getDevice()
+        self._before = torch._C._cuda_getCurrentStream(self._index)
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._cuda_setStream(*self._before)
+        if self._device != self._index:
+            torch._C._cuda_setDevice(self._device)
 
 
 class _StreamClock(Clock):

@@ -265,12 +265,12 @@ class PinnedCopies(Copies):
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
         """Starts a copy; returns an event that passes when it has ended."""
         streams = self._streams
-        ready = streams.record(f"{watch.launch} ready")
-        with streams.on(lane, str(watch.launch)):
+        ready = streams.record(watch.launch, "ready")
+        with streams.on(lane, watch.launch):
             streams.wait(ready)
             with watch:
                 target.copy_(source, non_blocking=True)
-            return streams.record(f"{watch.launch} done")
+            return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
         """Makes the compute stream wait for a copy, after which it may overwrite the source and read the target."""

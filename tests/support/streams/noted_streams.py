@@ -27,16 +27,16 @@ class NotedStreams(Streams):
         return StreamProgram(title, tuple(self.steps))
 
     @contextmanager
-    def on(self, lane: Lane, what: str) -> Iterator[None]:
+    def on(self, lane: Lane, what: object) -> Iterator[None]:
         before, self._stream = self._stream, lane
         try:
             yield
         finally:
             self._stream = before
 
-    def record(self, name: str) -> str:
+    def record(self, *what: object) -> str:
         self._events += 1
-        event = f"{name} #{self._events}"
+        event = " ".join([*map(str, what), f"#{self._events}"])
         self.steps.append(Record(event, self._stream))
         return event
 
