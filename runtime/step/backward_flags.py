@@ -106,7 +106,8 @@ def _launch_on(
         own = [0] * (2 * size)
         own[size + rank] = written
         flags = streams.up(torch.tensor([*own, *used], device="cpu"))
-        flags[rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
+        values = torch.stack(list(scalars))
+        torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # of inf and nan the difference is nan
         if size > 1:
             communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")
