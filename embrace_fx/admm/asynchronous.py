@@ -118,7 +118,7 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
         splits, state.iteration = splits + Sums.between(state.weights, state.agreed), state.iteration + 1
         own = Sums.of(state.agreed, run.monitored) + splits
         state.history.append(own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s))
-        run.tell(state.history[-1])
+        run.log(state.history[-1])
         recorder.mark(FIGURES)
         with communicator.watching():
             reply = _converse(line, splits, contribution(state), recorder)
@@ -266,7 +266,7 @@ class Master:
             recorder.mark(FIGURES)
             progress = sums.progress(state.iteration, staleness=oldest, elapsed_s=time.perf_counter() - start_s)
             state.advance(progress, run.stopping)
-            run.tell(progress)
+            run.log(progress)
 
     def _collect(self, contributions: Contributions) -> None:
         """Takes all that has arrived, and waits until there can be an update, or raises Lost."""

@@ -54,7 +54,7 @@ class Run:
     on_iteration: OnIteration | None
     recorder: Recorder
 
-    def tell(self, progress: Progress) -> None:
+    def log(self, progress: Progress) -> None:
         if self.on_iteration is not None:
             self.on_iteration(progress)
 
@@ -95,7 +95,7 @@ def train_in_step(state: State, data: Data, run: Run, communicator: Communicator
         state.iteration += 1
         progress = everyone.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s)
         state.advance(progress, run.stopping)
-        run.tell(progress)
+        run.log(progress)
 
 
 def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None:

@@ -233,7 +233,7 @@ def facts_of(
 
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
     """Decides how rows without gradient are updated. An optimizer that is not known yet counts as an Adam."""
-    way = holders.moving(parameter, semantics(row_updates))
+    way = holders.dense_update_policy(parameter, semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
 

@@ -136,7 +136,10 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     stepping.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
     for found in graph.tables:
         parameter = context.state.parameter(found.parameter)
-        if found.parameter not in plan.sharded and stepping.holders.moving(parameter, row_updates) == "lazy":
+        if (
+            found.parameter not in plan.sharded
+            and stepping.holders.dense_update_policy(parameter, row_updates) == "lazy"
+        ):
             table = RowTable(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)

@@ -31,7 +31,7 @@ from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import (
     REFUSAL,
-    HeldInFile,
+    FileStorage,
     TieredTable,
     not_replayable,
     state_columns,
@@ -228,7 +228,7 @@ def _check(context: Context, name: str, plan: Plan) -> None:
             f"table_memory: {name} has {len(held)} optimizers in compile(), and needs exactly one, whose state is "
             "stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
-    how = holders.moving(parameter, semantics(context.options.row_updates))
+    how = holders.dense_update_policy(parameter, semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
         raise ValueError(not_replayable(name, type(held[0][0])))
 
@@ -331,7 +331,7 @@ def place_tiered(
     if not isinstance(parameter, Part):
         become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
-    parameter.held = HeldInFile(like, REFUSAL.format(name=name, asked="an op"))
+    parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="an op"))
     return TieredTable(
         parameter,
         layout,

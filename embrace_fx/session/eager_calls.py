@@ -76,7 +76,7 @@ class EagerCalls:
         """
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = train and bool(trained)  # autograd passes gradients through a frozen model
-        announcements.settle()  # of a step without backward
+        announcements.wait()  # of a step without backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)
         if programs.plan is None:

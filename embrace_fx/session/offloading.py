@@ -43,7 +43,7 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
             copies = FileCopies(options.spill_to)
         else:
             copies = PinnedCopies(on)
-        (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
+        (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.synchronize)
         own = rate / times, start_ms * times
     except (ValueError, RuntimeError, OSError) as error:
         failure = error

@@ -282,7 +282,7 @@ class Programs:
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
             context.state.pending.close()
             self._in_use().close()
-            context.state.settle_tables()
+            context.state.flush_tables()
             context.state.reads.restart()
             with stage("placing parameters anew", context.communicator.rank):
                 place_anew(context, analysed, old, new)
@@ -348,7 +348,7 @@ class Programs:
     def _apply(self) -> None:
         self.flow.apply()
         self.flow.hand_out()
-        self._context.state.settle_tables()
+        self._context.state.flush_tables()
 
     def parameters_may_change(self) -> None:
         """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""

@@ -94,7 +94,7 @@ def _asks_for_a_graph(context: Context) -> bool:
     layers = [module for module in context.model.modules() if isinstance(module, _LAYERS)]
     holders, updates = context.stepping.holders, semantics(options.row_updates)
     apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
-    return apart or any(holders.moving(p, updates) == "lazy" for m in layers for p in m.parameters())
+    return apart or any(holders.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters())
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -340,7 +340,7 @@ class Session:
         """Applies pending updates, and ends the threads and process groups of the model."""
         self._eager.forget()
         self.programs.close()
-        self.state.settle_tables()
+        self.state.flush_tables()
         self.programs.cache.clear()
         self.communicator.close()
         self._placed.kept = None

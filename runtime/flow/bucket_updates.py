@@ -24,7 +24,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held import GONE, Late
+from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups, takes_sparse
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward, share_memory
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
@@ -42,12 +42,14 @@ class PendingGradient(Tensor):
         is_sparse: the gradient is (COO), and so it seems while it is in flight.
     """
 
-    late: Late[Tensor]
+    late: GradientFuture[Tensor]
     place: int
     is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def __new__(cls, like: Tensor, late: Late[Tensor], place: int, *, sparse: bool = False) -> PendingGradient:
+    def __new__(
+        cls, like: Tensor, late: GradientFuture[Tensor], place: int, *, sparse: bool = False
+    ) -> PendingGradient:
         made: PendingGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, dispatch_layout=sparse
         )
@@ -124,7 +126,7 @@ class Bucket(Owed):
         self.sent: _Sent | None = None
         self.stepped: dict[int, nn.Parameter] = {}
         self._updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
-        self.late: Late[Tensor] | None = None
+        self.late: GradientFuture[Tensor] | None = None
 
     @property
     def waiting(self) -> bool:
@@ -148,16 +150,16 @@ class Bucket(Owed):
             if id(parameter) not in without:
                 parameter.grad = PendingGradient(parameter, late, n, sparse=sent[0].is_sparse)
 
-    def _promise(self, sent: _Sent) -> Late[Tensor]:
+    def _promise(self, sent: _Sent) -> GradientFuture[Tensor]:
         """Makes what stands for gradients on their way; it refers to the model weakly."""
         itself = ref(self)
 
-        def land() -> Sequence[Tensor]:
+        def wait() -> Sequence[Tensor]:
             if (bucket := itself()) is None:
                 raise RuntimeError(GONE)
             return bucket.wanted(sent)
 
-        self.late = Late(land)
+        self.late = GradientFuture(wait)
         return self.late
 
     def add_to(self, without: Set[int]) -> None:

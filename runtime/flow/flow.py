@@ -23,7 +23,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
-from embrace_fx.runtime.ranks.gate import Gate
+from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.operation_id import (
@@ -227,7 +227,7 @@ class Flow:
         )
         return BackwardVariant(self._left, coming, cut)
 
-    def open_window(self, gate: Gate | None, absent: Sequence[OperationId]) -> None:
+    def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
         """Opens the window of a backward, at its head.
 
         Args:

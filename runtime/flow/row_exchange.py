@@ -217,7 +217,7 @@ class RowExchange:
         ids, before, after = self._preview
         # If so, the step they were sent for is still to move the table's.
         waits = self.gradient.step is not None or self.table.has_resting_rows
-        return torch.equal(self.table.as_they_are(ids), before if waits else after)
+        return torch.equal(self.table.peek(ids), before if waits else after)
 
     def note_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
         """Compares a step that has been taken with the one that early rows were sent for.

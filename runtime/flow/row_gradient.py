@@ -31,9 +31,9 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held import GONE, Late, Rows
-from embrace_fx.runtime.tables.held_gradient import merged
+from embrace_fx.runtime.tables.gradient_storage import merged
 from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture, Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
@@ -70,7 +70,7 @@ class RowGradient(Owed):
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
         self.step: SparseUpdate | None = None
-        self._late: Late[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
         self._how: How = (local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class RowGradient(Owed):
             absent: names of tables that this backward gives no gradient, of those of a row space.
             unreduced: whether it is this rank's alone.
         """
-        self._late = Late(self._landing())
+        self._late = GradientFuture(self._landing())
         self._table.deliver(self._late, absent, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
@@ -157,7 +157,7 @@ class RowGradient(Owed):
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
 
-        def land() -> list[Sequence[Rows]]:
+        def wait() -> list[Sequence[Rows]]:
             table, launcher = found(), by()
             if table is not None and launcher is not None:
                 arrived = _in_a_hurry(parts, table, launcher, how)
@@ -167,7 +167,7 @@ class RowGradient(Owed):
                 raise RuntimeError(GONE)
             return [list(rows) for rows in zip(*(split(*rows) for rows in arrived), strict=True)]
 
-        return land
+        return wait
 
     # -- until a step has taken it -------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class RowGradient(Owed):
         if self.waiting and self._late is not None:
             for table in self._table.members:
                 if table.standing(self._late):
-                    table.open_gradient().land()
+                    table.open_gradient().wait()
         self.drop()
 
     def drop(self) -> None:

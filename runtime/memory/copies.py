@@ -113,18 +113,18 @@ class Copies(ABC):
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
         for _ in range(3):  # the first run allocates file blocks and memory
-            self.settle()
+            self.synchronize()
             began = time.perf_counter()
             stored = self.await_offload(self.offload(value, launch, None))
-            self.settle()
+            self.synchronize()
             left = time.perf_counter()
             self.await_reload(self.reload(stored, launch, None))
-            self.settle()
+            self.synchronize()
             slowest_ms = max(left - began, time.perf_counter() - left) * 1e3
         return slowest_ms
 
     @abstractmethod
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Makes the host wait for all awaited copies, and for compute."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class FileCopies(Copies):
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
         }
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Does nothing: awaiting a copy has made the thread wait already."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
@@ -251,7 +251,7 @@ class PinnedCopies(Copies):
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._streams.record("settled").synchronize()  # on the model's device, which may not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:

@@ -17,22 +17,22 @@ LONG_MS, TIMES = 10.0, 5
 of ms."""
 
 
-def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -> float:
+def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
     """Returns how many estimated milliseconds of the reference work this rank does in one millisecond.
 
     The reference is one product of matrices and one pass over memory: models are a mixture of both.
 
     Args:
-        settle: waits until the device has done all of its work.
+        synchronize: waits until the device has done all of its work.
     """
     run = reference(device)
 
     def taken_ms(count: int) -> float:
-        settle()
+        synchronize()
         began = time.perf_counter()
         for _ in range(count):
             run()
-        settle()
+        synchronize()
         return (time.perf_counter() - began) * 1e3
 
     taken_ms(1)  # libraries initialise at the first call

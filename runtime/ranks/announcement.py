@@ -81,8 +81,8 @@ class Announcement:
         asks_to_plan: it asks for another plan.
         does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
         steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
-        program: hash of the step's launches; 0: none. For a backward the number of its call (`Gate`), for a question
-            its hash.
+        program: hash of the step's launches, 0 if it has none. A backward sends the number of its call
+            (`BackwardBarrier`), and a question its own hash.
         buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
         deeds: number of ops on parts of tables so far; below 0: not sent.
         rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
@@ -193,7 +193,7 @@ class Announcements:
         return self.announce(self._own(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
-        """Announces the next step, and leaves it to `settle` to wait for the others and to raise.
+        """Announces the next step, and leaves it to `wait` to wait for the others and to raise.
 
         Args:
             then: called once every rank is known to continue.
@@ -203,10 +203,10 @@ class Announcements:
             self.announce(own)
             then()
             return
-        self.settle()
+        self.wait()
         self._ahead = _Ahead(own, self._begin(own), then)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the announcements of a step that has been announced ahead; raises as `announce` does."""
         if (ahead := self._ahead) is not None:
             self._ahead = None
@@ -226,7 +226,7 @@ class Announcements:
             PeerFailure: any rank has failed, or the ranks are not doing the same thing; on all ranks.
             PlanDoesNotFit: some rank's batch does not fit the plan; on all ranks.
         """
-        self.settle()
+        self.wait()
         if self.communicator.world_size == 1:
             self.communicator.check_open()
             if own.failure is not None:
@@ -243,7 +243,7 @@ class Announcements:
     def _begin(self, own: Announcement) -> Exchange:
         communicator = self.communicator
         communicator.check_open()
-        self._watchdog.met += 1
+        self._watchdog.announced += 1
         self.watch()
         communicator.progress.begin_step()
         return self.launch(own)
@@ -275,7 +275,7 @@ class Announcements:
 
     def meet(self, activity: int) -> list[int]:
         """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
-        self.settle()
+        self.wait()
         self.communicator.check_open()
         own = Announcement(JOIN, activity)
         return [each.activity for each in self._meet(own, self._read(self.launch(own)))]
@@ -302,7 +302,7 @@ class Announcements:
 
     def _answer(self, failure: str) -> PeerFailure:
         """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
-        self._watchdog.met += 1
+        self._watchdog.announced += 1
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
         try:
@@ -348,7 +348,7 @@ class Announcements:
 
     def give_up(self, failure: str) -> None:
         """Announces that this rank cannot finish an announced forward. Of at least two ranks."""
-        self.settle()
+        self.wait()
         self._given_up = failure
         own = Announcement(GAVE_UP)
         self.reports(self._decoded(own, self._read(self.launch(own))), failure)
@@ -364,9 +364,9 @@ class Announcements:
         """
         question = Question(what, value, reduce_op)
         own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
-        self.settle()
+        self.wait()
         self.communicator.check_open()
-        self._watchdog.met += 1
+        self._watchdog.announced += 1
         try:
             everyone = self._decoded(own, self._read(self.launch(own)))
         except (DeadRank, StuckRank) as error:

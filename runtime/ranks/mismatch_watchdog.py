@@ -57,13 +57,13 @@ class _Stopped:
 
     Attributes:
         rank: of those that train together.
-        met: the number of announcements that it has begun.
+        announced: the number of announcements that it has begun.
         reason: why it raises; "": it waits in the last of them.
         begun: process group -> number of collectives that it has begun there.
     """
 
     rank: int
-    met: int
+    announced: int
     reason: str
     begun: dict[str, int]
 
@@ -72,12 +72,12 @@ class MismatchWatchdog:
     """Finds ranks that wait for each other, from a thread behind this one.
 
     Attributes:
-        met: announcements that this rank has begun, and questions.
+        announced: announcements that this rank has begun, and questions.
         waiting_since_s: since when it waits for an announcement of the others, by `time.monotonic`; None: it does not.
     """
 
     def __init__(self) -> None:
-        self.met = 0
+        self.announced = 0
         self._rank = 0
         self._name = ""  # in the store; the same on all ranks
         self.waiting_since_s: float | None = None
@@ -114,9 +114,9 @@ class MismatchWatchdog:
         """
         self._name = name
         if (since_s := self.waiting_since_s) is not None:
-            if time.monotonic() - since_s > PATIENCE_S and self._written != self.met:
+            if time.monotonic() - since_s > PATIENCE_S and self._written != self.announced:
                 self._write(store, _WAITS)
-                self._written = self.met
+                self._written = self.announced
             return
         top = sys._current_frames().get(threading.main_thread().ident or 0)
         frame = _collective_in(traceback.walk_stack(top))
@@ -124,11 +124,11 @@ class MismatchWatchdog:
             self._found = None
         if frame is None or self._found is not None:
             return
-        if self._behind(store, frame, _WAITS, self.met + 1) is not None:
+        if self._behind(store, frame, _WAITS, self.announced + 1) is not None:
             called = frame.f_code.co_name
             what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
             self._found = frame, answer(_ELSEWHERE.format(what, place_of_main_thread()))
-        elif (other := self._behind(store, frame, _RAISES, self.met)) is not None:
+        elif (other := self._behind(store, frame, _RAISES, self.announced)) is not None:
             self._found = frame, PeerFailure({other.rank: other.reason})
         else:
             return
@@ -152,22 +152,22 @@ class MismatchWatchdog:
             raise self._found[1] from error
         other = None
         with contextlib.suppress(RuntimeError):  # the store is gone
-            other = self._behind(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.met)
+            other = self._behind(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.announced)
         if other is not None:
             raise PeerFailure({other.rank: other.reason}) from error
 
     def _write(self, store: Any, what: str, reason: str = "") -> None:
         begun = {str(name): _begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
-        store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.met, reason, begun))))
+        store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.announced, reason, begun))))
 
-    def _behind(self, store: Any, frame: FrameType, what: str, met: int) -> _Stopped | None:
+    def _behind(self, store: Any, frame: FrameType, what: str, announced: int) -> _Stopped | None:
         """Reads which other rank has stopped before a collective, at an announcement; None: none has."""
         if not store.check([self._name + what]):
             return None
         other: _Stopped = from_plain(_Stopped, json.loads(store.get(self._name + what).decode()))
         group = _group_of(frame)
         is_behind = other.begun.get(group.group_name, _begun(group)) < _begun(group)
-        return other if is_behind and other.met == met and other.rank != self._rank else None
+        return other if is_behind and other.announced == announced and other.rank != self._rank else None
 
 
 def _begun(group: dist.ProcessGroup) -> int:

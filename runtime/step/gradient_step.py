@@ -77,7 +77,7 @@ class GradientStep(Step):
             PeerFailure: another rank does not, where that is known at once, or has failed before; on every rank.
         """
         self.program.state.awaiting_backward.discard(self)
-        self.program.announcements.settle()
+        self.program.announcements.wait()
         self._opened = self._open({})
         self._sent, self._taken = None, {}
         if isinstance(run := self._opened.phase.run, InPieces):

@@ -15,7 +15,7 @@ from torch import Tensor
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held import Rows
+from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.update_rule import RowWiseUpdate, SparseUpdate
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.ticket import Dropped
+from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.bad_batches import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
-from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
@@ -75,7 +75,7 @@ class Opened:
         needed: values of which the launches that the others wait for are made, should it fail.
     """
 
-    gate: Gate | None
+    gate: BackwardBarrier | None
     variant: BackwardVariant
     phase: LoweredPhase
     needed: Values
@@ -206,17 +206,17 @@ class Step:
             self._check_gate(gate)
         self._launch_flags(self.program.used.words(()), 0)("", None)
 
-    def _enter(self, call: int) -> Gate | None:
+    def _enter(self, call: int) -> BackwardBarrier | None:
         """Announces that this rank is in its backward; None: there are no other ranks, or they are not waited for.
 
         Args:
-            call: as of `Gate`.
+            call: as of `BackwardBarrier`.
         """
         if not self.program.flow.shares_failures:
             return None
         program = self.program
         program.flow.wait()  # of an earlier backward, which is not given up with this one
-        return Gate(program.announcements, call)
+        return BackwardBarrier(program.announcements, call)
 
     def _open(self, values: Values) -> Opened:
         """Begins a backward: announces it to the other ranks, and opens its window.
@@ -326,7 +326,7 @@ class Step:
         }
         return backward.run(self._leaves, values, dense)
 
-    def _check_gate(self, gate: Gate) -> None:
+    def _check_gate(self, gate: BackwardBarrier) -> None:
         """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
         if gate.future.done():
             gate.wait()
@@ -338,7 +338,7 @@ class Step:
             gate.check()
 
     def _fail_backward(
-        self, backward: LoweredPhase, gate: Gate, needed: Values, used: Sequence[int], failure: Exception
+        self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
         """Launches what the others wait for, and shares the failure at the end of their backward."""
         flow = self.program.flow

@@ -31,9 +31,9 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
-from embrace_fx.runtime.tables.held import Rows
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.part import Part
@@ -257,15 +257,15 @@ class Stepping:
                 continue
             held = table.open_gradient()
             if (rule := table.rule) is RowWiseUpdate or not (held.is_of_all_rows or rule is DenseUpdate):
-                held.land()
+                held.wait()
                 step.hide(table.parameter)
                 step.rows.append(table)
             elif type(optimizer) in ELEMENT_WISE:
-                held.land()
+                held.wait()
                 step.hide(table.parameter)
                 step.dense.append(table)
             else:
-                table.settle()
+                table.flush()
                 dense = held.memory()
                 if table.layout.mesh is None:
                     step.hide(table.parameter, dense)
@@ -285,7 +285,7 @@ class Stepping:
                 for exchange in self._exchanges([table]):
                     exchange.gradient.apply()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
-                    table.settle()
+                    table.flush()
                 table.optimizer = optimizer
         return [table for table in held if table.name not in whole] if whole else held
 
@@ -405,7 +405,7 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         self._state.pending.close()
         self._flow.apply()
-        self._state.settle_tables()
+        self._state.flush_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return show_state(optimizer, state_dict, self._state, self._communicator)

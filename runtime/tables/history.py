@@ -3,7 +3,7 @@
 Contract
     Instead of moving all rows at every step, a row takes the steps it has skipped when it is next read, or when all do:
     before a checkpoint, before parameters or state are handed out, and where a step comes that cannot be skipped.
-    One step: `begin`; rows with gradients `catch_up`, are stepped, and `took` it; then `note`.
+    One step: `begin`; rows with gradients `apply_deferred`, are stepped, and `took` it; then `note`.
     The tables of a row space step as one by the history of the space, or one of them by its own. The one kind is
     closed before the other begins.
 
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class SupposedStep:
+class PredictedUpdate:
     """The next step of some rows that are up to date, should it give them no gradient.
 
     Attributes:
@@ -66,7 +66,7 @@ class History:
         self._with = self, *self._members  # those that are closed together
         self._first = 0  # of its rows in the space
         self._before = 0  # steps until the open ones
-        self._supposed: SupposedStep | None = None
+        self._predicted: PredictedUpdate | None = None
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()
@@ -95,23 +95,23 @@ class History:
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
-    def suppose(self, step: SupposedStep) -> None:
+    def record_prediction(self, step: PredictedUpdate) -> None:
         """Keeps what the next step makes of rows without gradient, for `note`."""
-        self._supposed = step if self.open is not None and not step.rows.is_cuda else None
+        self._predicted = step if self.open is not None and not step.rows.is_cuda else None
 
     def note(self, options: Mapping[str, Any]) -> None:
         """All other rows have had no gradient in this step, before which the table's state is as it is."""
-        skipped, supposed, unit, taken = self.open, self._supposed, self._unit, self._taken
+        skipped, predicted, unit, taken = self.open, self._predicted, self._unit, self._taken
         assert skipped is not None
         assert taken is not None
         skipped.note(options, {} if skipped.count else unit.state)
-        self._supposed = None
-        if supposed is None or not same_options(supposed.options, options):
+        self._predicted = None
+        if predicted is None or not same_options(predicted.options, options):
             return
-        places, steps = unit.places(supposed.ids, to_write=True), self._before + skipped.count
+        places, steps = unit.places(predicted.ids, to_write=True), self._before + skipped.count
         if bool((taken.index_select(0, places) == steps - 1).all()):  # none has had a gradient
-            unit.local.index_copy_(0, places, supposed.rows)
-            put_rows(unit.state, supposed.state, places, len(taken))
+            unit.local.index_copy_(0, places, predicted.rows)
+            put_rows(unit.state, predicted.state, places, len(taken))
             taken.index_fill_(0, places, steps)
 
     def shorten(self) -> None:
@@ -119,15 +119,15 @@ class History:
         if self.open is not None and self.open.count == MOST_STEPS:
             self.close()
 
-    def catch_up(self, places: Tensor) -> None:
+    def apply_deferred(self, places: Tensor) -> None:
         """Lets rows at places (K,) take the steps they have skipped, before they are read."""
         if self.open is not None:
             self.take(places, self._unit.local, self._unit.state)
         elif self._space is not None and self._space.open is not None:
-            self._space.catch_up(places + self._first if self._first else places)
+            self._space.apply_deferred(places + self._first if self._first else places)
         elif self._members and self.rest:
             for each, own in self._split(places):
-                each.catch_up(own)
+                each.apply_deferred(own)
 
     def _split(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
         """Yields the histories of tables, with their own of places (K,) in the space."""
@@ -148,7 +148,7 @@ class History:
         for each in self._with:
             if each.open is not None:
                 each._close()
-            each.open = each._supposed = None
+            each.open = each._predicted = None
 
     def _close(self) -> None:
         assert self.open is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.skipped_steps import skipping
-from embrace_fx.runtime.tables.update_rule import moving
+from embrace_fx.runtime.tables.update_rule import dense_update_policy
 from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
 
@@ -51,12 +51,12 @@ class Holders:
             if any(p is parameter for p in group["params"])
         ]
 
-    def moving(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
+    def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
         """Tells how rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
         held = self.of(parameter)
         if len(held) == 1:
             (optimizer, group) = held[0]
-            return moving(type(optimizer), group, row_updates, parameter.dtype)
+            return dense_update_policy(type(optimizer), group, row_updates, parameter.dtype)
         if row_updates == "lazy":
             return ""
         can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)

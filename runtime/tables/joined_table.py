@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.held import Late, Rows
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
 from embrace_fx.runtime.tables.optimizer_state import state_of
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part import Part
@@ -79,11 +79,13 @@ class JoinedTable(Unit):
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
         """Adds a coalesced row gradient, ids (K,), rows (K, d), to the `.grad` of its tables, but of those `absent`."""
         split = self.split
-        self.deliver(Late(lambda: [[part] for part in split(ids, rows)]), absent, (ids, rows), unreduced=unreduced)
+        self.deliver(
+            GradientFuture(lambda: [[part] for part in split(ids, rows)]), absent, (ids, rows), unreduced=unreduced
+        )
 
     def deliver(
         self,
-        late: Late[Sequence[Rows]],
+        late: GradientFuture[Sequence[Rows]],
         absent: Collection[str] = (),
         rows: Rows | None = None,
         *,
@@ -98,7 +100,7 @@ class JoinedTable(Unit):
         """
         self._gradient.deliver(late, absent, rows, unreduced)
 
-    def standing(self, late: Late[Sequence[Rows]]) -> int:
+    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
         """Counts the tables whose `.grad` is one of these, nobody having looked at it."""
         return self._gradient.standing(late)
 
@@ -295,11 +297,13 @@ class _JoinedGradient:
         self._members = members
         self._parameters: list[nn.Parameter] = []
         self._parts: list[Part] = []
-        self._held: list[HeldGradient] = []
-        self._late: Late[Sequence[Rows]] | None = None  # that were delivered last
+        self._held: list[GradientStorage] = []
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # that were delivered last
         self._rows: Rows | None = None
 
-    def deliver(self, late: Late[Sequence[Rows]], absent: Collection[str], rows: Rows | None, unreduced: bool) -> None:
+    def deliver(
+        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str], rows: Rows | None, unreduced: bool
+    ) -> None:
         """As `JoinedTable.deliver`."""
         if not absent and self._are_free():
             for k, held in enumerate(self._held):
@@ -312,12 +316,12 @@ class _JoinedGradient:
             self._take_slots(late)
         self._late, self._rows = late, rows
 
-    def _take_slots(self, late: Late[Sequence[Rows]]) -> None:
+    def _take_slots(self, late: GradientFuture[Sequence[Rows]]) -> None:
         """Keeps the gradients for the backwards to come, where each is the one that was delivered alone."""
         parameters = [member.parameter for member in self._members]
         parts: list[Any] = [parameter.grad for parameter in parameters]
         held = [part.held if isinstance(part, Part) else None for part in parts]
-        if all(isinstance(each, HeldGradient) and each.waits_for(late) for each in held):
+        if all(isinstance(each, GradientStorage) and each.waits_for(late) for each in held):
             self._parameters, self._parts, self._held = parameters, parts, held  # type: ignore[assignment]
         else:
             self._parameters, self._parts, self._held = [], [], []
@@ -339,7 +343,7 @@ class _JoinedGradient:
     def give_back(self) -> None:
         """Gives back the memory of gradients that have been dropped."""
         if self._rows is not None and self._are_free():
-            self._late, self._rows = Late(tuple), None
+            self._late, self._rows = GradientFuture(tuple), None
             for k, held in enumerate(self._held):
                 held.late = self._late, k
 
@@ -347,7 +351,7 @@ class _JoinedGradient:
         late = self._late
         return False not in [held.late is not None and held.late[0] is late for held in self._held]
 
-    def standing(self, late: Late[Sequence[Rows]]) -> int:
+    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
         """As `JoinedTable.standing`."""
         if late is self._late and self._parts:
             grads = [parameter.grad for parameter in self._parameters]

@@ -11,9 +11,9 @@ from weakref import WeakSet, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.held import Rows
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
@@ -167,11 +167,11 @@ class ModelState:
                     del left[number]
         yield from ((table, table.open_gradient().rows()) for table in left.values())
 
-    def gradients(self) -> list[HeldGradient]:
+    def gradients(self) -> list[GradientStorage]:
         """Lists the gradients that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
-    def gradients_reader(self) -> Callable[[], list[HeldGradient]]:
+    def gradients_reader(self) -> Callable[[], list[GradientStorage]]:
         """Reads `gradients`, without keeping the tables: a `.grad` that did would keep its own parameter for ever."""
         itself = ref(self)
         return lambda: [] if (state := itself()) is None else state.gradients()
@@ -191,11 +191,11 @@ class ModelState:
         # At every call and step: without a call for each table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
-    def settle_tables(self) -> None:
+    def flush_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
         with outside_of_modes():
             for table in self.units():
-                table.settle()
+                table.flush()
         self.reads.note()
 
     def refresh(self, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.part import Part, own_part_of, whole
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.state_dicts import as_shown
@@ -61,7 +61,7 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
         value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
-    return Part(Held(value), parameter.spread, "the optimizer's state of ")
+    return Part(LocalStorage(value), parameter.spread, "the optimizer's state of ")
 
 
 def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from embrace_fx.runtime.tables.held import Held, HeldCopy
 from embrace_fx.runtime.tables.layouts import regrid
+from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward
 from embrace_fx.vocabulary.plan import Grid
@@ -48,13 +48,13 @@ class Part(Tensor):
     answer: ClassVar[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]]
     """Computes an op on arguments of which some are parts: by the rules of `part_rules`."""
 
-    held: Held
+    held: LocalStorage
     spread: Layout
     kind: str
     is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def __new__(cls, held: Held, spread: Layout, kind: str = "", *, sparse: bool = False) -> Part:
+    def __new__(cls, held: LocalStorage, spread: Layout, kind: str = "", *, sparse: bool = False) -> Part:
         made: Part = Tensor._make_wrapper_subclass(
             cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device, dispatch_layout=sparse
         )
@@ -71,7 +71,7 @@ class Part(Tensor):
     ) -> Any:
         return cls.answer(func, args, kwargs or {})
 
-    def like(self, held: Held, layout: Layout | None = None) -> Part:
+    def like(self, held: LocalStorage, layout: Layout | None = None) -> Part:
         """Another part of the same table; sparse as this one, unless its layout is given."""
         if layout is None:
             return type(self)(held, self.spread, self.kind, sparse=self.is_sparse)
@@ -130,18 +130,18 @@ class Part(Tensor):
         if not isinstance(value, Part):
             if value.shape != self.shape:
                 raise self.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
-            value = self.like(Held(self.spread.cut(value.detach()).clone()))
+            value = self.like(LocalStorage(self.spread.cut(value.detach()).clone()))
         self.spread.note_deed()
         self.held.dense()  # an update to come is of what it has been, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self.held = Held(value.held.memory().detach())
+        self.held = LocalStorage(value.held.memory().detach())
 
     def tolist(self) -> Any:
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """All elements as an array, which only one that is no copy lets be written."""
-        own = self.spread.is_alone and not isinstance(self.held, HeldCopy)
+        own = self.spread.is_alone and not isinstance(self.held, CopyStorage)
         array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
         array.flags.writeable = own
         return array
@@ -244,7 +244,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
     """Makes a parameter this rank's part of a table, which stays the object that it was to all who hold it."""
-    part = Part(Held(local), layout)
+    part = Part(LocalStorage(local), layout)
     _exchange(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 

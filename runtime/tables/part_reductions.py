@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Layout, NotAView, arguments_of, without_axes
 
@@ -64,7 +64,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
     own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
     if not result.is_apart:
         return own.view(_looks(part, layout, asked, dims))
-    return part.like(Held(own.view([len(axis.own) for axis in result.axes])), result)
+    return part.like(LocalStorage(own.view([len(axis.own) for axis in result.axes])), result)
 
 
 def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> torch.Size:

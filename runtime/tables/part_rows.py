@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.held import Held, Rows
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
+from embrace_fx.runtime.tables.local_storage import LocalStorage, Rows
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import Axis
 
@@ -240,7 +240,7 @@ def _shown_rows(part: Part, asked: str) -> Rows:
         RuntimeError: ranks hold other rows, or views of all elements are held.
     """
     held = part.held
-    found = held.shown_rows() if isinstance(held, HeldGradient) and not part.spread.axes[0].of else None
+    found = held.shown_rows() if isinstance(held, GradientStorage) and not part.spread.axes[0].of else None
     if found is None:
         raise part.refused(asked)
     return found
@@ -250,7 +250,7 @@ def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
     part: Part = args[0]
     ids, rows = _shown_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
-    return part.like(Held(rows, part.held.viewer()), layout)
+    return part.like(LocalStorage(rows, part.held.viewer()), layout)
 
 
 def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -264,7 +264,7 @@ def _nnz(func: Any, args: Any, kwargs: Any) -> int:
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
     part: Part = args[0]
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or part.dtype
-    return part.like(Held(part.held.dense().to(dtype, copy=True)), part.spread)
+    return part.like(LocalStorage(part.held.dense().to(dtype, copy=True)), part.spread)
 
 
 def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.runtime.tables.held import Held, HeldCopy
+from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.part import Part, Rule
 from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
 from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
@@ -166,7 +166,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
         looks = func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
         stride = pytree.tree_leaves(looks)[0].stride()
         layout = replace(layout, stride=stride)
-    return pytree.tree_map_only(Tensor, lambda found: parts[0].like(Held(found), layout), result)
+    return pytree.tree_map_only(Tensor, lambda found: parts[0].like(LocalStorage(found), layout), result)
 
 
 def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
@@ -218,8 +218,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
     keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
     found = func(part.held.dense(), *args[1:], **kwargs)
     if keeps:
-        return part.like(Held(found))
-    return part.like(Held(found), replace(part.spread, stride=_meta(part).contiguous().stride()))
+        return part.like(LocalStorage(found))
+    return part.like(LocalStorage(found), replace(part.spread, stride=_meta(part).contiguous().stride()))
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        return part.like(Held(drawn.clone()))
+        return part.like(LocalStorage(drawn.clone()))
     local = part.held.memory()
     if local.numel():
         local.copy_(drawn.reshape(local.shape))
@@ -287,7 +287,7 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
 
     plain_args, plain_kwargs = pytree.tree_map_only(Part, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if shares and isinstance(args[0], Part) and isinstance(args[0].held, HeldCopy):
+    if shares and isinstance(args[0], Part) and isinstance(args[0].held, CopyStorage):
         return to_be_read(args[0], result, func)
     return args[0] if func._schema.is_mutable and isinstance(args[0], Part) else result
 

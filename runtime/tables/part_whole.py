@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from embrace_fx.runtime.tables.held import Held, HeldCopy
+from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.part import Part, Rule, whole
 from embrace_fx.runtime.tables.part_layout import VIEWS, Layout
 from embrace_fx.runtime.tables.pending_parameters import share_memory
@@ -63,7 +63,7 @@ def to_be_read(part: Part, result: Any, func: Any) -> Any:
 
     def read(copy: Tensor) -> Part:
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
-        return part.like(HeldCopy(copy, refusal), layout)
+        return part.like(CopyStorage(copy, refusal), layout)
 
     return pytree.tree_map_only(Tensor, read, result)
 
@@ -152,7 +152,7 @@ def memory_to_share(part: Part, references: int | None = None) -> Tensor:
 
 def _shares_memory(part: Part) -> bool:
     """Whether anything but this part has its memory."""
-    alone = part.like(Held(torch.empty(0, device="cpu")))
+    alone = part.like(LocalStorage(torch.empty(0, device="cpu")))
     if sys.getrefcount(part.held) > sys.getrefcount(alone.held):
         return True
     return not part.held.of_gradient and share_memory([part])

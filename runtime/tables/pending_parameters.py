@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_state import PendingState
 from embrace_fx.vocabulary.modes import outside_of_modes
@@ -151,7 +151,7 @@ class Updates:
         """Has optimizers hold their own state, while it is written."""
         self._kinds: dict[type[nn.Parameter], type[PendingParameter]] = {}
         self.dense: list[nn.Parameter] = []
-        self._held: list[Held] = []
+        self._held: list[LocalStorage] = []
         self._applies = False
         self._opener = 0  # the thread that goes on with training
 
@@ -168,7 +168,7 @@ class Updates:
                 _apply(parameter)
             plain: Any = type(parameter)
             if plain is Part:  # every way to its memory leads by what holds it
-                held: Held = parameter.held  # type: ignore[attr-defined]
+                held: LocalStorage = parameter.held  # type: ignore[attr-defined]
                 self._held.append(held)
                 held.on_use = self.apply
             else:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.held import Late, Rows
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
 from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import (
     hyperparameters,
@@ -39,7 +39,7 @@ from embrace_fx.runtime.tables.update_rule import (
     Options,
     RowWiseUpdate,
     SparseUpdate,
-    moving,
+    dense_update_policy,
     steps_rows,
 )
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdates
@@ -71,7 +71,7 @@ class RowTable(Unit):
         optimizer: Optimizer | None = None,
         *,
         may_rest: Callable[[], bool] = lambda: False,
-        gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
+        gradients: Callable[[], Sequence[GradientStorage]] = lambda: (),
     ) -> None:
         self.name = layout.name
         self.parameter = parameter
@@ -117,18 +117,18 @@ class RowTable(Unit):
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> HeldGradient | None:
+    def held(self) -> GradientStorage | None:
         """The gradient in `.grad`; None: there is none, or it is zero."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
-    def open_gradient(self) -> HeldGradient:
+    def open_gradient(self) -> GradientStorage:
         """Returns the gradient that a backward adds to: the one in `.grad`, or a new one of zeros."""
         gradient = self.parameter.grad
-        if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
+        if isinstance(gradient, Part) and isinstance(gradient.held, GradientStorage):
             return gradient.held
         like = self.parameter.held.now() if isinstance(self.parameter, Part) else self.parameter.detach()
-        held = HeldGradient(like, self.layout, self._gradients, self.no_dense)
+        held = GradientStorage(like, self.layout, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
             if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
@@ -157,7 +157,7 @@ class RowTable(Unit):
             held.unreduced = unreduced
 
     def deliver(
-        self, late: Late[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
+        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
     ) -> None:
         """Makes the k-th of gradients on their way that of `.grad`, or adds it, unless the table is `absent`."""
         if self.name in absent:
@@ -170,7 +170,7 @@ class RowTable(Unit):
                 held.add_rows(*rows)
         held.unreduced = unreduced
 
-    def standing(self, late: Late[Sequence[Rows]]) -> int:
+    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
         """Counts, 0 or 1, whether `.grad` is one of these, nobody having looked at it."""
         held = self.held
         return int(held is not None and held.waits_for(late))
@@ -260,7 +260,9 @@ class RowTable(Unit):
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWiseUpdate
-        return self._rule(moving(type(self.holder), options, self.row_updates, self.parameter.dtype), options)
+        return self._rule(
+            dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype), options
+        )
 
     def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
         if way in STILL:
@@ -302,7 +304,7 @@ class RowTable(Unit):
 
     def step_dense(self) -> None:
         """Takes a step by a gradient of all rows, at once."""
-        self.settle()
+        self.flush()
         options, state = self.param_group(), self.state
         gradient = self.open_gradient().memory()
         self.keep(step_tensor(self.holder, options, self.local, gradient, state))

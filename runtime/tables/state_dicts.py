@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from embrace_fx.runtime.tables.held import Held, HeldCopy
+from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.part import Part, own_part_of, whole
 from embrace_fx.runtime.tables.part_layout import Layout
 
@@ -45,7 +45,7 @@ def as_shown(part: Part) -> Tensor:
         return part
     if part.spread.grid is not None:
         layout = part.spread.by_columns()
-        part = part.like(HeldCopy(own_part_of(part, layout), _OF_A_GRID), layout)
+        part = part.like(CopyStorage(own_part_of(part, layout), _OF_A_GRID), layout)
     return part.shard() if _is_gathered() else part
 
 
@@ -94,7 +94,7 @@ def take_own_parts(
             own = parameter(name.removeprefix(prefix))
             check_in_memory(own)
             held = own_part_of(value, layout)
-            state_dict[name] = own.like(Held(held)) if isinstance(own, Part) else held
+            state_dict[name] = own.like(LocalStorage(held)) if isinstance(own, Part) else held
 
 
 def check_in_memory(value: Any) -> None:

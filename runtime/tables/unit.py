@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.history import History
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate, suppose
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate, predict_update
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class Unit(ABC):
         """Rows (K, d), once they have taken skipped steps."""
         places = self.places(ids, to_write=(rests := self.history.rest))
         if rests:
-            self.history.catch_up(places)
+            self.history.apply_deferred(places)
         return lookup(self.local, places, dtype)
 
-    def as_they_are(self, ids: Tensor) -> Tensor:
+    def peek(self, ids: Tensor) -> Tensor:
         """Rows (K, d), with what they have skipped still to come."""
         return self.local.index_select(0, self.places(ids))
 
@@ -106,7 +106,7 @@ class Unit(ABC):
         """Whether any row may have skipped a step."""
         return self.history.rest
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
         if self.history.rest:
             self.history.close()
@@ -115,7 +115,7 @@ class Unit(ABC):
         """Begins a step under the options of this moment, of tables that are one (`is_one`)."""
         rule = self.rule
         if rule is not DeferredUpdate:
-            self.settle()
+            self.flush()
         return rule(self)
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
@@ -124,6 +124,6 @@ class Unit(ABC):
         # Of another class's step a trial could leave something behind.
         if type(self.members[0].optimizer) not in ELEMENT_WISE or not self.is_one() or not self.rule.moves_all:
             return rows, None
-        step = suppose(self, ids, rows)
-        self.history.suppose(step)
+        step = predict_update(self, ids, rows)
+        self.history.record_prediction(step)
         return step.rows, step.options

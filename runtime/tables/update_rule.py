@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.held import Rows
-from embrace_fx.runtime.tables.history import SupposedStep
+from embrace_fx.runtime.tables.history import PredictedUpdate
+from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
     by_options,
@@ -194,7 +194,7 @@ class RowWiseUpdate(SparseUpdate):
 
 
 @by_options
-def moving(kind: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
+def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
     """Tells how rows without gradient move under a class of optimizers and these options."""
     if kind in (SparseAdam, RowWiseAdagrad):
         return "lazy" if kind is SparseAdam else ""
@@ -219,9 +219,9 @@ def steps_rows(options: Options) -> bool:
 # -- steps to come -----------------------------------------------------------------------------------------------------
 
 
-def suppose(table: Unit, ids: Tensor, rows: Tensor) -> SupposedStep:
+def predict_update(table: Unit, ids: Tensor, rows: Tensor) -> PredictedUpdate:
     """Takes the next step of a table with copies of rows `ids` (K,), (K, d), as if it gave them no gradient."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
     after = step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
-    return SupposedStep(options, ids, rows, after)
+    return PredictedUpdate(options, ids, rows, after)

@@ -196,7 +196,7 @@ class FileThread:
                 self._slots.arrive(arrival)
         return come
 
-    def land(self) -> None:
+    def await_writes(self) -> None:
         """Waits until all submitted rows are written."""
         self._await_writes(range(self._most_waiting))
 

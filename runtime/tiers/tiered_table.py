@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.tables.held import Held, Rows
 from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.local_storage import LocalStorage, Rows
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
@@ -40,7 +40,7 @@ REFUSAL = (
 )
 
 
-class HeldInFile(Held):
+class FileStorage(LocalStorage):
     """Replaces a part of which only some rows are in memory; it can be read and written by ids only.
 
     Args:
@@ -187,7 +187,7 @@ class TieredTable(InSlots, RowTable):
 
     def saved(self) -> dict[str, Any]:
         """Returns all that a checkpoint holds besides rows; no update may be pending."""
-        self.settle()
+        self.flush()
         first = self.memory.initial.tables[self.rows.start]
         of_rows = {"shown": sorted(self.shown), "histories": self.history.saved(), "seed": first.seed}
         return {**of_rows, "counters": self.counters, "padding": first.padding}

@@ -29,9 +29,9 @@ from torch import Tensor
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.tiers.budget import least_bytes, part_of
+from embrace_fx.runtime.tiers.eviction_policy import EvictionPolicy
 from embrace_fx.runtime.tiers.file_thread import Come, FileThread
 from embrace_fx.runtime.tiers.initial import FirstOfTables
-from embrace_fx.runtime.tiers.next_use import NextUse
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
@@ -119,7 +119,7 @@ class WorkingSet:
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
         # Of a row, on the device, s + 1: in slot s; 0: in none.
         self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
-        self._next_use = NextUse(slots)
+        self._next_use = EvictionPolicy(slots)
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._job = torch.zeros(slots, dtype=torch.int32, device="cpu")  # the number of the read that fills a slot
@@ -248,7 +248,7 @@ class WorkingSet:
             some = slice(first, min(first + self.part, rows.numel()))
             own = {k: values[k][some] if k in values else of[k].filled(some.stop - first) for k in of}
             self._write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
-        self._thread.land()
+        self._thread.await_writes()
 
     def moved(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields rows (K,) of a table, ascending, that differ from their first values, with their records (K, B), which
@@ -279,7 +279,7 @@ class WorkingSet:
             with suppress(TierError):  # of rows that are forgotten
                 self._land()
         with suppress(TierError):
-            self._thread.land()
+            self._thread.await_writes()
         self.failure = ""
         for where in self._where[of.start : of.stop].split(ROWS_AT_ONCE):
             slots = where[where > 0].to(torch.int64).sub_(1)
@@ -342,7 +342,7 @@ class WorkingSet:
             self._await_jobs(self._jobs)
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Empties slots until so many are free, or no more may go (`NextUse.first_to_go`)."""
+        """Empties slots until so many are free, or no more may go (`EvictionPolicy.first_to_go`)."""
         more = True
         while more and (short := count - self._idle) > 0:
             slots, more = self._next_use.first_to_go(min(short, self._at_once), due)
@@ -430,4 +430,4 @@ class WorkingSet:
     def _land(self) -> None:
         """Waits for all that is on its way."""
         self._await_jobs(self._jobs)
-        self._thread.land()
+        self._thread.await_writes()

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held import Held
-from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.layouts import mesh_of
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
@@ -41,13 +41,13 @@ class Parts:
     def parameter(self, whole: Tensor) -> Part:
         """As of a table."""
         layout = self._of(whole)
-        return nn.Parameter(Part(Held(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
+        return nn.Parameter(Part(LocalStorage(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
 
     def gradient(self, whole: Tensor) -> Part:
         """In rows: those that are not zero."""
         layout = self._of(whole)
         local = layout.cut(whole).contiguous()
-        held = HeldGradient(local, layout)
+        held = GradientStorage(local, layout)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
         return Part(held, layout, "the gradient of ")

@@ -27,7 +27,7 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
-from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
+from embrace_fx.runtime.tiers.tiered_table import FileStorage, TieredTable, state_columns
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
@@ -71,7 +71,7 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     layout = Layout.of_table("t", table.shape)
     become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
-    parameter.held = HeldInFile(like, "expected rows by ids")
+    parameter.held = FileStorage(like, "expected rows by ids")
     return TieredTable(parameter, layout, "exact", optimizer, memory=memory, shown=shown)
 
 

@@ -88,16 +88,16 @@ class Sent:
     table_strategies: tuple[str, ...]
 
 
-def bytes_per_step(step: Callable[[], object], counter: Counter, settle: Callable[[], None] = lambda: None) -> float:
-    """Collective: what this rank sends in one step. `settle` waits for what a step leaves to the next one."""
+def bytes_per_step(step: Callable[[], object], counter: Counter, flush: Callable[[], None] = lambda: None) -> float:
+    """Collective: what this rank sends in one step. `flush` waits for what a step leaves to the next one."""
     for _ in range(WARM_UP_STEPS):
         step()
-    settle()
+    flush()
     dist.barrier()  # whatever was sent has arrived, so that nothing waits to be counted
     before = counter()
     for _ in range(STEPS):
         step()
-    settle()
+    flush()
     dist.barrier()
     return sum(sent - before.get(key, 0) for key, sent in counter().items()) / STEPS
 

@@ -69,7 +69,7 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
         read = torch.randint(sum(ROWS), (5,), generator=random)
         expected: Any = torch.cat([table.local for table in dense])[read]
         torch.testing.assert_close(space.look_up(read), expected, rtol=1e-12, atol=1e-12)
-    space.settle()
+    space.flush()
     for found, other in zip(tables, dense, strict=True):
         torch.testing.assert_close(found.local, other.local, rtol=1e-12, atol=1e-12)
         assert found.local.data_ptr() in range(space.local.data_ptr(), space.local.data_ptr() + space.local.nbytes)

@@ -10,7 +10,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, DenseUpdate, RowWiseUpdate, SparseUpdate, moving
+from embrace_fx.runtime.tables.update_rule import (
+    DeferredUpdate,
+    DenseUpdate,
+    RowWiseUpdate,
+    SparseUpdate,
+    dense_update_policy,
+)
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, STILL, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
@@ -20,7 +26,7 @@ MOVE = [Definition(kind) for kind in (ASGD, Adadelta, Adamax, NAdam, RAdam, RMSp
 
 def way(definition: Definition, row_updates: RowUpdates, **group: object) -> str:
     optimizer = definition(nn.Parameter(torch.ones(V, D)))
-    return moving(type(optimizer), {**optimizer.param_groups[0], **group}, row_updates, torch.float32)
+    return dense_update_policy(type(optimizer), {**optimizer.param_groups[0], **group}, row_updates, torch.float32)
 
 
 @pytest.mark.parametrize("definition", EXACT, ids=str)
@@ -115,7 +121,7 @@ def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
     optimizer = Adam([parameter], betas=(0.123, 0.456))  # of which no trial is kept
     handle = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
     try:
-        assert moving(Adam, optimizer.param_groups[0], "exact", torch.float32) not in STILL
+        assert dense_update_policy(Adam, optimizer.param_groups[0], "exact", torch.float32) not in STILL
     finally:
         handle.remove()
     assert not seen

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.history import History, SupposedStep
+from embrace_fx.runtime.tables.history import History, PredictedUpdate
 from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, suppose
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate, predict_update
 from tests.support.tiers import OPTIMIZERS
 
 ROWS, COLUMNS, STEPS = 20, 5, 250
@@ -146,9 +146,9 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     table = _Table(SKIPPED["adamw"], torch.float64)
     for _ in range(3):
         table.step(1)
-    table.history.catch_up(torch.tensor([7, 7, 2, 7]))
+    table.history.apply_deferred(torch.tensor([7, 7, 2, 7]))
     before = table.local.clone()
-    table.history.catch_up(torch.tensor([2, 7]))
+    table.history.apply_deferred(torch.tensor([2, 7]))
 
     assert torch.equal(table.local, before)
     torch.testing.assert_close(before[[2, 7]], table.parameter.detach()[[2, 7]], rtol=1e-12, atol=1e-12)
@@ -156,11 +156,11 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     table.check()
 
 
-def _read_a_step_ahead(table: _Table, *read: int) -> SupposedStep:
+def _read_a_step_ahead(table: _Table, *read: int) -> PredictedUpdate:
     ids = torch.tensor(read)
-    table.history.catch_up(ids)
-    step = suppose(table.unit, ids, table.local.index_select(0, ids))
-    table.history.suppose(step)
+    table.history.apply_deferred(ids)
+    step = predict_update(table.unit, ids, table.local.index_select(0, ids))
+    table.history.record_prediction(step)
     return step
 
 

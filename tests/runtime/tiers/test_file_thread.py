@@ -81,7 +81,7 @@ def test_writes_behind_one_that_waited_are_the_threads(
     assert read(thread, rest, 0, 1) == [[0, 1, 2, 3], [value] * D]
     assert rest.writers[0] == MAIN
     assert MAIN not in rest.writers[1:]
-    thread.land()
+    thread.await_writes()
     write(thread, 2)
     assert rest.writers[-1] == MAIN
 
@@ -90,4 +90,4 @@ def test_failed_write_is_told_to_whoever_waits(thread: FileThread, rest: Rest) -
     rest.error = "no room"
     write(thread, 0)
     with pytest.raises(OSError, match="no room"):
-        thread.land()
+        thread.await_writes()

@@ -51,7 +51,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
             for each in (found, expected):
                 each.begin_step().finish([(ids, rows)])
                 if step in (30, 80):
-                    each.settle()
+                    each.flush()
         for ids in torch.arange(V).split(6):
             assert torch.equal(found.look_up(ids), expected.look_up(ids))
     moved = not optimizer.startswith(("sgd", "adagrad", "row-wise")) or optimizer == "sgd, decayed"

@@ -21,7 +21,7 @@ _SHARE = 64
 """Slots emptied at a time, those least recently used: a 64th of all."""
 
 
-class NextUse:
+class EvictionPolicy:
     """The marks of slots.
 
     Attributes:

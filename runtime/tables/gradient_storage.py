@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
-from embrace_fx.runtime.tables.held import Held, Late, Rows
+from embrace_fx.runtime.tables.local_storage import GradientFuture, LocalStorage, Rows
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.as_seen import AsSeen
 
@@ -31,11 +31,11 @@ class _Viewer:
         of: the gradient.
     """
 
-    def __init__(self, of: HeldGradient) -> None:
+    def __init__(self, of: GradientStorage) -> None:
         self.of = weakref.ref(of)
 
 
-class HeldGradient(Held):
+class GradientStorage(LocalStorage):
     """Memory of a gradient: rows, all elements, or a launch in flight. Aliases of one gradient share it.
 
     Whoever views it, or writes into it by anything but element by element, makes it dense for good.
@@ -57,7 +57,7 @@ class HeldGradient(Held):
         self,
         like: Tensor,
         layout: Layout,
-        siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
+        siblings: Callable[[], Sequence[GradientStorage]] = lambda: (),
         no_dense: str = "",
     ) -> None:
         super().__init__(like)
@@ -67,7 +67,7 @@ class HeldGradient(Held):
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
         self._seen = AsSeen()  # its memory, as the norms are of it
-        self.late: tuple[Late[Sequence[Rows]], int] | None = None  # and which of those it is
+        self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None  # and which of those it is
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
@@ -84,16 +84,16 @@ class HeldGradient(Held):
         """Whether it has been zeroed, or never been anything else."""
         return self._is_zero and self.late is None
 
-    def waits_for(self, late: Late[Sequence[Rows]]) -> bool:
+    def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
         """Whether it is one of these, and nobody has looked at it."""
         return self.late is not None and self.late[0] is late
 
-    def will_be(self, late: Late[Sequence[Rows]], k: int) -> None:
+    def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
         """Makes it the k-th of gradients on their way."""
         self.set_zero()
         self.late, self._is_zero = (late, k), False
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Waits for what is on its way.
 
         Raises:
@@ -108,7 +108,7 @@ class HeldGradient(Held):
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient, its ids unique."""
-        self.land()
+        self.wait()
         self._changed()
         if self.local is None:
             self._rows.append((ids, rows))
@@ -149,7 +149,7 @@ class HeldGradient(Held):
 
     @property
     def is_dense(self) -> bool:
-        self.land()
+        self.wait()
         return self.local is not None
 
     @property
@@ -159,7 +159,7 @@ class HeldGradient(Held):
 
     def rows(self) -> Rows:
         """Returns the gradient, coalesced; of a dense one the rows that are read or not zero."""
-        self.land()
+        self.wait()
         if self.local is not None and self._read is None:
             return torch.arange(self.shape[0], device=self.device), self.local
         if self.local is not None:
@@ -174,7 +174,7 @@ class HeldGradient(Held):
 
     def dense(self) -> Tensor:
         """Returns the gradient (V', d), to be read."""
-        self.land()
+        self.wait()
         if self.local is not None:
             return self.local
         self._check_dense()
@@ -199,7 +199,7 @@ class HeldGradient(Held):
 
     def shown_rows(self) -> Rows | None:
         """Returns its rows, in memory that whoever has them may write; None: views of all elements are held."""
-        self.land()
+        self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
             return None
         rows = self.rows()
@@ -237,9 +237,9 @@ class HeldGradient(Held):
             self._rows = [(ids, change(rows))]
             self._norms = {}
 
-    def copied(self) -> HeldGradient:
+    def copied(self) -> GradientStorage:
         """The same, apart."""
-        self.land()
+        self.wait()
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
         other._siblings, other._are_shown, other._left = (lambda: ()), False, AsSeen()
@@ -288,7 +288,7 @@ def merged(parts: Sequence[Rows]) -> Rows:
     return unique, summed
 
 
-def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
+def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]:
     """Norms of tables, of each rank's parts of them."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
@@ -301,7 +301,7 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
     return [total.pow(1.0 / order) for total in _together(first, [norm.pow(order) for norm in own], dist.ReduceOp.SUM)]
 
 
-def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _together(held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])

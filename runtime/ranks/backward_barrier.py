@@ -18,7 +18,7 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 _FORM = Form()
 
 
-class Gate:
+class BackwardBarrier:
     """The gate of one backward. Made by every rank that begins it, of at least two ranks.
 
     Args:

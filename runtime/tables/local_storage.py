@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
-class Held:
+class LocalStorage:
     """Memory of one rank's part of a tensor. Aliases of the tensor share it.
 
     Args:
@@ -61,9 +61,9 @@ class Held:
     def check_write(self) -> None:
         """Raises `RuntimeError` where a write would be lost."""
 
-    def viewed(self, own: Tensor) -> Held:
+    def viewed(self, own: Tensor) -> LocalStorage:
         """Holds a view of its memory."""
-        return Held(own, self.viewer())
+        return LocalStorage(own, self.viewer())
 
     of_gradient = False
     """Whether it is a gradient's, whose rows may be told apart."""
@@ -82,13 +82,13 @@ class Held:
         own = self.memory()
         own.copy_(change(own))
 
-    def copied(self) -> Held:
+    def copied(self) -> LocalStorage:
         """Copies the memory."""
-        return Held(self.dense().clone())
+        return LocalStorage(self.dense().clone())
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Held:
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalStorage:
         """Copies the memory to the host: what `torch.distributed.checkpoint` keeps while it saves."""
-        return Held(self.dense().to("cpu", copy=True))
+        return LocalStorage(self.dense().to("cpu", copy=True))
 
     @property
     def unreduced(self) -> bool:
@@ -106,7 +106,7 @@ class Held:
         return self.memory()
 
 
-class HeldCopy(Held):
+class CopyStorage(LocalStorage):
     """Memory of a copy, into which nobody may write: it would be lost.
 
     Args:
@@ -120,8 +120,8 @@ class HeldCopy(Held):
     def check_write(self) -> None:
         raise RuntimeError(self._refusal)
 
-    def viewed(self, own: Tensor) -> Held:
-        return HeldCopy(own, self._refusal)
+    def viewed(self, own: Tensor) -> LocalStorage:
+        return CopyStorage(own, self._refusal)
 
 
 Rows = tuple[Tensor, Tensor]
@@ -134,11 +134,11 @@ GONE = (
 )
 
 
-class Late(Generic[Landed]):
+class GradientFuture(Generic[Landed]):
     """Gradients on their way, of a table, a row space or a bucket, as what stands in for them in `.grad` knows them.
 
     Args:
-        land: waits for them. It refers to the model weakly: autograd's owner of `.grad` is nothing that the garbage
+        wait: waits for them. It refers to the model weakly: autograd's owner of `.grad` is nothing that the garbage
             collector sees, so that a gradient that kept its model, and with it its own parameter, would keep it for
             ever.
 
@@ -146,8 +146,8 @@ class Late(Generic[Landed]):
         landed: the gradients, of one parameter after the other; None: nobody has waited for them.
     """
 
-    def __init__(self, land: Callable[[], Sequence[Landed]]) -> None:
-        self._land: Callable[[], Sequence[Landed]] = land
+    def __init__(self, wait: Callable[[], Sequence[Landed]]) -> None:
+        self._wait: Callable[[], Sequence[Landed]] = wait
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:
@@ -158,5 +158,5 @@ class Late(Generic[Landed]):
         """
         if self.landed is None:
             with outside_of_modes():
-                self.landed = self._land()
+                self.landed = self._wait()
         return self.landed
