@@ -1,6 +1,6 @@
-"""The memory behind a part of a table's gradient: rows, all elements, or a launch in flight.
+"""Storage of this rank's part of a table's gradient: as rows, dense, or still in flight.
 
-Shape legend: V' x d this rank's part of the table; K rows with gradient.
+Shape legend: V' x d this rank's part of the table; K rows with a gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRITTEN_TOO_LATE = (
 
 
 class _Viewer:
-    """Kept by the views of a gradient.
+    """Kept alive by the views of a gradient.
 
     Args:
         of: the gradient.
@@ -36,19 +36,19 @@ class _Viewer:
 
 
 class GradientStorage(LocalStorage):
-    """Memory of a gradient: rows, all elements, or a launch in flight. Aliases of one gradient share it.
+    """Storage of a gradient: as rows, dense, or in flight. Aliases of the gradient share it.
 
-    Whoever views it, or writes into it by anything but element by element, makes it dense for good.
+    A view, or a write that is not element-wise, makes the gradient dense permanently.
 
     Args:
-        like: this rank's part (V', d).
-        layout: the table's.
-        siblings: the gradients that other tables have, in the same order on all ranks.
-        no_dense: why it cannot be dense; "": it can.
+        like: this rank's part of the table (V', d).
+        layout: the table's layout.
+        siblings: returns the gradients of all sharded tables, in the same order on all ranks.
+        no_dense: the reason why the gradient cannot be dense; "" if it can.
 
     Attributes:
-        unreduced: whether it is of backwards under `no_sync` alone, of this rank.
-        late: what it is on its way with, and which of those it is; None: it is here.
+        unreduced: whether this is this rank's own sum of backwards under `no_sync`.
+        late: the future that delivers this gradient, and its index there; None once it has arrived.
     """
 
     of_gradient, unreduced = True, False
@@ -65,39 +65,40 @@ class GradientStorage(LocalStorage):
         self._no_dense = no_dense
         self.layout = layout
         self._siblings = siblings
-        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
-        self._seen = AsSeen()  # its memory, as the norms are of it
-        self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None  # and which of those it is
+        self._norms: dict[float, Tensor] = {}  # norms of the whole table by order; cleared by writes
+        self._seen = AsSeen()  # the memory that `_norms` were computed from
+        self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None
         self._rows: list[Rows] = []
-        self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
+        self._read: list[Tensor] | None = None  # if dense: the rows with a gradient from lookups; None: all rows
         self._is_zero = True
-        self._are_shown, self._left = False, AsSeen()  # someone may write the rows, or those that were copied since
+        # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
+        self._are_shown, self._left = False, AsSeen()
         self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
 
     @property
     def is_late(self) -> bool:
-        """Whether it is on its way, and nobody has looked at it."""
+        """Whether the gradient is in flight and has not been read."""
         return self.late is not None
 
     @property
     def is_zero(self) -> bool:
-        """Whether it has been zeroed, or never been anything else."""
+        """Whether the gradient is zero because nothing was added since it was created or zeroed."""
         return self._is_zero and self.late is None
 
     def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
-        """Whether it is one of these, and nobody has looked at it."""
+        """Whether this future will deliver the gradient and it has not been read."""
         return self.late is not None and self.late[0] is late
 
     def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
-        """Makes it the k-th of gradients on their way."""
+        """Sets the gradient to the k-th result of a future."""
         self.set_zero()
         self.late, self._is_zero = (late, k), False
 
     def wait(self) -> None:
-        """Waits for what is on its way.
+        """Waits for a gradient in flight.
 
         Raises:
-            RuntimeError: rows have been written that are no longer its memory.
+            RuntimeError: the caller wrote rows that are no longer part of the gradient.
         """
         if self.late is not None:
             late, k = self.late
@@ -107,7 +108,7 @@ class GradientStorage(LocalStorage):
             raise RuntimeError(_WRITTEN_TOO_LATE)
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Adds a row gradient, its ids unique."""
+        """Adds a row gradient with unique ids."""
         self.wait()
         self._changed()
         if self.local is None:
@@ -121,7 +122,7 @@ class GradientStorage(LocalStorage):
         self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
-        """Makes it zero, in its memory if there are views of it."""
+        """Sets the gradient to zero, in place if views exist."""
         self.unreduced = False
         if self.local is not None and self._viewer() is not None:
             self.local.zero_()
@@ -131,7 +132,7 @@ class GradientStorage(LocalStorage):
         self._norms, self._seen, self._left = {}, AsSeen(), AsSeen()
 
     def set_dense(self, dense: Tensor) -> None:
-        """Makes the gradient dense, with a tensor as its memory."""
+        """Makes the gradient dense and uses a tensor as its memory."""
         self._check_dense()
         self.unreduced = False
         self.replace(dense)
@@ -139,7 +140,7 @@ class GradientStorage(LocalStorage):
         self._changed()
 
     def add_dense(self, gradient: Tensor) -> None:
-        """Adds a gradient of all rows (V', d), which becomes its memory where there is none yet."""
+        """Adds a gradient of all rows (V', d). The first one becomes the gradient's memory."""
         if self.is_zero and self._viewer() is None:
             self.set_dense(gradient)
             return
@@ -154,11 +155,11 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_of_all_rows(self) -> bool:
-        """Whether rows without a gradient of a lookup have one."""
+        """Whether rows that no lookup read may have a gradient."""
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
-        """Returns the gradient, coalesced; of a dense one the rows that are read or not zero."""
+        """Returns the coalesced row gradient. If dense, returns the rows that were read or are not zero."""
         self.wait()
         if self.local is not None and self._read is None:
             return torch.arange(self.shape[0], device=self.device), self.local
@@ -173,7 +174,7 @@ class GradientStorage(LocalStorage):
         return self._rows[0]
 
     def dense(self) -> Tensor:
-        """Returns the gradient (V', d), to be read."""
+        """Returns the gradient (V', d) for reading."""
         self.wait()
         if self.local is not None:
             return self.local
@@ -188,17 +189,17 @@ class GradientStorage(LocalStorage):
             raise RuntimeError(self._no_dense)
 
     def memory(self) -> Tensor:
-        """Makes the gradient dense for good, and returns it, (V', d)."""
+        """Makes the gradient dense permanently and returns it (V', d)."""
         if not self.is_dense:
-            self._left = AsSeen.of(self._shown())  # whoever has these rows must not write them any more
+            self._left = AsSeen.of(self._shown())  # a write to rows handed out earlier would now be lost
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read, self._is_zero = [], dense, read, False
-            self._seen = AsSeen.of([dense])  # the norms are of the same values
+            self._seen = AsSeen.of([dense])  # same values, so the norms stay valid
         assert self.local is not None
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns its rows, in memory that whoever has them may write; None: views of all elements are held."""
+        """Returns the rows in memory that the caller may write; None while views of the dense gradient exist."""
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
             return None
@@ -207,11 +208,11 @@ class GradientStorage(LocalStorage):
         return rows
 
     def _shown(self) -> tuple[Tensor, ...]:
-        """Lists the memory that `shown_rows` has given away."""
+        """Returns the memory that `shown_rows` has handed out."""
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
-        """Returns an object that views of it keep."""
+        """Returns the object that views of the gradient keep alive."""
         viewer = self._viewer()
         if viewer is None:
             viewer = _Viewer(self)
@@ -219,16 +220,16 @@ class GradientStorage(LocalStorage):
         return viewer
 
     def pinned(self) -> Tensor:
-        """Its memory, which someone keeps as long as it is there."""
+        """Returns dense memory that the caller may keep."""
         self._keeps = self.viewer()
         return self.memory()
 
     def values(self) -> Tensor:
-        """Elements of which all others are zero."""
+        """Returns the elements that may differ from zero."""
         return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes each element by itself, where zero stays zero. What a step has taken by rows is not changed."""
+        """Applies an element-wise function that maps zero to zero. Does not change rows a step has already taken."""
         if self.is_dense:
             assert self.local is not None
             self.local.copy_(change(self.local))
@@ -238,7 +239,7 @@ class GradientStorage(LocalStorage):
             self._norms = {}
 
     def copied(self) -> GradientStorage:
-        """The same, apart."""
+        """Returns a copy with its own memory."""
         self.wait()
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
@@ -251,7 +252,7 @@ class GradientStorage(LocalStorage):
         return other
 
     def norm(self, order: float) -> Tensor:
-        """Computes the norm over the whole table. Collective: one reduction serves all tables, as clipping asks."""
+        """Computes the norm of the whole gradient. Collective: one reduction serves all tables, as clipping needs."""
         own = self._known_norms()
         if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
@@ -262,16 +263,16 @@ class GradientStorage(LocalStorage):
         return own[order]
 
     def _known_norms(self) -> dict[float, Tensor]:
-        """Norms of the present values, by order; empties the dict after a write."""
+        """Returns the cached norms by order; clears them after a write."""
         of = self._shown() if self.local is None else (self.local,)
         if not self._seen.is_of(of) or any(each.is_inference() for each in of):
             self._norms, self._seen = {}, AsSeen.of(of)
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
-        """Computes the norm over this rank's part."""
-        values = self.values() if order >= 0 else self.dense()  # the smallest one is zero where a row has none
-        wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
+        """Computes the norm of this rank's part."""
+        values = self.values() if order >= 0 else self.dense()  # rows without a gradient are zero
+        wide = torch.promote_types(self.dtype, torch.float32)  # the square of 256 overflows in half precision
         if values.numel():
             norm: Tensor = torch.linalg.vector_norm(values, order, dtype=wide)
             return norm
@@ -280,7 +281,7 @@ class GradientStorage(LocalStorage):
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """Sums row gradients, each with unique ids, into one whose ids are sorted."""
+    """Sums row gradients with unique ids into one with sorted ids."""
     if len(parts) == 1:
         return parts[0]
     ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -289,7 +290,7 @@ def merged(parts: Sequence[Rows]) -> Rows:
 
 
 def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]:
-    """Norms of tables, of each rank's parts of them."""
+    """Reduces the ranks' norms of several gradients to norms of the whole. Collective."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
     if first.layout.is_alone:
@@ -302,7 +303,7 @@ def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]
 
 
 def _together(held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Numbers reduced at once, in the widest of their types."""
+    """Reduces several numbers at once, in the widest of their dtypes. Collective."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
     held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")

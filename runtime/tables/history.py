@@ -1,11 +1,11 @@
-"""The history of a table's rows: which steps without a gradient each of them has still to take.
+"""The history of a table: the steps without a gradient that each row has yet to apply.
 
 Contract
-    Instead of moving all rows at every step, a row takes the steps it has skipped when it is next read, or when all do:
-    before a checkpoint, before parameters or state are handed out, and where a step comes that cannot be skipped.
-    One step: `begin`; rows with gradients `apply_deferred`, are stepped, and `took` it; then `note`.
-    The tables of a row space step as one by the history of the space, or one of them by its own. The one kind is
-    closed before the other begins.
+    A row applies its deferred steps when it is next read. All rows apply them before a checkpoint, before parameters or
+    state are handed out, and before a step that cannot be deferred.
+    One step calls `begin`; then, for rows with gradients, `apply_deferred`, the update and `took`; then `note`.
+    The tables of a row space share the history of the space. A step of a single table uses its own history. One kind
+    of history is closed before the other is opened.
 
 Shape legend: V' x d this rank's part of the table; K rows.
 """
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.tables.unit import Unit
 
 ROWS_AT_ONCE = 1 << 16
-"""Of all, as they take what they have skipped."""
+"""Rows per block when all rows apply their deferred steps."""
 
 
 @dataclass(frozen=True)
 class PredictedUpdate:
-    """The next step of some rows that are up to date, should it give them no gradient.
+    """The next step of some rows, computed ahead in case the step gives them no gradient.
 
     Attributes:
-        options: of the step.
-        ids: (K,) which rows; some may be the same.
-        rows, state: (K, d), as the step leaves them.
+        options: the step's param group options.
+        ids: row ids (K,), with possible duplicates.
+        rows, state: the rows (K, d) and their state after the step.
     """
 
     options: Mapping[str, Any]
@@ -48,14 +48,14 @@ class PredictedUpdate:
 
 
 class History:
-    """The steps that rows of one table, or of a row space, have skipped.
+    """The deferred steps of a table, or of the tables of a row space.
 
     Args:
-        unit: whose rows they are.
-        members: of a space, the histories of its tables, and the first row of each.
+        unit: the table or row space.
+        members: first row of each table of a row space -> the table's history.
 
     Attributes:
-        open: the steps that some rows have still to take; None: there are none.
+        open: the steps that some rows have not applied; None if there are none.
     """
 
     def __init__(self, unit: Unit, members: Mapping[int, History] | None = None) -> None:
@@ -63,9 +63,9 @@ class History:
         self._unit = unit
         self._members = tuple(members.values()) if members else ()
         self._space: History | None = None
-        self._with = self, *self._members  # those that are closed together
-        self._first = 0  # of its rows in the space
-        self._before = 0  # steps until the open ones
+        self._with = self, *self._members  # histories that are closed together
+        self._first = 0  # the table's first row in the row space
+        self._before = 0  # the number of steps before the open ones
         self._predicted: PredictedUpdate | None = None
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
@@ -74,11 +74,11 @@ class History:
 
     @property
     def rest(self) -> bool:
-        """Whether any row may have skipped a step."""
+        """Whether any row may have deferred steps."""
         return any(map(_OPEN, self._with))
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins a step that `form_of` can skip, before its first part."""
+        """Begins a step that can be deferred, before any of its rows are updated."""
         local, known = self._unit.local, self.open
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
@@ -90,17 +90,17 @@ class History:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def took(self, places: Tensor) -> None:
-        """Rows at places (K,), caught up before, have taken the step that is under way."""
+        """Records that the rows at places (K,) have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record_prediction(self, step: PredictedUpdate) -> None:
-        """Keeps what the next step makes of rows without gradient, for `note`."""
+        """Stores a predicted update for `note`."""
         self._predicted = step if self.open is not None and not step.rows.is_cuda else None
 
     def note(self, options: Mapping[str, Any]) -> None:
-        """All other rows have had no gradient in this step, before which the table's state is as it is."""
+        """Records the current step as deferred for all other rows. The state is still as before the step."""
         skipped, predicted, unit, taken = self.open, self._predicted, self._unit, self._taken
         assert skipped is not None
         assert taken is not None
@@ -109,18 +109,18 @@ class History:
         if predicted is None or not same_options(predicted.options, options):
             return
         places, steps = unit.places(predicted.ids, to_write=True), self._before + skipped.count
-        if bool((taken.index_select(0, places) == steps - 1).all()):  # none has had a gradient
+        if bool((taken.index_select(0, places) == steps - 1).all()):  # no predicted row had a gradient
             unit.local.index_copy_(0, places, predicted.rows)
             put_rows(unit.state, predicted.state, places, len(taken))
             taken.index_fill_(0, places, steps)
 
     def shorten(self) -> None:
-        """Begins a new history where this one is long."""
+        """Closes the history once it has `MOST_STEPS` steps."""
         if self.open is not None and self.open.count == MOST_STEPS:
             self.close()
 
     def apply_deferred(self, places: Tensor) -> None:
-        """Lets rows at places (K,) take the steps they have skipped, before they are read."""
+        """Applies the deferred steps of the rows at places (K,), before they are read."""
         if self.open is not None:
             self.take(places, self._unit.local, self._unit.state)
         elif self._space is not None and self._space.open is not None:
@@ -130,21 +130,21 @@ class History:
                 each.apply_deferred(own)
 
     def _split(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """Yields the histories of tables, with their own of places (K,) in the space."""
+        """Yields each table's history with its share of places (K,) in the row space."""
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
     def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Lets rows at places (K,) take the open steps that they have skipped; `local` and `state` are the unit's."""
+        """Applies the open steps to rows at places (K,) of the unit's `local` and `state`."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
             self.open.take(local, state, places, self._taken)
 
     def close(self) -> None:
-        """Has all rows take what they have skipped; not between `begin` and `note`."""
+        """Applies all deferred steps to all rows. Do not call between `begin` and `note`."""
         for each in self._with:
             if each.open is not None:
                 each._close()

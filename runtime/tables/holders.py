@@ -1,4 +1,4 @@
-"""The optimizers that are known to hold a model's parameters, and how they move rows of tables."""
+"""The optimizers known to update a model's parameters, and their policies for table rows without a gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
 
 class Holders:
-    """Optimizers, in the order of their coming. They are not kept alive.
+    """Weak references to the known optimizers, in the order of registration.
 
     Attributes:
-        on_new: called with each one that comes.
+        on_new: called with each new optimizer.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class Holders:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Lists the known optimizers that still exist."""
+        """Returns the known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether it is known."""
+        """Whether an optimizer is known."""
         return weakref.ref(optimizer) in self._known
 
     def add(self, optimizer: Optimizer) -> bool:
-        """Whether it was not known yet."""
+        """Registers an optimizer; returns whether it is new."""
         if self.has(optimizer):
             return False
         self._known.append(weakref.ref(optimizer))
@@ -43,7 +43,7 @@ class Holders:
         return True
 
     def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Lists the optimizers that hold a parameter, each with its param group."""
+        """Returns the optimizers that hold a parameter, each with its param group."""
         return [
             (optimizer, group)
             for optimizer in self.optimizers
@@ -52,7 +52,7 @@ class Holders:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
-        """Tells how rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
+        """Returns how a table's rows without a gradient are updated. Assumes a common optimizer if none is known."""
         held = self.of(parameter)
         if len(held) == 1:
             (optimizer, group) = held[0]

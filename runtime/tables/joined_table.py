@@ -1,10 +1,10 @@
-"""Tables of a row space as one table: their parts and their optimizer's state in one memory, one gradient, one step.
+"""The tables of a row space as one table: one memory for parameters and state, one gradient, one step.
 
 Contract
-    Each table's parameter and state stay the tensors they are to everyone else: views of the space's rows. Whoever puts
-    others in their place (a checkpoint, `Module.to`) is noticed at the next use, and their values are taken over.
-    What concerns one table alone, its gradient and its number of steps, stays with the table.
-    Work that every step does for every table is done by loops without a call per table.
+    Each table's parameter and state are views of the row space's memory. If a checkpoint or `Module.to` replaces them,
+    the next use notices it and copies the new values.
+    The gradient and the step counter of a table stay with the table.
+    Per-step work on all tables avoids a Python call per table.
 
 Shape legend: V' rows of the space, d columns that this rank owns; K rows with gradient; T tables.
 """
@@ -38,11 +38,11 @@ _LOCAL = attrgetter("parameter.held.local")
 
 
 class JoinedTable(Unit):
-    """The tables of a row space, to their exchange and their updates one table.
+    """The tables of a row space, exchanged and updated as one table.
 
     Args:
-        space: what it is of.
-        members: its tables, each by columns.
+        space: the row space.
+        members: its tables, all sharded by columns.
     """
 
     grid = None
@@ -53,7 +53,7 @@ class JoinedTable(Unit):
         self._bounds = space.bounds
         self.shape = torch.Size((space.bounds[-1], members[0].shape[1]))
         self.split = partial(_split, self._bounds)
-        """Returns each table's own of rows (K, d) of the space, whose ids (K,) are sorted; keeps no table."""
+        """Splits rows (K, d) with sorted ids (K,) of the row space by table. Holds no reference to the tables."""
         self._weights = _Joined(self._bounds)
         self._state = _JoinedState(self.members, self._bounds)
         self._gradient = _JoinedGradient(self.members)
@@ -71,13 +71,13 @@ class JoinedTable(Unit):
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
-        """Tensors besides the parameters that hold the space's memory."""
+        """Returns the tensors, besides the parameters, that own the row space's memory."""
         return () if self._weights.all is None else (self._weights.all,)
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a coalesced row gradient, ids (K,), rows (K, d), to the `.grad` of its tables, but of those `absent`."""
+        """Adds a coalesced row gradient, ids (K,) and rows (K, d), to the `.grad` of all tables but `absent`."""
         split = self.split
         self.deliver(
             GradientFuture(lambda: [[part] for part in split(ids, rows)]), absent, (ids, rows), unreduced=unreduced
@@ -91,37 +91,37 @@ class JoinedTable(Unit):
         *,
         unreduced: bool = False,
     ) -> None:
-        """Makes gradients on their way, one for each table, those of `.grad`, or adds them to what that was.
+        """Sets each table's `.grad` to its pending gradient, or adds the gradient to an existing `.grad`.
 
         Args:
-            absent: names of tables that get none.
-            rows: all of them, ids (K,) and rows (K, d), if they are here.
-            unreduced: whether they are this rank's alone.
+            absent: names of tables without a gradient.
+            rows: ids (K,) and rows (K, d) of all tables, if they have arrived.
+            unreduced: whether the gradients are this rank's own sums.
         """
         self._gradient.deliver(late, absent, rows, unreduced)
 
     def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Counts the tables whose `.grad` is one of these, nobody having looked at it."""
+        """Counts the tables whose `.grad` still is this future's gradient and has not been read."""
         return self._gradient.standing(late)
 
     def gradient(self) -> Rows | None:
-        """Returns the row gradient of all tables, as it was added; None: `.grad` of any of them is another by now."""
+        """Returns the row gradient of all tables; None if any `.grad` was replaced or changed."""
         return self._gradient.rows()
 
     @property
     def has_gradient(self) -> bool:
-        """Whether `.grad` of any table is not zero."""
+        """Whether any table's `.grad` is not zero."""
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """Puts rows of the tables, in their order, together as rows of the space."""
+        """Concatenates the tables' row gradients, with ids of the row space."""
         ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
         return ids, torch.cat([rows for _, rows in parts])
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def can_wait(self) -> bool:
-        """Whether a step can be left to the next forward, and be taken rows by rows."""
+        """Whether the update can be deferred to the next forward and applied by rows."""
         return self.is_one() and self.members[0].can_wait()
 
     def is_one(self) -> bool:
@@ -138,7 +138,7 @@ class JoinedTable(Unit):
         return self.members[0].param_group()
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Whether a step of all tables, at this moment, is one of this optimizer's under these options."""
+        """Whether this optimizer would update all tables now, with these options."""
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
@@ -147,18 +147,18 @@ class JoinedTable(Unit):
         return self.members[0].rule
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        self._gradient.give_back()  # a new forward begins: gradients that the loop has dropped need no memory
+        self._gradient.give_back()  # a new forward begins: free gradients that the loop has dropped
         return super().look_up(ids, dtype)
 
     @property
     def state(self) -> dict[str, Any]:
-        """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
+        """Joins the optimizer state of all tables: one tensor per entry with rows, and the first table's counters."""
         return self._state.now()
 
-    lacks_state = False  # a step that makes some is taken table by table
+    lacks_state = False  # steps that create state run table by table
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keeps what a step has made of state: counters, which each table has for itself."""
+        """Stores the counters that a step has changed, for each table."""
         self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])})
 
 
@@ -169,10 +169,10 @@ def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
 
 
 class _Joined:
-    """One tensor of which the tables' own ones are views.
+    """One tensor, with the tables' tensors as views into it.
 
     Args:
-        bounds: first rows of the tables, and the end of the last one.
+        bounds: the first row of each table, and the end of the last one.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
@@ -181,10 +181,10 @@ class _Joined:
         self.views: list[Tensor] = []
 
     def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
-        """All rows of `parts`, (V', d).
+        """Returns all rows of `parts` as one tensor (V', d).
 
         Args:
-            move: (number of a table, view of its rows): puts the view in the place of the table's part.
+            move: called with a table's index and the view that replaces its part.
         """
         if self.all is not None and all(map(is_, parts, self.views)):
             return self.all
@@ -200,23 +200,23 @@ _HELD_LOCAL, _VERSION = attrgetter("held.local"), attrgetter("_version")
 
 
 class _JoinedState:
-    """What an optimizer keeps of the tables of a row space.
+    """The optimizer state of the tables of a row space.
 
-    What has been found is found again without a call per table, as long as the same memory is there, and nobody has
-    written a counter. Nothing here refers to parts of the state: who holds one is taken for a reader of it.
+    The joined state is cached as long as the memory is the same and no counter was written, so that a lookup needs no
+    call per table. The cache holds no reference to parts of the state: such a reference would look like a user's.
     """
 
     def __init__(self, members: Sequence[RowTable], bounds: Sequence[int]) -> None:
         self._members, self._bounds = members, bounds
         self._of_rows: dict[str, _Joined] = {}
-        self._kept: list[dict[str, Any]] = []  # by table, as it was found
-        self._counters: dict[str, list[Any]] = {}  # by key, by table
-        self._versions: dict[str, list[int]] = {}  # of those that are tensors
+        self._kept: list[dict[str, Any]] = []  # each table's state when it was joined
+        self._counters: dict[str, list[Any]] = {}  # key -> one counter per table
+        self._versions: dict[str, list[int]] = {}  # key -> version of each counter that is a tensor
         self._joined: dict[str, Any] = {}
         self._is_alike = False
 
     def is_alike(self) -> bool:
-        """Whether all tables have the same entries, and the same counters."""
+        """Whether all tables have the same entries and equal counters."""
         if not self._is_known():
             states = [state_of(member.holder, member.parameter) for member in self._members]
             if not all(_alike(state, states[0]) for state in states):
@@ -225,7 +225,7 @@ class _JoinedState:
         return self._is_alike
 
     def now(self) -> dict[str, Any]:
-        """Returns all tables' state of rows as one tensor each, (V', d), and the first one's counters."""
+        """Returns the state of all rows as one tensor (V', d) per entry, and the first table's counters."""
         if not self._is_known():
             self._join([state_of(member.holder, member.parameter) for member in self._members])
         return dict(self._joined)
@@ -251,11 +251,12 @@ class _JoinedState:
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
-        """Whether everything is what has been found last."""
+        """Whether the cached state is current."""
         if not self._kept:
             return False
         state = self._members[0].holder.state
-        by_id = dict(zip(map(id, state), state.values(), strict=True))  # hashes no parameter
+        # Compares ids, because hashing a parameter would apply pending updates.
+        by_id = dict(zip(map(id, state), state.values(), strict=True))
         kept = map(by_id.get, map(id, map(_PARAMETER, self._members)))
         if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
             return False
@@ -266,12 +267,12 @@ class _JoinedState:
             for key, of_rows in self._of_rows.items():
                 if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), of_rows.views)):
                     return False
-        except (KeyError, AttributeError):  # the user's own tensor, or none
+        except (KeyError, AttributeError):  # the user's own tensor, or missing
             return False
         return [[*map(_VERSION, self._counters[key])] for key in self._versions] == [*self._versions.values()]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
-        """Keeps counters of each table as they are after a step."""
+        """Stores the counters after a step in each table's state."""
         if not counters:
             return
         if self._is_alike and self._is_known() and self._versions.keys() >= counters.keys():
@@ -285,20 +286,20 @@ class _JoinedState:
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tables' states have the same entries, and the same counters."""
+    """Whether two tables' states have the same entries and equal counters."""
     counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
     return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]
 
 
 class _JoinedGradient:
-    """The `.grad` of the tables of a row space, which come from one backward together."""
+    """The `.grad` of the tables of a row space, which one backward delivers together."""
 
     def __init__(self, members: Sequence[RowTable]) -> None:
         self._members = members
         self._parameters: list[nn.Parameter] = []
         self._parts: list[Part] = []
         self._held: list[GradientStorage] = []
-        self._late: GradientFuture[Sequence[Rows]] | None = None  # that were delivered last
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # the last delivered
         self._rows: Rows | None = None
 
     def deliver(
@@ -317,7 +318,7 @@ class _JoinedGradient:
         self._late, self._rows = late, rows
 
     def _take_slots(self, late: GradientFuture[Sequence[Rows]]) -> None:
-        """Keeps the gradients for the backwards to come, where each is the one that was delivered alone."""
+        """Keeps the gradient objects for reuse by later backwards, if each has only this gradient."""
         parameters = [member.parameter for member in self._members]
         parts: list[Any] = [parameter.grad for parameter in parameters]
         held = [part.held if isinstance(part, Part) else None for part in parts]
@@ -327,7 +328,7 @@ class _JoinedGradient:
             self._parameters, self._parts, self._held = [], [], []
 
     def _are_free(self) -> bool:
-        """Whether the gradients of the last backward have been dropped, and nobody has looked at them or keeps them."""
+        """Whether the loop has dropped the gradients of the last backward without reading or keeping them."""
         parameters = self._parameters
         if not parameters or not all(map(is_, [member.parameter for member in self._members], parameters)):
             return False
@@ -341,7 +342,7 @@ class _JoinedGradient:
         )
 
     def give_back(self) -> None:
-        """Gives back the memory of gradients that have been dropped."""
+        """Frees the memory of dropped gradients."""
         if self._rows is not None and self._are_free():
             self._late, self._rows = GradientFuture(tuple), None
             for k, held in enumerate(self._held):
@@ -368,7 +369,7 @@ class _JoinedGradient:
 
 
 def _references() -> tuple[int, int]:
-    """Counts the references to a gradient that a list holds, and to what holds its memory, as `_are_free` does."""
+    """Returns the reference counts of an unshared gradient and of its storage, as `_are_free` counts them."""
     part, held = torch.empty(0, device="cpu"), object()
     part.held = held  # type: ignore[attr-defined]
     parts, of_parts = [part], [held]

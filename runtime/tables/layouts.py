@@ -1,9 +1,9 @@
-"""Where a sharded table's parts lie: by columns, or on a grid of rows and columns; and moves between the two.
+"""Placements of a sharded table, by columns or on a grid of rows and columns, and transfers between them.
 
-By columns a rank has those that torch.chunk gives it: what `torch.distributed.checkpoint` re-shards. On a `Grid` it has
-some columns of the rows with id % rows == r.
+By columns, a rank has the columns that torch.chunk gives it, which `torch.distributed.checkpoint` can re-shard. On a
+`Grid`, a rank has some columns of the rows with id % rows == r.
 
-Shape legend: V x D the table, V' x d a rank's part of it.
+Shape legend: V x D the table; V' x d a rank's part.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 
 Slices = tuple[slice, slice]
-"""Rows and columns of a table."""
+"""Slices of a table's rows and columns."""
 
 
 def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
-    """Returns the mesh of tables on a device; None: a single process. On a grid, the first time, collective: each of
-    its rows and columns gets a process group."""
+    """Returns the device mesh of sharded tables; None on a single process. The first call for a grid is collective,
+    because each row and column of the grid gets a process group."""
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return None
@@ -44,20 +44,20 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
 
 
 def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
-    """Returns the rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
+    """Returns the slices of a table (V, D) that a rank owns. A table by columns has a grid of one row."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
 def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
-    """Returns this rank's part of a table that lies on a mesh."""
-    place = mesh.get_coordinate()  # not its groups: torch may hand out an equal mesh of groups that have ended
+    """Returns the slices of a table that this rank owns on a mesh."""
+    place = mesh.get_coordinate()  # Do not use its groups: torch may return an equal mesh with destroyed groups.
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
     return part_of(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
-    """Rank 0's table (V, D), to each rank its own part (V', d). Each rank passes its own, equally shaped, table."""
+    """Scatters rank 0's table (V, D); returns this rank's part (V', d). Each rank passes a table of the same shape."""
     if travels_by_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -67,7 +67,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
         if own.numel():
             receive_one(own, 0, group)
         return own
-    # Point to point: scatter wants pieces of one size, and ranks may own fewer columns or rows than others, or none.
+    # Point to point, because scatter needs pieces of one size, and parts may differ in size or be empty.
     for r in range(1, size):
         piece = table[parts[r]].contiguous()
         if piece.numel():
@@ -77,7 +77,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
 
 @torch.no_grad()
 def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a table on another grid, from its part on the old one: an AlltoAll of what both have."""
+    """Moves this rank's part of a table from one grid to another by an AlltoAll of the overlaps. Collective."""
     if travels_by_host(local, group):
         return regrid(local.cpu(), shape, old, new, group).to(local.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -95,12 +95,12 @@ def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
 
 
 def _common(a: Slices, b: Slices) -> Slices:
-    """Intersects two parts, one of which has all rows."""
+    """Intersects two parts. One of them must have all rows."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
 def _within(part: Slices, common: Slices) -> Slices:
-    """Maps rows and columns of a table to indices into a part that holds them: all its rows, or the part has all."""
+    """Converts a table's rows and columns to indices into a part that contains them."""
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

@@ -1,4 +1,4 @@
-"""The memory behind a part of a table, of what an optimizer keeps of it, and of gradients on their way."""
+"""Storage of this rank's part of a table or of its optimizer state, and futures of pending gradients."""
 
 from __future__ import annotations
 
@@ -12,87 +12,87 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class LocalStorage:
-    """Memory of one rank's part of a tensor. Aliases of the tensor share it.
+    """Storage of this rank's part of a tensor. Aliases of the tensor share it.
 
     Args:
         local: this rank's part.
-        keeps: whatever is to live as long.
+        keeps: an object to keep alive as long as this storage.
     """
 
     def __init__(self, local: Tensor, keeps: object = None) -> None:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self.local: Tensor | None = local
         self.on_use: Callable[[], None] | None = None
-        """Called before anyone reads or writes it, while an update of it is still to come."""
+        """Called before each read or write while an update is pending."""
         self._keeps = keeps
 
     def dense(self) -> Tensor:
-        """This rank's part, to be read."""
+        """Returns this rank's part for reading, after pending updates."""
         if self.on_use is not None:
             self.on_use()
         return self.now()
 
     def now(self) -> Tensor:
-        """This rank's part as it is, for who knows what is to come."""
+        """Returns this rank's part without applying pending updates."""
         assert self.local is not None
         return self.local
 
     def memory(self) -> Tensor:
-        """This rank's part, to be written or viewed: what is written is kept."""
+        """Returns this rank's part for writing or for views. Writes change the tensor."""
         return self.dense()
 
     is_elsewhere = False
-    """Whether most of it is not in memory."""
+    """Whether most rows are outside of memory."""
 
     def by_ids(self) -> Tensor:
-        """This rank's part, for a program that reads its rows by ids alone."""
+        """Returns this rank's part for a graph that reads its rows only by ids."""
         return self.memory()
 
     def replace(self, local: Tensor) -> None:
-        """Puts other memory in the place of what there is."""
+        """Replaces the memory."""
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self.local = local
 
     def note_write(self) -> None:
-        """Counts a write by an op of the part: below autograd, memory does not count by itself."""
+        """Increments the version counter after an op on the part, because ops below autograd do not."""
         if self.local is not None:
             torch.autograd.graph.increment_version(self.local)
 
     def check_write(self) -> None:
-        """Raises `RuntimeError` where a write would be lost."""
+        """Raises `RuntimeError` if a write would be lost."""
 
     def viewed(self, own: Tensor) -> LocalStorage:
-        """Holds a view of its memory."""
+        """Returns the storage of a view into this memory."""
         return LocalStorage(own, self.viewer())
 
     of_gradient = False
-    """Whether it is a gradient's, whose rows may be told apart."""
+    """Whether this stores a gradient, which may be kept as single rows."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether it has memory for all elements."""
+        """Whether all elements are in memory."""
         return True
 
     def values(self) -> Tensor:
-        """Elements of which all others are zero: all."""
+        """Returns the elements that may differ from zero: here, all."""
         return self.dense()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes each element by itself."""
+        """Applies an element-wise function in place."""
         own = self.memory()
         own.copy_(change(own))
 
     def copied(self) -> LocalStorage:
-        """Copies the memory."""
+        """Returns a copy with its own memory."""
         return LocalStorage(self.dense().clone())
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalStorage:
-        """Copies the memory to the host: what `torch.distributed.checkpoint` keeps while it saves."""
+        """Copies the memory to the host, as `torch.distributed.checkpoint` does before an asynchronous save."""
         return LocalStorage(self.dense().to("cpu", copy=True))
 
     @property
     def unreduced(self) -> bool:
-        """Whether it is of a gradient that DDP would still have each rank's own of."""
+        """Whether the gradient is this rank's own sum, which is reduced in a later backward."""
         of = getattr(self._keeps, "of", None)
         gradient = of() if of is not None else None
         return gradient is not None and gradient.unreduced
@@ -102,15 +102,15 @@ class LocalStorage:
         return self._keeps
 
     def pinned(self) -> Tensor:
-        """Returns its memory to a caller who keeps it for good."""
+        """Returns memory that the caller may keep."""
         return self.memory()
 
 
 class CopyStorage(LocalStorage):
-    """Memory of a copy, into which nobody may write: it would be lost.
+    """Storage of a copy, which refuses writes because they would be lost.
 
     Args:
-        refusal: the error of a write.
+        refusal: message of the error.
     """
 
     def __init__(self, local: Tensor, refusal: str) -> None:
@@ -125,25 +125,24 @@ class CopyStorage(LocalStorage):
 
 
 Rows = tuple[Tensor, Tensor]
-"""ids (K,), rows (K, d)."""
+"""Row ids (K,) and rows (K, d)."""
 Landed = TypeVar("Landed", Tensor, Sequence[Rows])
 
 GONE = (
-    "the compiled model was deleted while this gradient of its last backward was on its way. Keep the model, or read "
-    "the gradient before."
+    "The compiled model was deleted before this gradient arrived. Keep the model alive, or read the gradient before "
+    "you delete the model."
 )
 
 
 class GradientFuture(Generic[Landed]):
-    """Gradients on their way, of a table, a row space or a bucket, as what stands in for them in `.grad` knows them.
+    """Gradients of a table, a row space or a bucket that have not arrived yet. `.grad` refers to it until then.
 
     Args:
-        wait: waits for them. It refers to the model weakly: autograd's owner of `.grad` is nothing that the garbage
-            collector sees, so that a gradient that kept its model, and with it its own parameter, would keep it for
-            ever.
+        wait: waits for the gradients. It must hold the model weakly: the garbage collector does not follow autograd's
+            reference to `.grad`, so a gradient that held its model would leak it.
 
     Attributes:
-        landed: the gradients, of one parameter after the other; None: nobody has waited for them.
+        landed: one gradient per parameter; None until the first wait.
     """
 
     def __init__(self, wait: Callable[[], Sequence[Landed]]) -> None:
@@ -151,10 +150,10 @@ class GradientFuture(Generic[Landed]):
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:
-        """Returns the gradients, once they are here.
+        """Waits for the gradients and returns them.
 
         Raises:
-            RuntimeError: the model is gone, and with it what would have brought them.
+            RuntimeError: the model has been deleted.
         """
         if self.landed is None:
             with outside_of_modes():

@@ -1,8 +1,7 @@
-"""What optimizers keep of sharded tables: parts for whoever reads it, plain tensors for the runtime; and state dicts.
+"""Optimizer state of sharded tables: parts for users, plain tensors for the runtime, and state dicts.
 
 Contract
-    State that is loaded may come whole or in parts; a rank keeps its part of a sharded table's, and of others all of
-    it.
+    State to load may be whole or in parts. A rank keeps its part of a sharded table's state, and all of other state.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns an optimizer's state of one table, its parts as plain tensors of this rank's, (V', d)."""
+    """Returns an optimizer's state of a table, with this rank's parts as plain tensors (V', d)."""
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, Part):
             shape = shape or parameter.shape
             if value.shape == shape and isinstance(parameter, Part):
-                value = kept[key] = as_state(parameter, value)  # whole: the user's own
+                value = kept[key] = as_state(parameter, value)  # a whole tensor that the user put there
         if isinstance(value, Part):
             found[key] = value.held.memory()
     return found
 
 
 def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    """Keeps values of it, as `state_of` has them."""
+    """Stores values, in the form that `state_of` returns, in an optimizer's state."""
     kept = optimizer.state[parameter] if state else {}
     for key, value in state.items():
         known = kept.get(key)
@@ -50,10 +49,10 @@ def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str
 
 
 def as_state(parameter: nn.Parameter, value: Any) -> Any:
-    """Returns a value of a table's optimizer state as users see it.
+    """Converts a value to the form that users find in the optimizer's state.
 
-    A tensor with one element per element of the table, or of this rank's shard, becomes a `Part`; any other value is
-    returned as it is.
+    A tensor with one element per element of the table, or of this rank's part, becomes a `Part`. Other values are
+    returned unchanged.
     """
     if not isinstance(parameter, Part) or isinstance(value, Part) or not isinstance(value, Tensor):
         return value
@@ -65,13 +64,13 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Cuts this rank's part out of an optimizer's state of a table. Collective as `own_part_of` is."""
+    """Cuts this rank's part out of an optimizer's state of a table. Collective like `own_part_of`."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {**state, **{key: as_state(parameter, own_part_of(v, layout)) for key, v in tensors.items()}}
 
 
 def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts an optimizer's state of a table together. Collective."""
+    """Gathers an optimizer's state of a table. Collective."""
     return {key: whole(as_state(parameter, value)) for key, value in state.items()}
 
 
@@ -81,7 +80,7 @@ def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[st
 def show_state(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns the tables' state in parts by columns. Collective where a table lies on a grid."""
+    """Shows the state of tables as parts by columns. Collective if a table lies on a grid."""
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
@@ -99,7 +98,7 @@ def show_state(
 def own_parts(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Cuts this rank's parts out of a state dict, whole or in parts. Collective where these are of other columns."""
+    """Cuts this rank's parts out of a state dict, whole or in parts. Collective if its parts have other columns."""
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered(optimizer, state_dict):
@@ -110,8 +109,9 @@ def own_parts(
 
 
 def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
-    """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it. Collective as
-    `own_parts` is."""
+    """Converts loaded state of a parameter to this rank's: a part for a sharded table, else all. Collective like
+    `own_parts`.
+    """
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.no_dense:
         raise RuntimeError(table.no_dense)
@@ -121,7 +121,7 @@ def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelSta
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
-    """Pairs an optimizer's parameters with their numbers in a state dict."""
+    """Returns an optimizer's parameters with their indices in a state dict."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))

@@ -1,7 +1,7 @@
-"""An optimizer's own step, taken over tensors that are not its parameters: some rows of a table, or all of a row space.
+"""Runs an optimizer's own step on other tensors: some rows of a table, or a whole row space.
 
-Whatever the class computes of an element depends on that element alone (`embrace_fx.vocabulary.exactness`), so that
-its step over some rows and their state is its step over the table, as far as these rows go.
+The optimizer is element-wise (`embrace_fx.vocabulary.exactness`): a step on some rows and their state changes them as a
+step on the whole table would.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from embrace_fx.runtime.kernels import gpu
 
 State = MutableMapping[str, Any]
-"""What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
+"""An optimizer's state of one parameter: tensors and the step counter."""
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group as they are now; schedulers write into the group, and in place into a tensor lr."""
+    """Copies the options of a param group. A tensor lr is cloned, because schedulers write it in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
 
 
 def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, Hashable], ...] | None:
-    """The options of a param group, to remember by what they decide; None: some are tensors, or other objects.
+    """Returns the options of a param group as a hashable key; None if some are tensors or other objects.
 
     Args:
-        but: the name of one to leave out.
+        but: name of an option to leave out.
     """
     found: list[tuple[str, Hashable]] = []
-    for name, value in group.items():  # several times a step: without calls
+    for name, value in group.items():  # a hot path: no comprehension or helper calls
         if name not in ("params", but):
             kinds = map(type, value) if type(value) is tuple else (type(value),)
             if not PLAIN.issuperset(kinds):
@@ -50,7 +50,7 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def by_options(decide: Decide) -> Decide:
-    """Remembers what is decided of a class of optimizers and the options of a param group, where these are plain."""
+    """Caches a function of an optimizer class and its options, for options that are plain values."""
 
     @lru_cache(maxsize=256)
     def under(kind: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
@@ -69,7 +69,7 @@ PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two steps are of the same options."""
+    """Whether two steps have equal options."""
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -81,7 +81,7 @@ def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def takes_sparse(optimizer: Optimizer) -> bool:
-    """Whether its class, under the options of this moment, takes sparse gradients (COO)."""
+    """Whether the optimizer accepts sparse (COO) gradients with its current options."""
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) is SparseAdam or (type(optimizer) in (SGD, Adagrad) and not decays)
 
@@ -89,12 +89,12 @@ def takes_sparse(optimizer: Optimizer) -> bool:
 def step_groups(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, Any] | None = None
 ) -> None:
-    """The class's own step over other param groups, whose gradients are unscaled.
+    """Runs the class's own step on other param groups, with unscaled gradients.
 
-    The optimizer itself has its own groups all the while: another thread may clear its gradients, or set its rates.
+    The optimizer keeps its own groups meanwhile, because another thread may clear gradients or change learning rates.
 
     Args:
-        state: in place of the optimizer's own.
+        state: replaces the optimizer's state for this step.
     """
     step: Callable[..., Any] = type(optimizer).step
     if getattr(step, "hooked", False):
@@ -102,32 +102,33 @@ def step_groups(
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
     another.__dict__.update({name: value for name, value in before.items() if name not in _OF_ITS_STEP})
-    # Without hooks, which a class whose step calls that of its base would run.
+    # Hide the hooks: a step() that calls its base class's step() would run them.
     another.__dict__.update({name: OrderedDict() for name in _HOOKS})
     another.__dict__["param_groups"] = list(groups)
     if state is not None:
         another.__dict__["state"] = state
     step(another)
-    for name, value in another.__dict__.items():  # what the class counts beside its state
+    # Attributes that the step changed, such as counters outside of the state.
+    for name, value in another.__dict__.items():
         if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:
             optimizer.__dict__[name] = value
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
-"""What belongs to the step that another one is a part of. The last two are a GradScaler's."""
+"""Attributes of the enclosing step, not copied. The last two belong to GradScaler."""
 
 
 def step_tensor(
     optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> State:
-    """Steps `values` in place by their gradient, both of one shape, with their state, which is returned as it is then.
+    """Updates `values` in place by a gradient of the same shape; returns their new state.
 
     Args:
-        options: of the param group, as of the step.
-        state: of these values; written. Empty before their first step.
+        options: the step's param group options.
+        state: the values' state, changed in place. Empty before the first step.
     """
-    parameter = values.detach()  # the same memory; an nn.Parameter's constructor asks for pending updates
+    parameter = values.detach()  # shares memory; the constructor of nn.Parameter would apply pending updates
     parameter.grad = gradient if type(optimizer) is not SparseAdam else _sparse(gradient)
     found: Any = defaultdict(dict, {parameter: dict(state)} if state else {})
     step_groups(optimizer, [{**options, "params": [parameter]}], found)
@@ -140,14 +141,14 @@ def _sparse(gradient: Tensor) -> Tensor:
 
 
 def is_of_rows(value: Any, rows: int) -> bool:
-    """Whether a part of a table's state has something for each of its rows."""
+    """Whether a state entry has one element or row per row of the table."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """Copies the state of some rows of a table of `rows` rows, and its counters."""
+    """Copies the state of some rows, and the counters, of a table with `rows` rows."""
     found: State = {}
-    for key, value in state.items():  # several times a step: without calls
+    for key, value in state.items():  # a hot path: no helper calls
         if not isinstance(value, Tensor):
             found[key] = copy.copy(value)
         elif value.dim() > 0 and value.shape[0] == rows:
@@ -158,13 +159,13 @@ def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
 
 
 def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
-    """The state of a table of `rows` rows, with counters of its own: a step counts in place."""
+    """Returns the state with cloned counters, because a step increments them in place."""
     counters = {key: value for key, value in state.items() if isinstance(value, Tensor) and not is_of_rows(value, rows)}
     return {**state, **{key: value.clone() for key, value in counters.items()}}
 
 
 def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
-    """Puts the state of some rows back, without its counters."""
+    """Writes the state of some rows back, without the counters."""
     for key, value in of_rows.items():
         whole = state.get(key)
         if isinstance(whole, Tensor) and whole.dim() > 0 and whole.shape[0] == rows:
@@ -172,16 +173,16 @@ def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, 
 
 
 _ELEMENTS = 1 << 17
-"""Of a block of rows on the host: few enough that what a step makes of them in between stays in cache."""
+"""Elements per block of rows on the host, small enough for a step's temporaries to stay in cache."""
 
 
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
-    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), and of its state all but its counters.
+    """Updates rows `ids` (K,) of a part (V', d) and their state, except counters, by gradients (K, d).
 
     Returns:
-        What the state counts for all rows after the step; nothing where there are no rows.
+        The counters after the step; empty if there are no rows.
     """
     total, size = local.shape[0], max(1, _ELEMENTS // max(1, local.shape[1]))
     after: State = {}
@@ -199,9 +200,10 @@ def step_rows(
 def step_rows_on_device(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> bool:
-    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), with their state but its counters, in place.
+    """Updates rows `ids` (K,) of a part (V', d) and their state, except counters, in place with a CUDA kernel.
 
-    Returns: whether it has; if not, nothing is done.
+    Returns:
+        Whether a kernel exists; if not, nothing has changed.
     """
     kind = type(optimizer)
     if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
@@ -236,7 +238,7 @@ def _adam(
     beta1, beta2 = options["betas"]
     size, rest = options["lr"] / (1 - beta1**number), (1 - beta2**number) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
-    if kind is SparseAdam:  # leaves the bias of the second moment out of the term that eps is added to
+    if kind is SparseAdam:  # its eps is added to the second moment before bias correction
         size, rest = options["lr"] * math.sqrt(1 - beta2**number) / (1 - beta1**number), 1.0
     elif options["decoupled_weight_decay"]:
         decay, shrink = 0.0, float(1 - options["lr"] * decay)
@@ -258,7 +260,7 @@ def _adam(
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Takes a step over none of the rows of a part (V', d); returns what its state counts for all of them."""
+    """Runs a step on no rows of a part (V', d); returns the counters after it."""
     after = _step_nothing(optimizer, options, local, state)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 
@@ -270,12 +272,12 @@ def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tenso
 
 
 def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
-    """Makes the state that a first step over none of the rows of a part (V', d) leaves."""
+    """Returns the state that a first step on no rows of a part (V', d) creates."""
     return _step_nothing(optimizer, options, local, {})
 
 
 def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether a step would make state that a table (V, d) does not have: it has to be made for all rows at once."""
+    """Whether the next step would create state entries, which must be created for all rows at once."""
     before = _tensors(state)
     return _tensors(_step_nothing(optimizer, options, values, state)) != before
 

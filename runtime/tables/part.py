@@ -1,13 +1,12 @@
-"""A part of a table: what a rank holds of a table, of its gradient, of its optimizer's state, and of views of them.
+"""Parts: this rank's share of a table, of its gradient, of its optimizer state, or of a view of these.
 
 Contract
-    A part has the shape of the whole, so that nothing takes it for the whole and gets numbers: what is asked of it is
-    answered as of the whole table, on every rank that asks, or refused by one error that says what to do. Which of
-    these, `embrace_fx.runtime.tables.part_rules` says op by op, whoever asks.
-    Views of a part are parts that share its memory. Where one rank holds the whole table, a part is as any tensor.
-    A parameter that becomes a part, or the whole again, stays the object that it was to all who hold it.
+    A part has the shape of the whole tensor, so that no op mistakes it for the whole. Each op either returns the result
+    for the whole tensor, on every rank that calls it, or raises an error that says what to do. The rule of each op is
+    in `embrace_fx.runtime.tables.part_rules`. Views of a part are parts that share its memory. A part on a single rank
+    behaves like any tensor. A parameter stays the same object when it becomes a part, and when it becomes whole again.
 
-Shape legend: V x D a table; V' x d a rank's part of it.
+Shape legend: V x D the table; V' x d a rank's part.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ REFUSAL = (
 
 
 class Part(Tensor):
-    """One rank's part of a tensor, with the shape of the whole.
+    """This rank's part of a tensor, with the shape of the whole tensor.
 
     Attributes:
-        held: its memory.
-        spread: which elements of the whole these are, of which table.
-        kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
-        is_sparse: a gradient that looks as the sparse one (COO) that autograd would make.
+        held: the part's memory.
+        spread: the layout: which elements of which table the part has.
+        kind: the role of the tensor, in words: "", "the gradient of ", "the optimizer's state of ".
+        is_sparse: whether the gradient looks like the sparse (COO) one that autograd would make.
     """
 
     answer: ClassVar[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]]
-    """Computes an op on arguments of which some are parts: by the rules of `part_rules`."""
+    """Computes an op that has parts among its arguments, by the rules of `part_rules`."""
 
     held: LocalStorage
     spread: Layout
     kind: str
-    is_sparse: bool = False  # torch's asks no subclass
+    is_sparse: bool = False  # torch's own method would not dispatch to the subclass
 
     @staticmethod
     def __new__(cls, held: LocalStorage, spread: Layout, kind: str = "", *, sparse: bool = False) -> Part:
@@ -59,7 +58,8 @@ class Part(Tensor):
             cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device, dispatch_layout=sparse
         )
         made.held, made.spread, made.kind, made.is_sparse = held, spread, kind, sparse
-        torch._C._set_throw_on_mutable_data_ptr(made)  # not the end of the process, where torch asks no class
+        # Raise on data_ptr(): torch does not dispatch it, and would abort the process.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         Tensor.untyped_storage(made).__class__ = NoStorage  # type: ignore[assignment]
         return made
 
@@ -72,24 +72,24 @@ class Part(Tensor):
         return cls.answer(func, args, kwargs or {})
 
     def like(self, held: LocalStorage, layout: Layout | None = None) -> Part:
-        """Another part of the same table; sparse as this one, unless its layout is given."""
+        """Returns another part of the same table. Sparse if this one is, unless `layout` is given."""
         if layout is None:
             return type(self)(held, self.spread, self.kind, sparse=self.is_sparse)
         return type(self)(held, layout, self.kind)
 
     @property
     def what(self) -> str:
-        """What it is of which table, in words."""
+        """Describes the tensor in words, with the table's name."""
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
-        """Makes the error for what a part cannot do."""
+        """Returns the error for an op that parts do not support."""
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return self.spread.told(
             RuntimeError(
                 f"{asked}: this rank holds only a part of {self.what}, which torch's ops can read, and write by "
-                "element or by row. Call .full_tensor() on every rank, work on that, and copy_() it back; or run "
-                "what needs whole tables `with model.whole():`, or keep the table whole: "
+                "element or by row. Call .full_tensor() on every rank, change the result, and copy_() it back; or run "
+                "this code under `with model.whole():`; or keep the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
@@ -98,25 +98,25 @@ class Part(Tensor):
         return self.spread.told(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced(self, asked: str) -> RuntimeError:
-        """Makes the error for a question to a gradient that DDP has not reduced yet."""
+        """Returns the error for reading a gradient that has not been reduced yet."""
         return RuntimeError(
-            f"{asked} of {self.what} under no_sync(), or before the backward that ends its sum: each rank has only "
-            "its own sum here, where DDP has the mean of the backwards before. Ask after that backward, or keep the "
-            f"table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
+            f"{asked} of {self.what}: under no_sync(), each rank has only its own sum until the next backward outside "
+            "of no_sync(). Read the gradient after that backward, or keep the table whole: "
+            f"strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Returns the whole tensor, on every rank. Collective, as of DTensor."""
+        """Returns the whole tensor on every rank. Collective, like DTensor's method."""
         if self.held.unreduced and not self.spread.is_alone:
             raise self.not_reduced("full_tensor()")
         return self.spread.whole(self.held.dense())
 
     def to_local(self) -> Tensor:
-        """This rank's part, as a plain tensor in the same memory, as of DTensor."""
+        """Returns this rank's part as a plain tensor that shares memory, like DTensor's method."""
         return self.held.memory().detach()
 
-    # What torch does without asking how.
+    # Methods of Tensor that do not dispatch an op.
 
     @property
     def data(self) -> Tensor:
@@ -126,13 +126,14 @@ class Part(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if isinstance(value, Part) and not value.spread.fits(self.spread):
-            raise self.refused(f"a part of other rows or columns, {value.what}, as its data")
+            raise self.refused(f"setting .data to {value.what}, which has other rows or columns")
         if not isinstance(value, Part):
             if value.shape != self.shape:
-                raise self.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
+                shapes = f"{tuple(self.shape)} to a tensor of shape {tuple(value.shape)}"
+                raise self.refused(f"setting .data of shape {shapes}")
             value = self.like(LocalStorage(self.spread.cut(value.detach()).clone()))
         self.spread.note_deed()
-        self.held.dense()  # an update to come is of what it has been, which others may hold
+        self.held.dense()  # pending updates belong to the old memory, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held = LocalStorage(value.held.memory().detach())
 
@@ -140,7 +141,7 @@ class Part(Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """All elements as an array, which only one that is no copy lets be written."""
+        """Returns all elements as an array: writable if it shares memory, read-only if it is a copy."""
         own = self.spread.is_alone and not isinstance(self.held, CopyStorage)
         array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
         array.flags.writeable = own
@@ -169,7 +170,7 @@ class Part(Tensor):
     def is_shared(self) -> bool:
         return bool(self.held.memory().is_shared())
 
-    # What `torch.distributed.checkpoint` asks.
+    # Methods that `torch.distributed.checkpoint` calls.
 
     def __create_write_items__(self, name: str, value: object) -> Any:
         shard = self.shard()
@@ -182,10 +183,10 @@ class Part(Tensor):
         return self.to_local()
 
     def shard(self) -> DTensor:
-        """This rank's part of a table by columns as a DTensor, in the same memory."""
+        """Returns this rank's part of a table by columns as a DTensor that shares memory."""
         layout, shape = self.spread, self.shape
         if layout.mesh is None or layout.grid is not None or not layout.is_table:
-            raise self.refused("torch.distributed.checkpoint of what is no table by columns")
+            raise self.refused("torch.distributed.checkpoint of a tensor that is not a table sharded by columns")
         return DTensor.from_local(
             self.to_local(), layout.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
         )
@@ -197,7 +198,7 @@ class Part(Tensor):
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _whole(self, asked: str) -> Tensor:
-        """Its memory, where that is all of it."""
+        """Returns the memory if this rank has all elements; else raises."""
         if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
@@ -205,7 +206,7 @@ class Part(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.spread.is_alone:
             return repr(self.held.dense())
-        return f"Part({self.what}, {tuple(self.shape)}, of which this rank has {self.held.dense()!r})"
+        return f"Part({self.what}, {tuple(self.shape)}, on this rank {self.held.dense()!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         if id(self) not in memo:
@@ -232,32 +233,34 @@ forward(
 
 
 def _is_staged() -> bool:
-    """Whether the caller's caller copies a state dict for an asynchronous save: it has a part copied as it stands."""
+    """Whether a caller stages a state dict for an asynchronous save, which copies parts as they are."""
     return sys._getframe(2).f_globals.get("__name__") in _STAGING
 
 
 _STAGING = ("torch.distributed.checkpoint._state_dict_stager", "torch.distributed._state_dict_utils")
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""
+"""(op, args, kwargs) -> the op's result, with parts among the arguments; NotImplemented to try another rule."""
 
 
 def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
-    """Makes a parameter this rank's part of a table, which stays the object that it was to all who hold it."""
+    """Turns a parameter into this rank's part of a table. It stays the same object."""
     part = Part(LocalStorage(local), layout)
     _exchange(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """Makes a part the whole parameter again, which stays the object that it was."""
+    """Turns a part into the whole parameter. It stays the same object."""
     _exchange(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
 def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Exchanges what two parameters are, as `torch.utils.swap_tensors`, whoever holds the parameter besides: a weak
-    reference is to the object, which stays, and a graph that reads it as it was refuses to go backward."""
+    """Swaps two parameters like `torch.utils.swap_tensors`, but also if references exist. Weak references stay valid,
+    and a graph that has read the parameter raises in its backward.
+    """
     gradient, parameter.grad = parameter.grad, None
-    own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}  # what users have put there
+    # Attributes that users have set.
+    own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
     if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_refuse, name))
     parameter.__class__, other.__class__ = other.__class__, parameter.__class__
@@ -278,14 +281,14 @@ _OF_A_PART = ("held", "spread", "kind", "is_sparse", "_is_param")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, as a plain one; of one that is no part, all of it."""
+    """Returns this rank's part as a plain tensor; a tensor that is not a part, as it is."""
     return tensor.held.memory() if isinstance(tensor, Part) else tensor.detach()
 
 
 def own_part_of(value: Tensor, layout: Layout) -> Tensor:
-    """Cuts this rank's part (V', d) out of a table's values, whole or in parts; returns other values as they are.
+    """Cuts this rank's part (V', d) out of a table's values, whole or in parts. Returns other values unchanged.
 
-    Collective where parts of values are of other rows or columns.
+    Collective if the values are parts with other rows or columns.
     """
     if value.shape != layout.shape:
         return value
@@ -296,11 +299,11 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
         old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
         return regrid(value.held.dense(), layout.shape, old, new, layout.group)
     if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
-        local: Tensor = value.to_local()  # by columns, of the same ranks
+        local: Tensor = value.to_local()  # by columns over the same ranks
         return local
     return layout.cut(whole(value)).contiguous()
 
 
 def whole(value: Any) -> Any:
-    """Puts a tensor in parts together; returns others as they are. Collective."""
+    """Gathers a part or DTensor; returns other values unchanged. Collective."""
     return value.full_tensor() if isinstance(value, Part | DTensor) else value

@@ -1,11 +1,11 @@
-"""Layouts: which elements of a table, of a view of it, or of what an optimizer keeps of it a rank holds.
+"""Layouts: which elements of a table, of a view or of optimizer state this rank has.
 
 Contract
-    A layout is of the whole tensor, as if it lay on one rank. All that ranks decide alike (which operands fit together,
-    what has to be reduced, whether a view can be had) follows from what is the same on all of them: sizes, and
-    `Axis.of`; the ranges differ.
+    A layout describes the whole tensor, as if it were on one rank. Decisions that all ranks must take alike (which
+    operands match, what to reduce, whether a view exists) depend only on sizes and `Axis.of`, which are the same on all
+    ranks. The ranges of indices differ.
 
-Shape legend: V x D a table; V' x d a rank's part of it.
+Shape legend: V x D the table; V' x d a rank's part.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ E = TypeVar("E", bound=Exception)
 
 
 class NotAView(Exception):
-    """Raised where a rank's part of a result is no view of its part of the tensor."""
+    """Raised if the result on this rank is not a view of this rank's part."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension.
+    """One dimension of a layout.
 
     Attributes:
-        own: the indices that this rank holds.
-        of: which indices of which dimension of a table these are; the same on all ranks. Empty: every rank holds all.
+        own: the indices that this rank has.
+        of: which indices of which table dimension this axis is, the same on all ranks. Empty if every rank has all.
     """
 
     size: int
@@ -49,26 +49,26 @@ class Axis:
 
     @classmethod
     def whole(cls, size: int) -> Axis:
-        """Makes a dimension of which every rank holds all."""
+        """Returns an axis whose indices are all on every rank."""
         return cls(size, range(size))
 
     @property
     def is_tables(self) -> bool:
-        """Whether it is all of a table's."""
+        """Whether the axis is a complete dimension of the table."""
         return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
     def index(self) -> slice:
-        """This rank's indices."""
+        """Returns this rank's indices as a slice."""
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def picked(self, asked: slice) -> tuple[Axis, slice]:
-        """Returns the axis of a slice of it, and where that slice is in what this rank holds."""
+        """Slices the axis; returns the new axis and the slice of this rank's part."""
         picks, own = range(self.size)[asked], self.own
         if not self.of:
             return Axis.whole(len(picks)), asked
         of = (*self.of, picks.start, picks.step)
-        if own.step == 1:  # the picks that lie between two bounds
+        if own.step == 1:  # the selected indices between two bounds
             first = max(0, -(-(own.start - picks.start) // picks.step))
             last = min(len(picks), -(-(own.stop - picks.start) // picks.step))
             kept = range(first, max(first, last))
@@ -84,17 +84,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a table over the ranks, or of a view of it.
+    """The layout of a table, or of a view, over the ranks.
 
     Attributes:
-        name: of the table.
-        mesh: of the ranks that have its parts; None: this rank has all of it.
-        communicator: finds that of those ranks, as long as it is there.
-        group: of those ranks, which a mesh of rows and columns has not.
-        shape, stride: of the whole tensor; a table's shape is (V, D).
-        axes: its dimensions; those it had before a view merged them where `is_flat`.
-        chosen: indices that a view has chosen, along dimensions of which ranks hold different ones: one rank has them.
-        operands: hash of the tensors and numbers that its elements were computed with, which may differ between ranks.
+        name: the table's name.
+        mesh: the device mesh; None if this rank has the whole table.
+        communicator: returns the communicator of these ranks; None once the model is closed or deleted.
+        group: the process group of all ranks of the mesh, which a mesh of rows and columns does not have.
+        shape, stride: of the whole tensor. A table's shape is (V, D).
+        axes: the dimensions; before a view merged them, if `is_flat`.
+        chosen: indices that views have selected in sharded dimensions, so that only one rank has the elements.
+        operands: hash of the tensors and numbers that the elements were computed with, which may differ between ranks.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Layout:
         mesh: DeviceMesh | None = None,
         communicator: Callable[[], Communicator | None] = lambda: None,
     ) -> Layout:
-        """Lays a table out over a mesh."""
+        """Returns a table's layout over a mesh."""
         axes = tuple(map(Axis.whole, shape))
         if mesh is not None:
             grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
@@ -129,28 +129,28 @@ class Layout:
         return cls(name, mesh, communicator, shape, (), (), group=group).with_axes(axes)
 
     def with_axes(self, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
-        """Lays a contiguous tensor of other axes out over the same ranks."""
+        """Returns the layout of a contiguous tensor with other axes over the same ranks."""
         shape = torch.Size(axis.size for axis in axes)
         stride = torch.empty(shape, device="meta").stride()
         return replace(self, shape=shape, stride=stride, axes=axes, chosen=chosen)
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank holds all of the table."""
+        """Whether this rank has the whole table."""
         return self.mesh is None
 
     @property
     def grid(self) -> Grid | None:
-        """The grid on which the table lies; None: by columns."""
+        """Returns the grid of the table; None if it is sharded by columns."""
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
     @property
     def is_table(self) -> bool:
-        """Whether it is of all of a table."""
+        """Whether the layout is of a whole table rather than a view."""
         return len(self.axes) == 2 and self.fits(Layout.of_table(self.name, self.shape, self.mesh, self.communicator))
 
     def by_columns(self) -> Layout:
-        """Lays the same table out by columns over the same ranks."""
+        """Returns the layout of the same table by columns over the same ranks."""
         if self.grid is None:
             return self
         assert self.group is not None
@@ -159,10 +159,10 @@ class Layout:
         return Layout.of_table(self.name, self.shape, mesh, self.communicator)
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, asked: str) -> Tensor:
-        """Makes a rank's numbers those of all ranks, in place. Collective.
+        """Reduces a tensor over the ranks in place. Collective.
 
         Args:
-            asked: what is asked of the table, in a word; "": ranks do not meet before, on the path of a device's step.
+            asked: the operation's name, for error messages; "" skips the handshake, in a device's step.
         """
         if self.mesh is None:
             return value
@@ -172,37 +172,37 @@ class Layout:
                     return communicator.reduce_scalar(value, reduce_op)
                 return communicator.reduce_asked(value, reduce_op, self._what(asked))
             communicator.check_fork()
-        for group in self.mesh.get_all_groups():  # the model has been closed, or has gone
+        for group in self.mesh.get_all_groups():  # the model has been closed or deleted
             dist.all_reduce(value, reduce_op, group=group)
         return value
 
     def computed_with(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
-        """Lays out what is computed of parts of these layouts, with whole tensors and with numbers."""
+        """Returns the layout of a result computed from these layouts, whole tensors and numbers."""
         found = sum(each.operands for each in others) + sum(map(_hash_of, operands))
         found += hash(tuple(numbers)) & _BITS if numbers else 0
         return replace(self, operands=found & _BITS)
 
     def _what(self, asked: str) -> str:
-        """What is asked, in words that are the same on all ranks if they ask the same."""
+        """Describes the request in words that are equal on all ranks if the requests are."""
         told, computed = f"{asked} of the sharded {self.name}", int(self.operands)
         return f"{told} with operands of hash {computed:x}" if computed else told
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the error of a broken collective names the ranks that are gone, or stuck."""
+        """Returns a context that names missing or stuck ranks in the error of a failed collective."""
         communicator = self.communicator()
         return contextlib.nullcontext() if communicator is None else communicator.watching()
 
     def note_deed(self) -> None:
-        """Notes that this rank has done something with its part, which all ranks have to do."""
+        """Records that this rank did something with its part that all ranks must do."""
         communicator = self.communicator() if self.mesh is not None else None
         if communicator is not None and threading.current_thread() is threading.main_thread():
             communicator.deeds += 1
 
     def told(self, error: E) -> E:
-        """Returns what this rank is about to raise, once ranks that may wait for it elsewhere can know of it.
+        """Reports an error to ranks that may be waiting, and returns it for the caller to raise.
 
         Raises:
-            RuntimeError: this is a forked child.
+            RuntimeError: this is a forked child process.
         """
         if (communicator := self.communicator()) is not None and not self.is_alone:
             communicator.check_fork()
@@ -210,11 +210,11 @@ class Layout:
         return error
 
     def meet(self) -> None:
-        """Waits until all ranks ask for all of it. Collective."""
+        """Waits until all ranks request the whole tensor. Collective."""
         self.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, _ALL)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Puts the parts of all ranks together, on every rank. Collective."""
+        """Gathers the parts of all ranks on every rank. Collective."""
         if self.mesh is None:
             return own.detach().clone()
         cut = [dim for dim, axis in enumerate(self.axes) if axis.of]
@@ -225,14 +225,14 @@ class Layout:
         return self.summed(whole).view(self.shape)
 
     def summed(self, whole: Tensor) -> Tensor:
-        """Joins tensors of which each rank has some elements, and zeros for all others. Collective."""
-        # Bytes: sums of numbers would lose the sign of a zero.
+        """Combines tensors that have each element on one rank and zero on the others. Collective."""
+        # Sum bytes, because a sum of floats would lose the sign of -0.0.
         return (
             self.reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.SUM, _ALL).view(whole.dtype).view(whole.shape)
         )
 
     def joined(self, own: Tensor) -> tuple[Tensor, slice]:
-        """Joins ids (D, K), of which each rank has as many as it likes; and tells which are this rank's. Collective."""
+        """Concatenates the ranks' ids (D, K); returns them and the slice of this rank's. K may differ. Collective."""
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
         at, count = ranks.index(self.mesh.get_rank()), own.shape[1]
@@ -245,7 +245,7 @@ class Layout:
         return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
     def _gathered(self, own: Tensor, dim: int) -> Tensor:
-        """Gathers parts along the dimension of a table's columns, of which the last ranks may have fewer."""
+        """Gathers parts along the sharded column dimension, where the last ranks may have fewer."""
         assert self.mesh is not None
         sizes = [axis.size for axis in self.axes]
         own = own.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
@@ -255,7 +255,7 @@ class Layout:
         flat, communicator = sent.view(-1).view(torch.uint8), self.communicator()
         if communicator is not None and communicator.is_open:
             everyone = communicator.gather_asked(flat, self._what(_ALL))
-        else:  # the model has been closed, or has gone
+        else:  # the model has been closed or deleted
             everyone = flat.new_empty((ranks * flat.numel(),))
             all_gather_single(everyone, flat, group=self.mesh.get_group())
         return everyone.view(own.dtype).view(-1, *sizes)[:size].movedim(0, dim).contiguous()
@@ -267,32 +267,32 @@ class Layout:
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks hold different elements."""
+        """Whether the ranks have different elements."""
         return bool(self.chosen) or any(axis.of for axis in self.axes)
 
     def fits(self, other: Layout) -> bool:
-        """Whether every rank holds the same elements of both."""
+        """Whether every rank has the same elements under both layouts."""
         mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
     def meta(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a tensor without memory that looks as the whole one."""
+        """Returns a meta tensor with the shape and stride of the whole."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, a view where that can be."""
+        """Returns this rank's part of a whole tensor, as a view if possible."""
         parts = whole.reshape([axis.size for axis in self.axes])[tuple(axis.index for axis in self.axes)]
         return parts.reshape(-1) if self.is_flat else parts
 
     def cut_into(self, whole: Tensor, local: Tensor) -> None:
-        """Writes this rank's part of a whole tensor of these axes into it."""
+        """Writes this rank's part of a whole tensor into `local`."""
         own = whole[tuple(axis.index for axis in self.axes)]
-        if own.numel() == local.numel():  # a rank may hold nothing of a tensor without dimensions
+        if own.numel() == local.numel():  # a rank may have no element of a 0-dim tensor
             own.copy_(local.reshape(own.shape))
 
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
-    """Lays out the result of a reduction over dimensions of which every rank holds all."""
+    """Returns the layout after a reduction over dimensions that are not sharded."""
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
     return layout.with_axes(tuple(axes), layout.chosen)
 
@@ -302,7 +302,7 @@ _BITS = (1 << 48) - 1
 
 
 def _hash_of(operand: Tensor) -> Tensor:
-    """Hashes a tensor's values, in their order, without waiting for a device."""
+    """Hashes a tensor's values in order, without a device synchronization."""
     values = torch.view_as_real(operand) if operand.is_complex() else operand
     bits = values.detach().to(torch.float64).contiguous().view(-1).view(torch.int64)
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum() & _BITS
@@ -313,19 +313,19 @@ def _hash_of(operand: Tensor) -> Tensor:
 aten = torch.ops.aten
 
 Viewed = tuple[tuple[Axis, ...], tuple[object, ...], Tensor]
-"""Axes, chosen indices and this rank's part of a view."""
+"""The axes, the chosen indices and this rank's part of a view."""
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
-    """Applies a view op to a tensor's layout and part: one (layout, part), or a list of them.
+    """Applies a view op to a layout and this rank's part; returns one (layout, part) or a list of them.
 
     Args:
-        args: its arguments but the tensor.
+        args: the op's arguments without the tensor.
 
     Raises:
-        NotAView: no part of a rank's shows it.
+        NotAView: the result on some rank would not be a view of its part.
     """
-    whole = func(layout.meta(), *args, **kwargs)  # torch's own errors, and shapes
+    whole = func(layout.meta(), *args, **kwargs)  # raises torch's errors, and computes shapes
     if layout.is_flat and func not in _OF_ANY:
         raise NotAView
     bound = arguments_of(func, args, kwargs)
@@ -337,7 +337,7 @@ def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layo
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments but the first one, by name, those that were left out too."""
+    """Returns all arguments but the first by name, including defaults."""
     schema = func._schema.arguments[1:]
     found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     found.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
@@ -350,7 +350,7 @@ def _as(layout: Layout, viewed: Viewed, whole: Tensor) -> Layout:
 
 
 def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
-    """One index of a dimension."""
+    """Selects one index of a dimension."""
     axis, rest = layout.axes[dim], (*layout.axes[:dim], *layout.axes[dim + 1 :])
     chosen = (*layout.chosen, (axis.of, index)) if axis.of else layout.chosen
     if index in axis.own:
@@ -367,7 +367,7 @@ def _select(layout: Layout, local: Tensor, whole: Tensor, dim: int, index: int) 
 
 
 def _element(layout: Layout, local: Tensor, whole: Tensor, index: int) -> Viewed:
-    """One element of a flat view of all others."""
+    """Selects one element of a flat view."""
     if whole.dim():
         raise NotAView
     axes, chosen, own = layout.axes, layout.chosen, local.view([len(axis.own) for axis in layout.axes])
@@ -425,7 +425,7 @@ def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], i
 
 
 def _reshaped(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int]) -> Viewed:
-    """Views a part with its dimensions merged, or put back as they were."""
+    """Merges dimensions of a part, or restores merged ones."""
     axes, is_back = layout.axes, whole.shape == torch.Size(axis.size for axis in layout.axes)
     if not local.numel():
         return axes, layout.chosen, local.new_empty([len(axis.own) for axis in axes] if is_back and axes else (0,))
@@ -468,4 +468,4 @@ _LISTS: Mapping[Any, Callable[..., list[Viewed]]] = MappingProxyType(
 )
 _OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default, aten.select.int})
 VIEWS = frozenset((*_VIEWS, *_LISTS))
-"""The ops whose results are views that ranks have parts of."""
+"""The view ops whose result is a view of each rank's part."""

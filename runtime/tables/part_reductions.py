@@ -1,8 +1,8 @@
-"""Reduces a part, over all elements or along dimensions, and over ranks where these hold other elements.
+"""Reductions of parts, over all elements or along dimensions.
 
 Contract
-    Where a reduction is over elements that ranks hold apart, every rank has to ask, and each gets the whole result, a
-    plain tensor. Else a rank reduces its own part, and has a part of the result.
+    A reduction over a sharded dimension is collective: every rank must call it, and gets the whole result as a plain
+    tensor. Any other reduction is local and returns a part.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class _Asked:
 
 
 def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any, none: Any) -> Tensor:
-    """Returns a reduction of a part.
+    """Reduces a part.
 
     Args:
-        of_part: (values, dims) -> the reduction of this rank's values, its dimensions kept.
-        none: that of no values, in numbers; (dtype) -> it.
+        of_part: (values, dims) -> the reduction of this rank's values, with dimensions kept.
+        none: (dtype) -> the reduction of no values; or that number.
     """
     layout = part.spread
     if layout.is_flat and not asked.is_of_all(part):
-        raise NotAView  # along a dimension of a view
+        raise NotAView  # a sharded dimension of a view
     axes, dims = layout.axes, tuple(range(len(layout.axes))) if layout.is_flat else asked.dims
     local = part.held.dense()
-    if local.dim() != len(axes):  # a view without dimensions, which this rank has not, or a flat one
+    if local.dim() != len(axes):  # a 0-dim view of an element on another rank, or a flat view
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
     if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
@@ -68,7 +68,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
 
 
 def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> torch.Size:
-    """Returns the shape of a result that every rank has all of."""
+    """Returns the shape of a result that every rank has whole."""
     return torch.Size([1] * part.dim()) if layout.is_flat and asked.keep else _shape(layout, dims, keep=asked.keep)
 
 
@@ -85,7 +85,7 @@ def _whole(
     none: Any,
     asked: str,
 ) -> Tensor:
-    """Reduces the parts of all ranks, and keeps dimensions."""
+    """Reduces the parts of all ranks and keeps dimensions. Collective."""
     layout = part.spread
     dtype = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
     narrow = dtype
@@ -95,7 +95,7 @@ def _whole(
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
         whole[index] = of_part(local, dims).to(dtype).view(whole[index].shape)
-    if dtype.is_floating_point and reduce_op != _SUM:  # who compares leaves out what is no number
+    if dtype.is_floating_point and reduce_op != _SUM:  # comparisons ignore nan
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none(dtype))
         both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
@@ -105,18 +105,18 @@ def _whole(
 
 
 def _word(func: Any) -> str:
-    """What an op asks, in a word."""
+    """Returns an op's name for error messages."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("linalg_vector_")
 
 
 def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
-    """Numbers of which a reduction keeps those that are set."""
+    """Encodes booleans as numbers for a reduction."""
     return set_.to(dtype) if reduce_op == _MAX else -set_.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of numbers on their way, which are rounded to half precision once."""
+    """Returns the dtype of values in transit, so that half precision is rounded only once."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -133,7 +133,7 @@ def _most(dtype: torch.dtype) -> Any:
 
 
 def _is_of_gradient(part: Part, asked: _Asked) -> bool:
-    """Whether all elements of a gradient are asked, whose rows may be told apart."""
+    """Whether the reduction is over all elements of a gradient, which may be kept as rows."""
     return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
 
 
@@ -196,7 +196,8 @@ def _truth(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     part = args[0]
-    if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:  # as clipping asks it
+    # The call that gradient clipping makes.
+    if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
     asked = _Asked.of(func, args, kwargs)
@@ -205,7 +206,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if part.held.of_gradient and asked.is_of_all(part):
         total: Tensor = part.held.norm(order)
         return total.to(looks.dtype).view(looks.shape)
-    wide = _wide(looks.dtype)  # half precision would overflow at the square of 256
+    wide = _wide(looks.dtype)  # the square of 256 overflows in half precision
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
@@ -221,7 +222,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices along a dimension whose norm is above a bound get that norm."""
+    """Scales slices whose norm is above a bound down to it."""
     part, order, dim, most = args
     func(part.spread.meta(part.dtype), *args[1:])
     others = [each for each in range(part.dim()) if each != dim % part.dim()]
@@ -252,7 +253,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """GradScaler's: unscales, and finds out whether all is finite on every rank."""
+    """Unscales gradients for GradScaler, and finds non-finite values on any rank."""
     gradients, found_inf, inverse_scale = args
     parts = [g for g in gradients if isinstance(g, Part)]
     plain = [g for g in gradients if not isinstance(g, Part)]
@@ -286,4 +287,4 @@ REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
     }
 )
-"""What is asked of all elements, or of all along a dimension."""
+"""The ops that reduce all elements or a dimension."""

@@ -1,8 +1,11 @@
-"""Rows of a part by their ids: a rank writes its own columns of them, and reads them whole; and gradients in rows.
+"""Reads and writes of a part's rows by ids, and gradients stored as rows.
 
 Contract
-    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them). A part of a
-    sparse one answers as a coalesced COO tensor: ids of its rows, and their values in its columns.
+    A rank writes its own columns of the rows. Reads return whole rows.
+    A gradient stored as rows keeps that form under ops that map zero to zero (scaling, clamping, sums of two of them).
+    A part of a sparse gradient behaves like a coalesced COO tensor: the ids of its rows, and their values in this
+        rank's
+    columns.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
-    """Ids as this rank counts, and which of them it has; None: all."""
+    """Converts ids to this rank's indices; returns them and a mask of the ids on this rank, None if all are."""
     _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
     if not axis.of:
@@ -35,7 +38,7 @@ def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
 
 
 def _unravelled(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Ids along a flat tensor, as ids along the dimensions that it had."""
+    """Converts ids into a flat tensor to ids along its former dimensions."""
     ids, _ = _own_ids(ids, Axis.whole(prod(sizes)))
     return list(torch.unravel_index(ids, sizes))
 
@@ -46,7 +49,7 @@ def _check_ids(ids: Tensor, axis: Axis) -> None:
 
 
 def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
-    """Ids along the first dimensions; None: they are others, or a part's own."""
+    """Returns ids along the leading dimensions; None if the indices are of another kind or are parts."""
     found: list[Tensor] = []
     while indices and indices[-1] is None:
         indices = indices[:-1]
@@ -60,12 +63,12 @@ def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
         elif each.dtype in (torch.int64, torch.int32):
             found.append(each.to(torch.int64))
         else:
-            raise IndexError(f"tensors used as indices must be long, int, byte or bool, found {each.dtype}")
+            raise IndexError(f"tensors used as indices must be long, int, byte or bool tensors, not {each.dtype}")
     return list(torch.broadcast_tensors(*found)) if found else None
 
 
 def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
-    """This rank's columns of values that are broadcast to `shape`, of whose dimensions the first `rows` are of ids."""
+    """Returns this rank's columns of values broadcast to `shape`. The first `rows` dimensions are of ids."""
     if isinstance(values, Part):
         mine = [axis.of for axis in values.spread.axes]
         fits = values.shape == torch.Size(shape) and mine == [()] * rows + [axis.of for axis in axes]
@@ -87,7 +90,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
         ids = _unravelled(ids[0], [axis.size for axis in axes])
     apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
     if values.dtype != part.dtype and values.dim():
-        return NotImplemented  # torch's error
+        return NotImplemented  # raises torch's error
     own = _own_values(values.to(part.dtype), shape, apart, ids[0].dim())
     if own is None:
         return NotImplemented
@@ -104,7 +107,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _put_where(part: Part, mask: Part, values: Any, accumulate: bool) -> Any:
-    """One value wherever a mask of the same layout is true."""
+    """Writes one value where a mask of the same layout is true."""
     if not mask.spread.fits(part.spread) or mask.dtype != torch.bool or values.numel() != 1 or isinstance(values, Part):
         return NotImplemented
     local = part.held.memory()
@@ -117,7 +120,7 @@ def _put_apart(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
-    """`index_fill_`, `index_copy_`, `index_add_`: rows by their ids, or what they are not in place."""
+    """Implements `index_fill_`, `index_copy_`, `index_add_` and their out-of-place forms."""
     part, dim, ids, value = args[:4]
     if not isinstance(part, Part) or isinstance(ids, Part) or part.spread.is_flat or not part.dim():
         return NotImplemented
@@ -149,7 +152,7 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """`x[ids]`: whole rows, as ranks may ask for different ones."""
+    """Reads `x[ids]` as whole rows, because ranks may read different ids."""
     part, indices = args
     if not isinstance(part, Part) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
@@ -163,7 +166,7 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
-    """Returns the rows of this rank's ids; each rank brings its own columns of the rows of all. Collective."""
+    """Reads whole rows for this rank's ids; each rank sends its columns of the rows of all. Collective."""
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
     for each, axis in zip(ids, axes, strict=True):
         _check_ids(each, axis)
@@ -181,7 +184,7 @@ def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of(part: Any) -> Any:
-    """Returns the memory of a gradient in rows; None: the part is no such gradient."""
+    """Returns the storage of a gradient kept as rows; None for any other part."""
     held = part.held if isinstance(part, Part) else None
     return None if held is None or held.is_dense else held
 
@@ -194,7 +197,7 @@ def _zero(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """`mul_` and `div_` by a number."""
+    """Implements `mul_` and `div_` by a number."""
     held, factor = _rows_of(args[0]), args[1]
     if held is None or kwargs or isinstance(factor, Part) or (isinstance(factor, Tensor) and factor.dim() > 0):
         return NotImplemented
@@ -204,7 +207,7 @@ def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Clamping that leaves zero zero."""
+    """Implements clamping whose bounds keep zero at zero."""
     part, *bounds = args
     held, name = _rows_of(part), func._schema.name
     lowest, highest = {
@@ -222,7 +225,7 @@ def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _added(func: Any, args: Any, kwargs: Any) -> Any:
-    """`add_` of another gradient in rows."""
+    """Implements `add_` of another gradient kept as rows."""
     held, other = _rows_of(args[0]), _rows_of(args[1])
     if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
         return NotImplemented
@@ -234,10 +237,10 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shown_rows(part: Part, asked: str) -> Rows:
-    """Returns ids (K,) and this rank's columns of their rows (K, d), which may be written.
+    """Returns writable ids (K,) and this rank's columns of their rows (K, d).
 
     Raises:
-        RuntimeError: ranks hold other rows, or views of all elements are held.
+        RuntimeError: the ranks have different rows, or views of the dense gradient exist.
     """
     held = part.held
     found = held.shown_rows() if isinstance(held, GradientStorage) and not part.spread.axes[0].of else None
@@ -258,7 +261,7 @@ def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _nnz(func: Any, args: Any, kwargs: Any) -> int:
-    return len(_shown_rows(args[0], "the number of its rows")[0])
+    return len(_shown_rows(args[0], "the number of rows")[0])
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
@@ -275,15 +278,14 @@ def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses lookups by the plain model: each rank has its own columns of the rows."""
+    """Refuses lookups outside of the compiled model, because each rank has only some columns."""
     if args[0].spread.is_alone:
         return NotImplemented
     raise args[0].spread.told(
         RuntimeError(
-            f"a lookup in {args[0].what} by the plain model, or by a copy, finds only this rank's part of it. "
-            "Call the compiled model on every rank, under join() where loaders are of "
-            "unequal length; or enter `with model.whole() as plain:` on every rank, and call plain, or any part of it, "
-            "on those that evaluate."
+            f"a lookup in {args[0].what} outside of the compiled model would read only this rank's columns. Call the "
+            "compiled model on every rank, under join() if loaders differ in length. Or enter `with model.whole() as "
+            "plain:` on every rank, and call plain or any of its modules on the ranks that evaluate."
         )
     )
 
@@ -314,7 +316,7 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
             ),
             _look_up,
         ),
-        # Of a sparse one; `coalesce()` returns a coalesced one as it is.
+        # Sparse gradients only. `coalesce()` returns a coalesced tensor unchanged.
         torch.ops.prim.layout.default: lambda func, args, kwargs: torch.sparse_coo,
         aten.is_coalesced.default: lambda func, args, kwargs: True,
         aten.sparse_dim.default: lambda func, args, kwargs: 1,
@@ -326,4 +328,4 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         **dict.fromkeys((aten.norm.Scalar, aten.norm.ScalarOpt_dim), _sparse_norm),
     }
 )
-"""Rows by their ids, what leaves a gradient in rows, and what is asked of sparse ones."""
+"""Ops that read or write rows by ids, keep a gradient as rows, or are called on sparse gradients."""

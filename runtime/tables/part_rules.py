@@ -1,20 +1,20 @@
-"""One table of rules: what each op of torch does to a part of a table, whoever calls it.
+"""The rule of each torch op for parts of a table.
 
-    op                                              does
+    op                                              result
     ----------------------------------------------  ---------------------------------------------------------------
-    element-wise, in place or not, fills, copies    the same to this rank's part; of whole operands it takes its own
-    views: rows, slices, transposed, flattened      a part of the view, in the same memory
-    rows written by their ids                       the same to this rank's columns of them
-    rows read by their ids                          whole rows: each rank may ask for others
-    random fills                                    draws the whole, as every rank does, and takes its own
-    sums, means, norms, extremes, truth             reduced over the ranks where they hold other elements
-    rows and values of a sparse gradient            the rows that any rank has read, in this rank's columns
-    what autograd records, and its backward         of whole tensors, which the ranks gather (`part_whole`)
-    all else, writes into whole tensors too         of whole tensors, which the ranks gather
+    element-wise, in place or not, fills, copies    applied to this rank's part, and to its share of whole operands
+    views: rows, slices, transposed, flattened      a part of the view, sharing memory
+    rows written by ids                             this rank writes its columns of them
+    rows read by ids                                whole rows; ranks may read different ids
+    random fills                                    every rank draws the whole and keeps its share
+    sums, means, norms, extremes, any, all          reduced over the ranks if a sharded dimension is reduced
+    indices and values of a sparse gradient         the rows that any rank has read, in this rank's columns
+    ops that autograd records, and their backward   computed on gathered whole tensors (`part_whole`)
+    all others, and writes into whole tensors       computed on gathered whole tensors
     collectives, and other writes into parts        refused
 
 Contract
-    Whether an op is refused, and whether ranks communicate, is the same on all of them.
+    All ranks decide alike whether an op is refused and whether it communicates.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ aten = torch.ops.aten
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes an op on arguments of which some are parts.
+    """Computes an op that has parts among its arguments.
 
     Raises:
-        RuntimeError: a part does not tell, on every rank.
+        RuntimeError: the op is not supported on parts; on every rank.
     """
     leaves = leaves_of(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
@@ -63,7 +63,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     written = args[0].held if func._schema.is_mutable and isinstance(args[0], Part) else None
     if written is not None:
         written.check_write()
-    if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # a copy besides
+    if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # makes another copy
         args, kwargs = pytree.tree_map_only(Part, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs))
         parts = [part for part in parts if not part.spread.is_alone]
     found = _answer(func, args, dict(kwargs), parts)
@@ -78,7 +78,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = not is_alone and True in [part.held.unreduced for part in parts]
-    # A `_foreach_` op goes by its single ones.
+    # A `_foreach_` op follows the rule of its single-tensor op.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
     if not is_alone and is_of_a_loss(func, args, kwargs):
@@ -103,7 +103,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
         found = _into_part(func, args, kwargs)
         if found is not NotImplemented:
             return found
-    if func._can_decompose():  # called below autograd, by one of these rules too
+    if func._can_decompose():  # below autograd, also when called by one of these rules
         return func.decompose(*args, **kwargs)
     return of_whole(func, args, kwargs)
 
@@ -131,19 +131,20 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns an op whose result at an element depends on its operands there alone."""
+    """Applies an element-wise op to this rank's elements."""
     given = leaves_of(args, kwargs)
     leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
     parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
     writes = func._schema.is_mutable
     if kwargs.get("out") is not None or (writes and not isinstance(args[0], Part)):
-        return NotImplemented  # what is whole would be written from a part
+        return NotImplemented  # would write a part into a whole tensor
     common = _common(parts, leaves)
     if common is None:
         return NotImplemented
     layout: Layout = common
     if writes and not layout.fits(parts[0].spread):
-        func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))  # torch's error
+        # Raises torch's error.
+        func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
         return NotImplemented
 
     def own(leaf: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
-    """`out=` of an element-wise op."""
+    """Applies an element-wise op with `out=`."""
     out = kwargs["out"]
     found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     return out.copy_(found) if found.shape == out.shape else NotImplemented
@@ -183,7 +184,7 @@ def _meta(leaf: Tensor) -> Tensor:
 
 
 def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise result; None: ranks hold elements of its operands apart in other ways."""
+    """Returns the layout of an element-wise result; None if the operands are sharded differently."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)
@@ -202,7 +203,7 @@ def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
 
 
 def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
-    """Cuts out of an operand, whole or a part, the elements that a rank needs."""
+    """Returns this rank's elements of an operand, whole or a part."""
     index = [slice(None)] * len(axes)
     for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
         if axis.size == wanted.size and axis.own != wanted.own:
@@ -211,7 +212,7 @@ def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another tensor of the same layout: a copy, a conversion, zeros."""
+    """Returns another tensor of the same layout: a copy, a conversion or zeros."""
     part = args[0]
     if func is aten.clone.default and not kwargs:
         return part.like(part.held.copied())
@@ -223,12 +224,12 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a tensor that has but the device and the dtype of the part."""
+    """Returns a plain tensor with the part's device and dtype."""
     return func(args[0].held.dense()[:0], *args[1:], **kwargs)
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the numbers that any rank would draw for the whole, of which this one takes its own."""
+    """Draws random numbers for the whole tensor, equal on all ranks, and keeps this rank's share."""
     part = args[0]
     looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
@@ -244,7 +245,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a `_foreach_` op: of plain tensors at once, of parts one by one."""
+    """Applies a `_foreach_` op: to plain tensors together, to parts one by one."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
     name = func._schema.name.removeprefix("aten::_foreach_")
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
@@ -268,7 +269,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _single(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The op of one tensor that a `_foreach_` op is of many."""
+    """Returns the single-tensor op of a `_foreach_` op."""
     inplace, plain = "_" if name.endswith("_") else "", name.removesuffix("_")
     if plain in ("addcmul", "addcdiv") and len(args) > 3:
         value = args.pop()
@@ -279,7 +280,7 @@ def _single(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any other op, where this rank holds all of the table."""
+    """Applies any other op on a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
     def plain(part: Part) -> Tensor:
@@ -299,7 +300,7 @@ _ELEMENT_WISE = frozenset(
         *(aten.floor_divide.default, aten.floor_divide_.Tensor),
     }
 )
-"""Element-wise, and not tagged so by torch."""
+"""Element-wise ops that torch does not tag as pointwise."""
 
 _RULES: Mapping[Any, Rule] = MappingProxyType(
     {
@@ -323,7 +324,7 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
     }
 )
 _OF_NO_ELEMENTS = frozenset({*VIEWS, *ALIASES, *NEW})
-"""What reads and writes no element, so that a rank may do it alone."""
+"""Ops that access no element, which one rank may call alone."""
 
 _OF_SUMS = frozenset(
     {
@@ -334,7 +335,7 @@ _OF_SUMS = frozenset(
         *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
     }
 )
-"""What does the same to the sum of all ranks' gradients as to each of them."""
+"""Ops linear in the gradient: applying them before or after the sum over ranks is the same."""
 
 
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default], set_memory})

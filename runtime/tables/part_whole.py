@@ -1,14 +1,15 @@
-"""Answers what no part tells by whole tensors, which the ranks gather.
+"""Computes ops that parts cannot support on whole tensors, which the ranks gather.
 
     loss = model(x) + (model.module.words.weight[x] - anchor).square().sum()
 
-Each rank's loss is another function of the whole table, so that its gradient is of the whole table, too. A part of it
-would not do: by it a rank has its own columns of its own loss's gradient, and each column takes the mean of all ranks'.
-What autograd records of a table is therefore of whole tensors, and so is what a backward does with them.
+Here each rank's loss is its own function of the whole table, so its gradient has all columns. A gradient of this rank's
+columns alone would lose the other ranks' share of the mean. Ops that autograd records, and their backwards, therefore
+run on whole tensors.
 
-A whole tensor cannot share memory with one rank's part (`tensor.data = part`, `tensor.set_(part)`). What nobody keeps,
-as the result of an expression, is put together on every rank, and becomes the tensor's; what someone keeps is refused,
-for writes to one of the two would not be seen in the other. Where this rank has all of a table, they share memory.
+A whole tensor cannot share memory with one rank's part (`tensor.data = part`, `tensor.set_(part)`). If nothing else
+refers to the part, as for the result of an expression, the ranks gather it and the tensor gets the result. If something
+does, this raises, because a write to one would not show in the other. They share memory if this rank has the whole
+table.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ aten = torch.ops.aten
 
 
 def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns an op on whole tensors. A view of them is a copy, into which nobody may write. Collective.
+    """Computes an op on whole tensors. A view of them is a read-only copy. Collective.
 
     Raises:
-        RuntimeError: it writes into a part, or is a collective; on every rank.
+        RuntimeError: the op writes into a part, or is a collective; on every rank.
     """
     parts = {id(leaf): leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Part)}
     first, arguments = next(iter(parts.values())), func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
     if _is_collective(func):
-        raise first.refused("a collective: ranks hold different columns")
+        raise first.refused("a collective, while ranks have different columns")
     if any(isinstance(leaf, Part) for leaf in pytree.tree_leaves(written)):
         raise first.refused(func._schema.name)
     found = {key: whole(part) for key, part in parts.items()}
@@ -58,8 +59,8 @@ def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def to_be_read(part: Part, result: Any, func: Any) -> Any:
-    """Returns copies of views of a part as parts of which this rank has all, and into which nobody may write."""
-    refusal = str(part.refused(f"a write into what {func._schema.name.split('::')[-1]}() makes of it"))
+    """Wraps copies, made for views of a part, as read-only parts with all elements on this rank."""
+    refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
     def read(copy: Tensor) -> Part:
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
@@ -69,7 +70,7 @@ def to_be_read(part: Part, result: Any, func: Any) -> Any:
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Flattens the arguments of an op; without pytree's calls where none is a container, as of most."""
+    """Flattens an op's arguments. Skips pytree for the common case without containers."""
     given = [*args, *kwargs.values()]
     return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
@@ -78,7 +79,7 @@ _LEAVES = frozenset({Part, Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd records an op, or runs it in a backward, on operands that may differ between ranks."""
+    """Whether autograd records an op, or a backward runs it, on operands that may differ between ranks."""
     in_backward = torch._C._current_graph_task_id() != -1
     if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
         return False
@@ -87,7 +88,7 @@ def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns an op that autograd records: by its rule, where that tells of the whole; else on whole tensors."""
+    """Computes an op that autograd records: by its rule if that reduces to whole results, else on whole tensors."""
     if rule is not None:
         with torch.no_grad():
             found = rule(func, args, kwargs)
@@ -97,7 +98,7 @@ def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _is_collective(func: Any) -> bool:
-    """Whether a collective asks: an op, or a copy in one whose lists of lists of tensors no dispatcher looks into."""
+    """Whether the caller is a collective: an op, or a copy inside one that takes lists of lists of tensors."""
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
@@ -109,7 +110,7 @@ _BETWEEN = (
     *(str(Path(__file__).with_name(name)) for name in ("part.py", "part_rules.py", "part_whole.py")),
     *("torch/_ops.py", "torch/utils/_pytree.py"),
 )
-"""Files that the call of an op goes through."""
+"""Files in the call stack between a collective and an op's rule."""
 
 ALIASES = (aten.detach.default, aten.alias.default, aten.detach_.default)
 LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
@@ -122,36 +123,36 @@ NEW = (
     aten.new_empty_strided.default,
 )
 _OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default, *LIKE, *NEW, *RANDOM_LIKE})
-"""What has no other operand, so that each element of a part of its result is of the same element."""
+"""Ops with no other operand, so that the result has the same layout."""
 
 
 # -- memory that another tensor is to share ----------------------------------------------------------------------------
 
 
 def memory_to_share(part: Part, references: int | None = None) -> Tensor:
-    """Returns memory for a tensor that is to share a part's. Collective, where ranks have parts.
+    """Returns memory for a tensor that will share a part's. Collective if the table is sharded.
 
     Args:
-        references: to the part, while `.data =` runs; None: someone keeps it.
+        references: to the part, during `.data =`; None if another reference is certain.
 
     Raises:
-        RuntimeError: someone keeps the part, or its memory.
+        RuntimeError: something else refers to the part or its memory.
     """
     if part.spread.is_alone:
         return part.held.pinned()
     if part.held.unreduced:
-        raise part.not_reduced("a tensor that shares memory")
+        raise part.not_reduced("sharing the memory")
     if references is None or references > _references_of_setter() or _shares_memory(part):
         raise RuntimeError(
-            f"expected, in `tensor.data = x` or set_(), an x that nothing else refers to, found {part.what} (or values "
-            "computed from it), of which this rank has only its part: the two could not share memory. Copy x on every "
-            "rank, which puts the whole together: `tensor.data.copy_(x)`, or `tensor.data = x.clone()`."
+            f"`tensor.data = x` or set_(): x is {part.what} or computed from it, and something else refers to x. The "
+            "tensor cannot share memory with x, because each rank has only a part. Copy x on every rank: "
+            "`tensor.data.copy_(x)` or `tensor.data = x.clone()`."
         )
     return part.full_tensor()
 
 
 def _shares_memory(part: Part) -> bool:
-    """Whether anything but this part has its memory."""
+    """Whether anything besides this part refers to its memory."""
     alone = part.like(LocalStorage(torch.empty(0, device="cpu")))
     if sys.getrefcount(part.held) > sys.getrefcount(alone.held):
         return True
@@ -160,7 +161,7 @@ def _shares_memory(part: Part) -> bool:
 
 @cache
 def _references_of_setter() -> int:
-    """Counts the references to a tensor that nobody keeps, while `.data =` runs."""
+    """Returns the reference count of an otherwise unreferenced tensor during `.data =`."""
     found = []
 
     class Unkept(Tensor):
@@ -178,7 +179,7 @@ def _references_of_setter() -> int:
 
 
 def set_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answers `set_` to, or of, a part."""
+    """Implements `set_` with a part as the target or the source."""
     tensor, source = args
     if not isinstance(tensor, Part):
         return func(tensor, memory_to_share(source))

@@ -1,14 +1,14 @@
-"""Parameters an update of which is still to come, between calls, steps and backwards: whoever uses one finds it done.
+"""Parameters with pending updates, between calls, steps and backwards: any access applies the updates first.
 
 Contract
-    Between `closed()` blocks the class of a dense one is one that torch asks before it calls a function of it, and the
-    memory of a table's part has a guard: whoever reads or writes one, by whichever reference, finds every update
-    applied, and nothing that left ahead is used unseen. What only asks for a shape, a dtype or `.grad` waits for
-    nothing. So it is with `optimizer.state`. The guard of a part lets a step pass, and stays.
-    A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) can be used without a word
-    to the parameter. Where one is there when an update would begin to wait, the update is applied at that moment; so it
-    is where someone holds a tensor of the optimizer's state.
-    Memory that is reached by no tensor (a kept `data_ptr()`) is nobody's to see.
+    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a table's
+    part has a callback. Both apply all pending updates before any read or write of the values. Reading a shape, a dtype
+    or `.grad` applies nothing. `optimizer.state` is guarded in the same way. The callback of a part stays during a step
+    and does nothing.
+    A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) bypasses these guards. If one
+    exists when an update would be deferred, the update is applied at once; also if a user holds a tensor of the
+    optimizer's state.
+    Access through a stored `data_ptr()` cannot be detected.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _WITHOUT_VALUES = frozenset(
         *(getattr(Tensor, name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
     }
 )
-"""Functions that look at no element of a tensor."""
+"""Functions that read no element of a tensor."""
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter an update of which is on its way: any use applies it first. One class for each `Updates`.
+    """A parameter with a pending update, which any access applies first. Each `Updates` has its own subclasses.
 
     Attributes:
-        plain: the class it is of at other times.
-        updates: those of it and of others.
-        lock: held while updates are applied, and gradients with them.
+        plain: the class of the parameter at other times.
+        updates: the updates of this and other parameters.
+        lock: held while updates are applied, and with them gradients.
     """
 
     plain: ClassVar[type[nn.Parameter]]
@@ -66,7 +66,7 @@ class PendingParameter(nn.Parameter):
     lock: ClassVar[threading.RLock]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls.plain(*args, **kwargs)  # `type(parameter)(data)`
+        return cls.plain(*args, **kwargs)  # constructs an ordinary parameter for `type(parameter)(data)`
 
     @classmethod
     def __torch_function__(
@@ -82,7 +82,7 @@ class PendingParameter(nn.Parameter):
         apply_pending(args, kwargs)
         return func(*args, **kwargs)
 
-    # An optimizer that clears gradients asks each parameter for its own: as itself, at a third of a function's cost.
+    # zero_grad() reads `.grad` of every parameter. A property costs a third of `__torch_function__`.
 
     @property
     def grad(self) -> Any:
@@ -122,16 +122,16 @@ class Updates:
     """Pending updates of some parameters, which are applied together.
 
     Args:
-        parameters: yields those whose values are to come, or have been read ahead.
-        apply: applies every update, and has what left ahead looked at before it is used.
-        lock: of the model.
-        own: yields tensors of the model's own that share memory of parameters.
+        parameters: yields the parameters with a pending update, or with rows read ahead.
+        apply: applies all updates.
+        lock: the model's lock.
+        own: yields the model's own tensors that share memory with parameters.
 
     Attributes:
-        inside: a step runs, which knows what is pending.
-        dense: parameters of another class meanwhile.
-        stale: more may be pending than what is watched, or someone may hold memory of it.
-        is_open: something is watched.
+        inside: whether a step is running, which handles pending updates itself.
+        dense: parameters whose class is replaced.
+        stale: whether there may be unguarded pending updates, or references to parameter memory.
+        is_open: whether any parameter is guarded.
     """
 
     inside, stale, is_open = False, True, False
@@ -148,15 +148,15 @@ class Updates:
         self._lock = lock
         self._own = own
         self.states_aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Has optimizers hold their own state, while it is written."""
+        """Returns a context in which optimizers have their own state, to write it."""
         self._kinds: dict[type[nn.Parameter], type[PendingParameter]] = {}
         self.dense: list[nn.Parameter] = []
         self._held: list[LocalStorage] = []
         self._applies = False
-        self._opener = 0  # the thread that goes on with training
+        self._opener = 0  # the training thread
 
     def open(self) -> None:
-        """Has any use of a parameter apply what is pending, from now on; at once, if memory of one is shared."""
+        """Guards the parameters, or applies the updates at once if other tensors share memory."""
         self.stale = False
         parameters = list(self._parameters())
         if parameters and (share_memory(parameters, self._own()) or _are_held_by_torch(parameters)):
@@ -164,10 +164,10 @@ class Updates:
             return
         self._opener, self.is_open = threading.get_ident(), bool(parameters)
         for parameter in parameters:
-            if issubclass(type(parameter), PendingParameter):  # of another model, too
+            if issubclass(type(parameter), PendingParameter):  # also a parameter of another model
                 _apply(parameter)
             plain: Any = type(parameter)
-            if plain is Part:  # every way to its memory leads by what holds it
+            if plain is Part:  # every access goes through its storage
                 held: LocalStorage = parameter.held  # type: ignore[attr-defined]
                 self._held.append(held)
                 held.on_use = self.apply
@@ -176,7 +176,7 @@ class Updates:
                 parameter.__class__ = self._kinds.get(plain) or self._kind(plain)
 
     def _apply(self) -> None:
-        """Applies what is pending, as at any other time: traces and transforms read parameters too."""
+        """Applies the updates outside of torch modes, because tracing and transforms read parameters too."""
         with outside_of_modes():
             self._apply_now()
 
@@ -195,7 +195,7 @@ class Updates:
         return made
 
     def close(self) -> None:
-        """Makes parameters what they were."""
+        """Removes the guards."""
         with self._lock:
             if self.dense:
                 self.pass_by()
@@ -205,39 +205,40 @@ class Updates:
             self.stale, self.is_open = True, False
 
     def pass_by(self) -> None:
-        """Lets a step use parameters; called with the lock held."""
+        """Restores the classes of dense parameters for a step. The caller holds the lock."""
         self.stale = True
         for parameter in self.dense:
-            if issubclass(kind := type(parameter), PendingParameter):  # its metaclass would be asked for instances
+            if issubclass(kind := type(parameter), PendingParameter):  # isinstance() would call the metaclass
                 parameter.__class__ = kind.plain
         self.dense.clear()
         self.is_open = bool(self._held)
 
     def apply(self) -> None:
-        """Applies what is pending, for a user of a parameter."""
+        """Applies the pending updates on an access."""
         with self._lock:
-            self.stale = True  # whoever uses it may keep its memory
-            if self.inside or self._applies or not self.is_open:  # a step, or some thread, is applying them
+            self.stale = True  # the caller may keep a reference to the memory
+            if self.inside or self._applies or not self.is_open:  # a step or another thread applies them
                 return
             with self.states_aside(), self._applying():
                 if threading.get_ident() == self._opener:
                     self.close()
                     self._apply()
                     return
-                # Training goes on meanwhile: it must find what it has to wait for, the gradients that it clears, too.
+                # Another thread: keep the guards until done, so that the training thread waits, also to clear
+                # gradients.
                 with torch._C.DisableTorchFunctionSubclass():
                     self._apply()
                 self.close()
 
 
 class PendingUpdates:
-    """All of one model's.
+    """All pending updates of a model.
 
     Attributes:
-        lock: held while any is applied, or begins or ends to be pending.
-        kinds: the updates.
-        states: what stands in for optimizers' states.
-        inside: number of `closed` that go on.
+        lock: held while updates are applied, and while guards are set or removed.
+        kinds: the groups of updates.
+        states: the stand-ins for optimizers' states.
+        inside: number of active `closed` contexts.
     """
 
     def __init__(self) -> None:
@@ -249,21 +250,21 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[Updates, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Watches parameters of these kinds, and the state of optimizers whose steps may be to be applied."""
+        """Sets the groups of updates to guard, and the optimizers whose state to guard."""
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
             kind.states_aside = self._states_aside
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Has parameters be what they are at other times, for who knows what is pending.
+        """Returns a context without guards, for code that handles pending updates itself.
 
         Args:
-            grows: whether more may be pending at the end.
+            grows: whether there may be more pending updates at the end.
         """
         return _Closed(self, grows)
 
     def close(self) -> None:
-        """Watches nothing, until `open`."""
+        """Removes all guards until the next `open`."""
         with self.lock:
             if self.states:
                 self.leave_states()
@@ -271,7 +272,7 @@ class PendingUpdates:
                 kind.close()
 
     def open(self) -> None:
-        """Watches all that is pending, where no `closed` goes on."""
+        """Sets the guards, unless a `closed` context is active."""
         with self.lock:
             for kind in self.kinds:
                 kind.stale = True
@@ -279,7 +280,7 @@ class PendingUpdates:
                 self.watch_stale()
 
     def watch_stale(self) -> None:
-        """Watches what may have grown since it was watched; called with the lock held."""
+        """Sets the guards again where updates may have been added. The caller holds the lock."""
         if self.states:
             self.leave_states()
         grown = is_open = False
@@ -293,7 +294,7 @@ class PendingUpdates:
         if grown:
             self._stepped = list(dict.fromkeys(self._optimizers()))
             if _most_holders(self._stepped) > _fewest_holders():
-                self.apply()  # who holds a tensor of a state reads and writes it unseen
+                self.apply()  # a user's reference to a state tensor bypasses the guard
                 return
         if is_open:
             self._take_states()
@@ -317,7 +318,7 @@ class PendingUpdates:
                 self._take_states()
 
     def apply(self) -> None:
-        """Applies all that is pending, for whoever looks."""
+        """Applies all pending updates."""
         with self.lock:
             for kind in self.kinds:
                 kind.apply()
@@ -325,7 +326,7 @@ class PendingUpdates:
 
 
 class _Closed(contextlib.AbstractContextManager[None]):
-    """A time at which parameters are what they are; `grows` as `closed` says."""
+    """The context that `PendingUpdates.closed` returns."""
 
     def __init__(self, updates: PendingUpdates, grows: bool) -> None:
         self._updates, self._grows = updates, grows
@@ -353,40 +354,41 @@ class _Closed(contextlib.AbstractContextManager[None]):
 
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
-    """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
+    """Whether other tensors or processes may access the parameters' memory."""
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
     nobodys: Any = torch.empty(0, device="cpu")
     tensors: list[Any] = [*[p.held.local if isinstance(p, Part) else p for p in parameters], *own, nobodys]
-    for tensor in tensors:  # at every step, of every parameter: without calls
-        if tensor.is_sparse:  # its values may be held by any number of tensors
+    for tensor in tensors:  # a hot path: every parameter of every step
+        if tensor.is_sparse:  # any tensor may share the values of a sparse one
             return True
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu" and storage.is_shared():
             return True
         address = storage._cdata
         counts[address] = counts.get(address, 0) + 1
-        holders[address] = torch._C._storage_Use_Count(address) + getrefcount(storage)  # in C++, in Python
-    alone: int = holders[address]  # one tensor, and what asking takes
+        # References from C++ and from Python.
+        holders[address] = torch._C._storage_Use_Count(address) + getrefcount(storage)
+    alone: int = holders[address]  # the count for an unshared tensor
     return bool(max(map(sub, holders.values(), counts.values())) >= alone)
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Whether torch's C++ holds a parameter, as a TorchScript module does, and reads it without a word to its class."""
+    """Whether torch's C++ code, such as a TorchScript module, holds the parameter and reads it without its class."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
     return uses > (1 if node is None else 2)
 
 
 def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
-    """As `is_held_by_torch` of any, whose nodes may be there; parts are asked by whoever holds them."""
+    """Whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
     return max([parameter._use_count() for parameter in parameters if type(parameter) is not Part], default=0) > 2
 
 
 def _most_holders(optimizers: Iterable[Any]) -> int:
-    """Counts the references to the tensor of their state that has most."""
+    """Returns the largest reference count of a tensor in the optimizers' states."""
     most = 0
-    for optimizer in optimizers:  # at every step, of every parameter
+    for optimizer in optimizers:  # a hot path: every parameter of every step
         for state in optimizer.state.values():
             for value in state.values():
                 if (count := getrefcount(value)) > most and isinstance(value, Tensor) and value.dim():
@@ -396,12 +398,12 @@ def _most_holders(optimizers: Iterable[Any]) -> int:
 
 @cache
 def _fewest_holders() -> int:
-    """Counts those of a tensor that nobody holds besides its state."""
+    """Returns the reference count of a state tensor that nothing else refers to."""
     return _most_holders([SimpleNamespace(state={"": {"": torch.empty(1, device="cpu")}})])
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
-    """Whether anyone but a parameter holds its gradient, or memory of that."""
+    """Whether anything besides the parameter refers to its gradient or to the gradient's memory."""
     other = nn.Parameter(torch.empty(0, device="cpu"))
     other.grad = torch.empty(0, device="cpu")
     gradient, alone = parameter.grad, other.grad
@@ -410,22 +412,22 @@ def is_kept(parameter: nn.Parameter) -> bool:
 
 
 _IN_A_GRAPH = (
-    "an update of the last optimizer.step() is still pending, which torch.compile(fullgraph=True) and control flow "
-    "operators cannot wait for. Call model.synchronize() first."
+    "an update of the last optimizer.step() is still pending, and torch.compile(fullgraph=True) and control flow "
+    "operators cannot apply it. Call model.synchronize() first."
 )
 
 
-@torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # a traced one would apply nothing
+@torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # tracing would skip the update
 def _apply(parameter: Any) -> Any:
-    """Applies what is pending; returns the parameter, which is an ordinary one then."""
+    """Applies the pending updates; returns the parameter, which is then an ordinary one."""
     kind = type(parameter)
-    if issubclass(kind, PendingParameter):  # no other thread has been asked before
+    if issubclass(kind, PendingParameter):  # otherwise another thread has applied them
         kind.updates.apply()
     return parameter
 
 
 def apply_pending(*values: Any) -> None:
-    """Applies the updates of parameters among values, and among lists, tuples and dicts of those."""
+    """Applies the pending updates of parameters in values, including nested lists, tuples and dicts."""
     for parameter in list(_pending_in(values)):
         _apply(parameter)
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer an update of which is still to come: whoever looks at it finds the update done."""
+"""Optimizer state with pending updates: any read applies them first."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LOOKS = (
 
 
 class PendingState(defaultdict[Any, Any]):
-    """Stands in for `optimizer.state` while updates are pending, and applies them when it is read.
+    """Replaces `optimizer.state` while updates are pending, and applies them on a read.
 
     Args:
-        optimizer: whose it is.
-        apply: applies what is pending.
+        optimizer: the optimizer.
+        apply: applies the pending updates.
     """
 
     def __init__(self, optimizer: Optimizer, apply: Callable[[], None]) -> None:
@@ -44,12 +44,12 @@ class PendingState(defaultdict[Any, Any]):
         optimizer.state = self
 
     def now(self) -> Any:
-        """Returns the state, with every update in it."""
+        """Applies the updates and returns the state."""
         self._apply()
         return self.real
 
     def leave(self) -> None:
-        """Gives the state its place back. Where another one has been put there since, it is for steps to come."""
+        """Puts the optimizer's state back, unless the user has assigned another one."""
         if self.optimizer.state is self:
             self.optimizer.state = self.real
             return

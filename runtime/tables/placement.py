@@ -1,4 +1,4 @@
-"""Places parameters: whole, in shards, or not yet anywhere (the meta device)."""
+"""Shards and unshards parameters, and initializes those on the meta device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
+"""Elements of a table initialized at once, about the most that a rank has of whole rows."""
 
 
 def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Puts `new` wherever the model holds `old`, under all of its names."""
+    """Replaces the parameter `old` by `new` in every module that has it."""
     for module in model.modules():
         for key, value in module._parameters.items():
             if value is old:
@@ -35,9 +35,9 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
-    """Makes shards and meta parameters look like whole ones on the model's device during a capture.
+    """Replaces shards and meta parameters by whole ones on the model's device, during a capture.
 
-    The stand-ins are fake tensors: a capture reads no values, and a whole table may be larger than the memory.
+    The replacements are fake tensors: a capture reads no values, and a whole table may exceed the memory.
     """
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.get_default_device())
     replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -64,13 +64,13 @@ def shard_parameter(
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Makes a table's parameter this rank's part of rank 0's table; returns its layout.
+    """Makes a parameter this rank's part of rank 0's table; returns its layout. Collective.
 
-    A single process keeps all of it. Collective.
+    A single process keeps the whole table.
 
     Args:
         shape: of the whole table, (V, D).
-        mesh: where its parts lie, if its values are this rank's part already.
+        mesh: the table's mesh, if the values are this rank's part already.
     """
     local = parameter.detach()
     if mesh is None and (mesh := mesh_of(communicator, parameter.device.type, grid)) is not None:
@@ -85,7 +85,7 @@ def shard_parameter(
 
 
 def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer]) -> None:
-    """The reverse: the whole table, its gradient and its optimizers' state, on every rank. Collective."""
+    """Gathers a table, its gradient and its optimizer state on every rank. Collective."""
     parameter, gradient = table.parameter, table.whole_gradient()
     parameter.grad = None
     for optimizer in optimizers:
@@ -99,7 +99,11 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer]) -> None:
 def broadcast_state(
     model: nn.Module, apart: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """One rank's replicated parameters, and buffers, to every rank; `apart`: names of those that are no replicas."""
+    """Broadcasts replicated parameters, and buffers, from one rank. Collective.
+
+    Args:
+        apart: names of parameters and buffers that are not replicated.
+    """
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     communicator.broadcast([tensor.detach() for name, tensor in named if name not in apart], source)
 
@@ -111,19 +115,21 @@ def materialise(
     communicator: Communicator,
     lazily: Sequence[nn.Parameter] = (),
 ) -> dict[str, DeviceMesh]:
-    """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
+    """Initializes parameters and buffers on the meta device with their modules' `reset_parameters`.
 
-    A sharded table is initialised a block of rows at a time, of which the rank keeps its part: the values do not
-    depend on the number of ranks, and no rank ever holds the whole table. The generator is seeded alike on all ranks.
+    A sharded table is initialized in blocks of rows, and each rank keeps its part of them. The values do not depend on
+    the
+    number of ranks, and no rank has the whole table at once. All ranks seed the generator alike.
 
     Args:
-        sharded: tables, with the grids on which they lie; None: by columns.
-        lazily: parameters that are to stay without values.
+        sharded: table name -> its grid; None by columns.
+        lazily: parameters to leave on the meta device.
 
-    Returns: table -> the mesh that it lies on, of those that have become shards.
+    Returns:
+        Table name -> its mesh, for tables that became shards.
 
     Raises:
-        ValueError: a module holds meta parameters and has no `reset_parameters`.
+        ValueError: a module has meta parameters and no `reset_parameters`.
     """
     made: dict[str, DeviceMesh] = {}
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
@@ -175,7 +181,7 @@ def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimiz
     local = torch.empty(own_shape, dtype=whole.dtype, device=torch.get_default_device())
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
-        module.padding_idx = None  # type: ignore[assignment]  # of the table, not of a block of it
+        module.padding_idx = None  # type: ignore[assignment]  # the table's shape, not the block's
     blocks = _row_blocks(rows, columns)
     buffer = torch.empty((max(b - a for a, b in blocks), columns), dtype=whole.dtype, device=local.device)
     for start, stop in blocks:
@@ -194,10 +200,10 @@ def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimiz
 
 
 def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Puts values into a meta parameter, which stays the object it is, and into the optimizers' state of it.
+    """Puts values into a meta parameter, which stays the same object, and into its optimizer state.
 
     Raises:
-        ValueError: an optimizer other than Adagrad has made state before its first step.
+        ValueError: an optimizer other than Adagrad has created state before its first step.
     """
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     for optimizer in optimizers:
@@ -205,20 +211,22 @@ def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
         for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
-                    f"compile(): the state of {type(optimizer).__name__} has {key!r} already, over a model on the "
-                    "meta device. Make the optimizer anew, and load its state after the first call."
+                    f"compile(): {type(optimizer).__name__} already has state {key!r} of a parameter on the meta "
+                    "device. Create a new optimizer, and load its state after the first call of the model."
                 )
             if state[key].dim():
                 fill = optimizer.defaults["initial_accumulator_value"]
                 state[key] = torch.full_like(parameter, fill, requires_grad=False)
             else:
-                state[key] = torch.zeros(state[key].shape, device="cpu")  # its number of steps
+                state[key] = torch.zeros(state[key].shape, device="cpu")  # the step counter
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Cuts a table into blocks of rows whose random numbers, drawn one after the other, are those of the whole.
+    """Splits a table into blocks of rows whose random numbers, drawn in order, equal those of the whole table.
 
-    Torch's CPU generators draw 16 numbers at a time: each block is a multiple of that, and the last one no shorter.
+    Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
+    least
+    16.
     """
     size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
     starts = range(0, max(rows - 15, 1), size)

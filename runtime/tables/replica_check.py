@@ -1,9 +1,9 @@
 """Compares checksums of the values that should be equal on all ranks.
 
 Contract
-    Bits are compared: of parameters and optimizer state that every rank holds whole, of the counters of sharded tables,
-    and of the optimizers' options. Rows of a sharded table are on one rank only and cannot be compared. Buffers are
-    not compared, because a training step may leave them different until the next one.
+    Compares the bits of replicated parameters and their optimizer state, the counters of sharded tables, and the
+    optimizers' options. Elements of a sharded table are on one rank only and cannot be compared. Buffers are not
+    compared, because they may legitimately differ between steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from embrace_fx.runtime.tables.model_state import ModelState
 
 
 def compare_replicas(state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator) -> None:
-    """Compares replicas after every update has been applied. Collective.
+    """Compares replicas, after all updates have been applied. Collective.
 
     Raises:
-        DivergedReplicas: some rank's differ; on every rank.
+        DivergedReplicas: replicas differ; on every rank.
     """
     if found := diverged(communicator.gather(_checksums(state, optimizers), dict[str, int])):
         raise DivergedReplicas(found)
 
 
 def _checksums(state: ModelState, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Maps the name of each value that should be equal on all ranks to its checksum; reads every replica once."""
+    """Maps the name of each value that should be equal on all ranks to its checksum."""
     found: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for what, value in _replicas(state, optimizers):
@@ -43,13 +43,13 @@ def _checksums(state: ModelState, optimizers: Sequence[Optimizer]) -> dict[str, 
     by_device: dict[torch.device, list[str]] = {}
     for what, value in tensors.items():
         by_device.setdefault(value.device, []).append(what)
-    for names in by_device.values():  # one read of each device
+    for names in by_device.values():  # one transfer per device
         found |= zip(names, torch.stack([tensors[name] for name in names]).tolist(), strict=True)
     return found
 
 
 def _replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # tied parameters by their first name
+    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied parameter under its first name
     sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
     for key, name in names.items():
         if key not in sharded and name not in state.ignored:
@@ -67,6 +67,6 @@ def _replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tu
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a param group in a form that ranks compare."""
+    """Returns the options of a param group in a comparable form."""
     options = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}

@@ -1,9 +1,9 @@
-"""Sharded tables: where a table's own part lives, where its gradient is found, and how an optimizer steps it.
+"""A sharded table: its storage, its gradient, and its optimizer steps.
 
-A table's parameter stays the object it was and becomes a part (`part.py`); on a single process it stays a plain tensor.
-Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
+The table's parameter stays the same object and becomes a part (`part.py`). On a single process it stays a plain tensor.
+Row ids index the part, V' x d: by columns they are the table's ids, on a grid id // rows.
 
-How a step moves its rows is a value of each step (`update_rule.py`).
+Each step has an update rule (`update_rule.py`).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
 class RowTable(Unit):
-    """A table updated by rows: its part on this rank, its gradient, and its optimizer.
+    """A table updated by rows: its part on this rank, its gradient and its optimizer.
 
     Args:
-        parameter: the table's parameter, whose data are this rank's part.
-        layout: where its parts lie.
-        row_updates: the semantics the user asked for.
-        may_rest: whether rows without gradient may rest, where what they skip can be made up for; asked at each step.
-        gradients: those of all sharded tables, in the same order on all ranks.
+        parameter: the table's parameter, which holds this rank's part.
+        layout: the table's layout.
+        row_updates: the semantics that the user chose.
+        may_rest: returns, at each step, whether updates of rows without a gradient may be deferred.
+        gradients: returns the gradients of all sharded tables, in the same order on all ranks.
 
     Attributes:
-        optimizer: whichever steps it, once that is known.
-        is_read_densely: whether, of a replica, rows without a gradient of a lookup have one.
-        has_sparse_gradient: whether `.grad` looks sparse (COO), as its lookups ask for.
+        optimizer: the optimizer that updates the table; None until it is known.
+        is_read_densely: for a replica, whether rows that no lookup read may have a gradient.
+        has_sparse_gradient: whether `.grad` is sparse (COO), as the lookups request.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class RowTable(Unit):
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = self.has_sparse_gradient = False
-        self._at = 0, 0  # group and place in the optimizer
-        self._made: object = None  # options and state of which a step makes no more state
+        self._at = 0, 0  # param group and index in the optimizer
+        self._made: object = None  # options and state for which a step creates no new state
         self._may_rest = may_rest
         self._gradients = gradients
         self.members, self.shape, self.history = (self,), layout.shape, History(self)
@@ -91,58 +91,58 @@ class RowTable(Unit):
         return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
 
     def move(self, local: Tensor) -> None:
-        """Puts other memory in the place of this rank's part, with the same values."""
+        """Replaces the memory of this rank's part by other memory with the same values."""
         assert isinstance(self.parameter, Part)
         self.parameter.held.replace(local)
 
     needs_host = False
-    """Whether its host has to know which rows of a device are looked up."""
+    """Whether the host must know the row ids of each lookup on the device."""
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Notes among which rows of the host (K,) ids of the device are, where it `needs_host`."""
+        """Records which host ids (K,) the device ids come from, if the table `needs_host`."""
 
     @property
     def grid(self) -> Grid | None:
-        """The grid on which it lies; None: by columns."""
+        """Returns the table's grid; None if it is sharded by columns."""
         return self.layout.grid
 
     no_dense = ""
-    """Why its gradient cannot be had as a tensor of all elements; "": it can."""
+    """The reason why the gradient cannot be made dense; "" if it can."""
 
     @property
     def remark(self) -> str:
-        """A line about the table for reports, besides its bytes; "" if there is nothing to add."""
+        """Returns a line about the table for reports, besides its bytes; "" if there is none."""
         return ""
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> GradientStorage | None:
-        """The gradient in `.grad`; None: there is none, or it is zero."""
+        """Returns the storage of `.grad`; None if there is no gradient or it is zero."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
     def open_gradient(self) -> GradientStorage:
-        """Returns the gradient that a backward adds to: the one in `.grad`, or a new one of zeros."""
+        """Returns the gradient that a backward adds to: `.grad`'s, or a new one of zeros."""
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, GradientStorage):
             return gradient.held
         like = self.parameter.held.now() if isinstance(self.parameter, Part) else self.parameter.detach()
         held = GradientStorage(like, self.layout, self._gradients, self.no_dense)
-        if isinstance(gradient, Part):  # computed from parts
+        if isinstance(gradient, Part):  # computed from parts of another layout
             if not gradient.spread.fits(self.layout):
-                raise gradient.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
+                raise gradient.refused(f"setting it as the gradient of {self.name}, which has other rows or columns")
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held
-        if gradient is not None:  # the user's own
+        if gradient is not None:  # a gradient that the user has set
             held.set_dense(self.layout.cut(gradient).contiguous())
         sparse = self.has_sparse_gradient and gradient is None
         self.parameter.grad = Part(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`, unless the table is `absent`."""
+        """Adds a coalesced row gradient, ids (K,) and rows (K, d), to `.grad`, unless the table is `absent`."""
         if self.name in absent:
             return
         held = self.open_gradient()
@@ -150,7 +150,7 @@ class RowTable(Unit):
         held.unreduced = unreduced
 
     def add_dense_gradient(self, gradient: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds the gradient of all rows of this rank's part (V', d) to `.grad`, unless the table is `absent`."""
+        """Adds a gradient of all rows (V', d) of this rank's part to `.grad`, unless the table is `absent`."""
         if self.name not in absent:
             held = self.open_gradient()
             held.add_dense(gradient)
@@ -159,7 +159,7 @@ class RowTable(Unit):
     def deliver(
         self, late: GradientFuture[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
     ) -> None:
-        """Makes the k-th of gradients on their way that of `.grad`, or adds it, unless the table is `absent`."""
+        """Sets `.grad` to the k-th pending gradient, or adds that to `.grad`, unless the table is `absent`."""
         if self.name in absent:
             return
         held = self.open_gradient()
@@ -171,7 +171,7 @@ class RowTable(Unit):
         held.unreduced = unreduced
 
     def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Counts, 0 or 1, whether `.grad` is one of these, nobody having looked at it."""
+        """Returns 1 if `.grad` still is this future's gradient and has not been read, else 0."""
         held = self.held
         return int(held is not None and held.waits_for(late))
 
@@ -181,7 +181,7 @@ class RowTable(Unit):
         return self.held is not None
 
     def whole_gradient(self) -> Tensor | None:
-        """Returns the gradient as that of the whole table (V, D), None where there is none. Collective."""
+        """Returns the gradient of the whole table (V, D), None if there is none. Collective."""
         if self.parameter.grad is None:
             return None
         held = self.open_gradient()
@@ -195,7 +195,7 @@ class RowTable(Unit):
         return torch.sparse_coo_tensor(rows, whole.index_select(0, rows[0]), whole.shape, is_coalesced=True)
 
     def add_whole_gradient(self, gradient: Tensor) -> None:
-        """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
+        """Adds this rank's part of a whole table's gradient (V, D) to `.grad`."""
         rows, columns = self.layout.axes
         if gradient.is_sparse:
             ids, values = gradient.coalesce().indices()[0] - rows.own.start, gradient.coalesce().values()
@@ -209,10 +209,11 @@ class RowTable(Unit):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
-        """Predicts the bytes of parameters, gradient and optimizer state on the fullest of so many ranks.
+        """Predicts the bytes of parameters, gradient and optimizer state on the rank with the most.
 
-        A gradient is of all rows while a step sweeps them; one in rows is small, and counts as nothing. State is as its
-        optimizer makes it; None: that is not known yet.
+        A gradient counts all rows if steps are dense, and nothing if it is kept as rows. The bytes of state are None
+        while the
+        optimizer is unknown.
         """
         rows, columns = self.shape
         grid = self.grid or Grid(1, ranks)
@@ -227,7 +228,7 @@ class RowTable(Unit):
         return parameters, gradient, kept * parameters
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Counts the bytes of parameters, gradient and optimizer state on this rank."""
+        """Returns the bytes of parameters, gradient and optimizer state on this rank."""
         state = tuple(self.state.values()) if self.optimizer is not None else ()
         held = self.held
         gradient = 0 if held is None or held.is_late else held.values().nbytes
@@ -238,7 +239,7 @@ class RowTable(Unit):
     def param_group(self) -> Options:
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
-        g, p = self._at  # where it was
+        g, p = self._at  # the index it had last time
         if g < len(groups) and p < len(known := groups[g]["params"]) and known[p] is self.parameter:
             return groups[g]
         for g, group in enumerate(groups):
@@ -247,12 +248,12 @@ class RowTable(Unit):
                     self._at = g, p
                     return group
         raise RuntimeError(
-            f"the table {self.name} is in no param group of its optimizer any more. "
+            f"the table {self.name} is no longer in a param group of its optimizer. "
             "Do not remove or replace parameters of an optimizer after compile()."
         )
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Whether a step, at this moment, is one of this optimizer's under these options."""
+        """Whether this optimizer would update the table now, with these options."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
@@ -284,7 +285,7 @@ class RowTable(Unit):
         return False
 
     def can_wait(self) -> bool:
-        """Whether a step can be left to the next forward, and be taken rows by rows."""
+        """Whether the update can be deferred to the next forward and applied by rows."""
         return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
 
     def is_one(self) -> bool:
@@ -292,7 +293,7 @@ class RowTable(Unit):
 
     @staticmethod
     def split(ids: Tensor, rows: Tensor) -> list[Rows]:
-        """Returns the rows of each of them. What it is called by does not keep the table."""
+        """Returns the rows of each table: here, of the one. Holds no reference to the table."""
         return [(ids, rows)]
 
     @property
@@ -303,7 +304,7 @@ class RowTable(Unit):
         keep_state(self.holder, self.parameter, state)
 
     def step_dense(self) -> None:
-        """Takes a step by a gradient of all rows, at once."""
+        """Applies a step with a gradient of all rows."""
         self.flush()
         options, state = self.param_group(), self.state
         gradient = self.open_gradient().memory()

@@ -1,7 +1,8 @@
-"""Refuses parameters that share memory without being one Parameter.
+"""Refuses distinct parameters that share memory.
 
-Under DDP, two Parameters on one storage stay equal, because both are written in place. Here a table's rows may be on
-other ranks, and two parameters may be updated at different times, so that they would silently diverge.
+Under DDP, two Parameters on one storage stay equal, because both are written in place. Here they would silently
+diverge,
+because a table may be sharded and parameters may be updated at different times.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raises `ValueError` where a trainable parameter shares memory with another parameter, or with a buffer."""
+    """Raises `ValueError` if a trainable parameter shares memory with another parameter or a buffer."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    by_storage.pop(0, None)  # tensors without elements
+    by_storage.pop(0, None)  # no elements
     for tensors in by_storage.values():
         for (name, one), (other, another) in combinations(tensors, 2):
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):
@@ -31,7 +32,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Tells whether two tensors on one storage have an element in common.
+    """Returns whether two tensors on one storage have an element in common.
 
     >>> table = torch.zeros(4, 6)
     >>> share_memory(table[:, :3], table[:, 3:]), share_memory(table[:, :4], table[:, 3:])
@@ -54,7 +55,7 @@ def _same_view(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the one behind its last."""
+    """Returns the first byte of a tensor in its storage, and the first byte after its end."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,20 +1,21 @@
-"""Computes many steps without a gradient at once, so that rows need not take them one by one.
+"""Applies many deferred steps of a row at once.
 
 Contract
-    A row that has rested takes all steps it has skipped at once, when it is read next: its values and its state are
-    then the optimizer's own, up to rounding. What the steps of a history have in common for all rows is kept as
-    tensors of one number per step, in float64.
+    When a row is next read, it applies all of its deferred steps at once. Its values and state then equal those of the
+    optimizer, up to rounding. Values that the steps share for all rows are stored as float64 tensors with one number
+    per
+    step.
 
 Forms
-    linear    SGD with momentum or weight decay, RMSprop without weight decay: a step is a 2 x 2 matrix on a weight and
-              its momentum, and a factor of the averages. Steps in a row are one matrix.
-    decaying  Adam and AdamW without a weight decay in the gradient: averages fade by their betas, weights by a factor,
-              and by the sum of what is left of the momentum. That sum ends where the rest of it is below half of a
-              weight's last bit.
-    Others (Adam with weight decay in the gradient, Adagrad with weight decay, NAdam, RAdam, Adamax, Adadelta, Rprop,
-    ASGD) depend on a row's own weights at every step: their tables are swept.
+    linear    SGD with momentum or weight decay, RMSprop without weight decay. A step is a 2 x 2 matrix on a weight and
+              its momentum, and a factor on the averages. Consecutive steps multiply to one matrix.
+    decaying  Adam and AdamW without L2 weight decay. The averages decay by their betas, the weights by a factor and by
+              the sum of the remaining momentum terms. The sum stops once the remainder is below half of a weight's last
+              bit.
+    Others (Adam with L2 weight decay, Adagrad with weight decay, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD) need the
+    row's own weights at every step, so their steps update all rows.
 
-Shape legend: V' x d this rank's part of a table; K rows; T steps of the history.
+Shape legend: V' x d this rank's part of a table; K rows; T deferred steps.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, Moments, TakenSt
 from embrace_fx.runtime.tables.own_step import by_options
 
 MOST_STEPS = 4096
-"""Of a history: then all rows take what they have skipped, and it begins anew."""
+"""Steps in a history before all rows apply them and a new history begins."""
 
 
 class SkippedSteps(ABC):
-    """The steps of a history.
+    """The deferred steps of a history.
 
     Args:
-        device: the table's.
+        device: the table's device.
 
     Attributes:
-        count: how many steps it has.
+        count: the number of steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,24 +52,25 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Whether a step under these options can be another one of this history."""
+        """Whether a step with these options can be added to this history."""
 
     @abstractmethod
     def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds a step; the first one of a table whose state is as before it."""
+        """Adds a step. For the first one, the table's state is as before the step."""
 
     @abstractmethod
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Has rows take all steps of the history that they have not taken, in place.
+        """Applies, in place, the steps that each row has not applied yet.
 
         Args:
-            ids: (K,) rows; some may be the same.
-            taken: (V',) integers, written: how many steps each row has taken; more than there are: nothing is done.
+            ids: row ids (K,), with possible duplicates.
+            taken: (V',) integers, updated in place: the number of steps that each row has applied. Rows with more than
+                `count` do not change.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Gives back memory for further steps: there are none."""
+        """Frees the memory reserved for further steps."""
 
 
 _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
@@ -78,7 +80,7 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Finds the form in which an optimizer's steps are skipped; None: they cannot be, or there is no state yet."""
+    """Returns the form for an optimizer's steps; None if they cannot be deferred or the table has no state yet."""
     found = skipping(type(optimizer), options, dtype)
     if found is None:
         return None
@@ -90,12 +92,12 @@ def form_of(
 
 
 Skipping = tuple[type[SkippedSteps], list[str]]
-"""The form in which steps are skipped, and the state that it takes."""
+"""A form, and the names of the state entries that it needs."""
 
 
 @by_options
 def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
-    """Finds how a class's steps are skipped; None: they cannot be."""
+    """Returns the form for an optimizer class and its options; None if its steps cannot be deferred."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
@@ -117,7 +119,7 @@ def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _decays(options: Mapping[str, Any]) -> bool:
-    """Whether the momentum of an Adam without gradients dies away, faster than what it is divided by."""
+    """Whether Adam's momentum without gradients decays faster than its denominator."""
     beta1, beta2 = options["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
@@ -133,10 +135,10 @@ def _shrink(options: Mapping[str, Any]) -> float:
 
 
 class Decaying(SkippedSteps):
-    """Skipped steps of Adam and AdamW.
+    """Deferred steps of Adam and AdamW.
 
-    After step t of the history, of a row whose m, v, w are as after step s (betas b1, b2, decay lambda, e the number of
-    steps that the optimizer counts):
+    After step t of the history, a row with m, v, w from step s has (betas b1, b2, decay lambda, e the optimizer's step
+    count):
 
         m = m_s B1[t] / B1[s]    v = v_s B2[t] / B2[s]    w = w_s S[t] / S[s] - sum over s < j <= t of
             S[t] / S[j] * a[j] * m_j / (sqrt(v_j) * c[j] + eps[j])
@@ -147,9 +149,9 @@ class Decaying(SkippedSteps):
         super().__init__(device)
         self._coefficients: Tensor | None = None
         self._moments: Moments | None = None
-        self._counted = 0  # what the optimizer counts
+        self._counted = 0  # the optimizer's step count
         self._logs: tuple[float, ...] = (0.0, 0.0, 0.0)
-        self._bounds = (0.0, math.inf, 0.0)  # largest size, least eps, largest ratio
+        self._bounds = (0.0, math.inf, 0.0)  # largest step size, smallest eps, largest ratio
         self._amsgrad: bool | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
@@ -195,10 +197,11 @@ class Decaying(SkippedSteps):
 
 
 class Linear(SkippedSteps):
-    """Skipped steps of SGD and RMSprop.
+    """Deferred steps of SGD and RMSprop.
 
-    For every step s of the history, the map that leads from there to its end: w = a w_s + b u_s, u = c w_s + d u_s of a
-    weight and its momentum, and the factor of averages. A step more is multiplied to all of them.
+    For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
+    weight
+    and its momentum, and the factor of the averages. A new step multiplies every map.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -224,7 +227,7 @@ class Linear(SkippedSteps):
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
         assert self._maps is not None
         rested = taken.index_select(0, ids)
-        if not local.is_cuda:  # where it costs nothing to know which
+        if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
             behind = rested < self.count
             ids, rested = ids[behind], rested[behind]
         maps = self._maps.index_select(0, rested.clamp(max=self.count))
@@ -234,7 +237,7 @@ class Linear(SkippedSteps):
             local.index_copy_(0, ids, (a * weight).to(local.dtype))
         else:
             velocity = momentum.index_select(0, ids)
-            # In float64, which the maps are of: what a decayed weight and its momentum have left may nearly cancel.
+            # In float64, like the maps, because a decayed weight and its momentum may nearly cancel.
             local.index_copy_(0, ids, (a * weight + b * velocity).to(local.dtype))
             momentum.index_copy_(0, ids, (c * weight + d * velocity).to(local.dtype))
         for name in ("square_avg", "grad_avg"):
@@ -252,7 +255,7 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _map_of(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """One step without a gradient on a weight and its momentum, and on averages."""
+    """Returns one step without a gradient as a map of a weight and its momentum, and a factor of the averages."""
     lr, momentum = float(options["lr"]), options["momentum"]
     if "alpha" in options:  # RMSprop
         return (1.0, -lr * momentum, 0.0, momentum if momentum > 0 else 1.0), options["alpha"]

@@ -1,8 +1,9 @@
-"""State dicts with sharded tables, which hold them in parts, by columns: shown, loaded, or put together.
+"""State dicts that contain sharded tables as parts by columns: creates, loads and gathers them.
 
-`torch.distributed.checkpoint` saves and loads parts; where it gathers or cuts tables itself, it gets DTensors. One
-rank's file of a part would hold that rank's columns alone, so that pickling it is refused; `whole_state` gives what one
-rank can write.
+`torch.distributed.checkpoint` saves and loads parts. It gets DTensors where it gathers or splits tables itself.
+Pickling
+a part raises, because the file would hold only one rank's columns. `whole_state` returns a state dict that one rank can
+write.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from embrace_fx.runtime.tables.part_layout import Layout
 
 
 def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
-    """Shows this rank's parts of tables by columns. Collective where one lies on a grid.
+    """Replaces tables in a state dict by this rank's parts by columns. Collective if a table lies on a grid.
 
     Args:
-        names: of the tables, by each of their names.
+        names: all names of the tables.
         prefix: of the model's names in the state dict.
     """
-    shown: dict[int, Tensor] = {}  # a tied parameter once
+    shown: dict[int, Tensor] = {}  # convert a tied parameter once
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(value, Part) and not value.held.is_elsewhere:
@@ -37,9 +38,9 @@ def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str 
 
 
 def as_shown(part: Part) -> Tensor:
-    """Returns a part of a table as state dicts show it: by columns, of a table on a grid a copy. Collective there.
+    """Returns a part in the form of state dicts: by columns, and a copy if the table lies on a grid. Collective there.
 
-    Where `torch.distributed.checkpoint` gathers it, or cuts it out of a whole one, it is a DTensor.
+    Returns a DTensor if `torch.distributed.checkpoint` will gather it or split a whole tensor by it.
     """
     if part.spread.is_alone:
         return part
@@ -50,13 +51,13 @@ def as_shown(part: Part) -> Tensor:
 
 
 _OF_A_GRID = (
-    "state_dict() gives a copy of a table on a grid, so that a write into it would be lost. Write into the "
-    "parameter; or into a clone of the value, and call load_state_dict()."
+    "state_dict() returns a copy of a table on a grid, so a write into it would be lost. Write into the parameter; or "
+    "write into a clone of the value and load it with load_state_dict()."
 )
 
 
 def _is_gathered() -> bool:
-    """Whether `torch.distributed.checkpoint` asks for a state dict in order to gather it, or to cut whole tensors."""
+    """Whether `torch.distributed.checkpoint` calls state_dict() to gather it, or to split whole tensors by it."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
@@ -75,15 +76,16 @@ def take_own_parts(
     *,
     prefix: str = "",
 ) -> None:
-    """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
+    """Converts a state dict in place to the placements of the model that loads it.
 
-    Values of sharded tables, whole or in parts, become this rank's parts; parts of tables that are whole here are put
-    together. Collective for the latter, and where tables are on a grid and values by columns.
+    Values of sharded tables, whole or in parts, become this rank's parts. Parts of tables that are whole here are
+    gathered.
+    Collective if parts are gathered, or move between columns and a grid.
 
     Args:
-        layouts: of the tables, by each of their names.
-        parameter: finds one of the model's by name.
-        prefix: as of `show_parts`.
+        layouts: layouts of the tables, by all of their names.
+        parameter: returns the model's parameter of a name.
+        prefix: as for `show_parts`.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):
@@ -98,16 +100,17 @@ def take_own_parts(
 
 
 def check_in_memory(value: Any) -> None:
-    """Raises `RuntimeError` where a value is a table's that no memory has all of: on every rank, before any sends."""
+    """Raises `RuntimeError` if the value is a table that lies beyond memory: on every rank, before any transfer."""
     if isinstance(value, Part) and value.held.is_elsewhere:
         value.held.dense()
 
 
 def whole_state(state: Any) -> Any:
-    """A state dict, nested as it may be, with each sharded table whole, as a plain tensor, on every rank. Collective.
+    """Returns a nested state dict with each sharded table gathered as a plain tensor on every rank. Collective.
 
-    Everything else is the same object. The tables are gathered in the order of their keys as text: the ranks may have
-    put them into their dicts in other orders.
+    Other values stay the same objects. Tables are gathered in the order of their keys as text, because ranks may have
+    inserted
+    them in different orders.
     """
     if isinstance(state, Part | DTensor):
         return whole(state.detach())

@@ -1,4 +1,4 @@
-"""What is exchanged and stepped as one: a table, or the tables of a row space.
+"""The unit of row exchanges and optimizer steps: a table, or the tables of a row space.
 
 Shape legend: V' x d this rank's part; K rows.
 """
@@ -26,9 +26,9 @@ class Unit(ABC):
     """A table, or the tables of a row space.
 
     Attributes:
-        members: the tables that step as one.
-        shape: of the whole, (V, D).
-        history: which steps its rows have still to take.
+        members: the tables.
+        shape: of the whole unit, (V, D).
+        history: the deferred steps of its rows.
     """
 
     members: Sequence[RowTable]
@@ -38,24 +38,24 @@ class Unit(ABC):
     @property
     @abstractmethod
     def local(self) -> Tensor:
-        """This rank's part, (V', d), or those of its rows that are in memory."""
+        """Returns this rank's part (V', d), or its rows that are in memory."""
 
     @property
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the rows in `local`, as plain tensors; `keep` keeps others."""
+        """Returns the optimizer state of the rows in `local` as plain tensors. `keep` stores changed values."""
 
     @property
     @abstractmethod
     def lacks_state(self) -> bool:
-        """Whether its next step makes state, which has to be made for all rows at once."""
+        """Whether the next step creates state, which must be created for all rows at once."""
 
     @abstractmethod
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keeps what a step has made of state."""
+        """Stores state values that a step has changed."""
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
-        """Keeps the state that the first step has made of rows at places (K,)."""
+        """Stores the state that the first step has created for the rows at places (K,)."""
         kept, rows = self.state, len(self.local)
         made = {key: value.new_zeros((rows, *value.shape[1:])) for key, value in state.items() if key not in kept}
         for key, value in state.items():
@@ -64,64 +64,67 @@ class Unit(ABC):
 
     @abstractmethod
     def is_one(self) -> bool:
-        """Whether one update is what the optimizer does to each table."""
+        """Whether one update equals the optimizer's update of each table."""
 
     @property
     def holder(self) -> Optimizer:
-        """The optimizer that steps it."""
+        """Returns the optimizer that updates the unit."""
         optimizer = self.members[0].optimizer
         assert optimizer is not None
         return optimizer
 
     @abstractmethod
     def param_group(self) -> Options:
-        """The options of this moment."""
+        """Returns the current options of the param group."""
 
     @property
     @abstractmethod
     def rule(self) -> type[SparseUpdate]:
-        """The rule of its next step, under the options of this moment."""
+        """Returns the update rule of the next step, with the current options."""
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Where rows are in `local` and in the state of rows, until the next call: there themselves."""
+        """Returns the indices of rows in `local` and in the state, valid until the next call."""
         return ids
 
     def note(self, ids: Tensor, among: Tensor) -> None:
-        """Notes that ids (K,) of a device are among others, for a host that has to know which rows are looked up."""
-        return  # none has to
+        """Records that device ids (K,) are among the ids `among`, if the host must know the looked-up rows."""
+        return  # tables in memory need no record
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows (K, d), once they have taken skipped steps."""
+        """Returns rows (K, d), after their deferred steps."""
         places = self.places(ids, to_write=(rests := self.history.rest))
         if rests:
             self.history.apply_deferred(places)
         return lookup(self.local, places, dtype)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Rows (K, d), with what they have skipped still to come."""
+        """Returns rows (K, d) without applying their deferred steps."""
         return self.local.index_select(0, self.places(ids))
 
     @property
     def has_resting_rows(self) -> bool:
-        """Whether any row may have skipped a step."""
+        """Whether any row may have deferred steps."""
         return self.history.rest
 
     def flush(self) -> None:
-        """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
+        """Applies all deferred steps. Do not call between `begin_step` and `finish`."""
         if self.history.rest:
             self.history.close()
 
     def begin_step(self) -> SparseUpdate:
-        """Begins a step under the options of this moment, of tables that are one (`is_one`)."""
+        """Begins a step with the current options; requires `is_one`."""
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
         return rule(self)
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Rows (K, d) that are up to date, as the next step will leave them if it gives them no gradient; and that
-        step's options, where it moves them and can be told."""
-        # Of another class's step a trial could leave something behind.
+        """Predicts rows (K, d) after the next step, if that gives them no gradient; returns them and the step's
+        options.
+
+        Returns the rows unchanged and None if the step does not change them or cannot be predicted.
+        """
+        # A trial step of any other class might have side effects.
         if type(self.members[0].optimizer) not in ELEMENT_WISE or not self.is_one() or not self.rule.moves_all:
             return rows, None
         step = predict_update(self, ids, rows)

@@ -1,14 +1,14 @@
-"""Moves the rows of a table in one step: those with a gradient, and those without.
+"""Update rules: how one step changes a table's rows with and without a gradient.
 
-    SparseUpdate     rows without gradient stand still, of their own accord or because the user asked for it ("lazy")
-    DenseUpdate      all rows move at once
-    DeferredUpdate   rows without gradient take the step when they are next read
-    RowWiseUpdate    RowWiseAdagrad: sparse; its step of a row depends on all of the row's elements
+    SparseUpdate     rows without a gradient do not change, by the optimizer's own rule or because the user chose "lazy"
+    DenseUpdate      all rows are updated at once
+    DeferredUpdate   rows without a gradient apply the step when they are next read
+    RowWiseUpdate    RowWiseAdagrad: sparse, and the update of a row depends on all of its elements
 
 Contract
-    A rule is one step of one table, under the options of its moment. `apply` updates rows that are to be read next, by
-    their gradients; `finish`, called once, all others, with gradients and, where the rule moves those too, without.
-    Each row is updated once, as if the optimizer had stepped the whole table.
+    A rule object is one step of one table, with the options of that step. `apply` updates rows early, because they are
+    read next. `finish`, called once, updates the other rows with gradients, and those without if the rule changes them.
+    Each row is updated once, as if the optimizer had updated the whole table.
 
 Shape legend: V' x d this rank's part of a table; K rows.
 """
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.tables.unit import Unit
 
 Options = Mapping[str, Any]
-"""Those of a param group, as of one step."""
+"""The options of a param group in one step."""
 
 
 class SparseUpdate:
-    """The step of a table whose rows without gradient stand still.
+    """A step that does not change rows without a gradient.
 
     Args:
-        table: whose step it is, under the options of this moment.
+        table: the table, whose current options the step uses.
     """
 
     moves_all = False
-    """Whether rows without gradient move, too."""
+    """Whether rows without a gradient change, too."""
 
     def __init__(self, table: Unit) -> None:
         self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
-        # A fused kernel's bits depend on where an element lies: on which others are updated together with it.
+        # The bits of a fused kernel's result depend on the elements it updates together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
-        self._counted: State = {}  # what the state counts after the step, once rows have taken it
+        self._counted: State = {}  # the counters after the step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d).
+        """Updates rows with sorted, unique ids (K,) by their gradients (K, d).
 
-        A step's rows may come in several parts, none in two of them.
+        May be called several times in a step, with different rows.
         """
         ids = self.table.places(ids, to_write=True)
         local, state = self.table.local, self.table.state
@@ -75,7 +75,7 @@ class SparseUpdate:
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
+        """Updates the remaining rows: by gradients, ids (K,) and rows (K, d), or without if the rule does."""
         if self.table.lacks_state:
             self._take_first(parts)
             return
@@ -84,7 +84,7 @@ class SparseUpdate:
         self._count()
 
     def _take_first(self, parts: Sequence[Rows]) -> None:
-        """Updates rows in the step that makes state."""
+        """Updates rows in the step that creates state."""
         table, none = self.table, torch.empty(0, dtype=torch.int64, device=self.table.local.device)
         ids, rows = (torch.cat(each) for each in zip((none, table.local[:0]), *parts, strict=True))
         places, local = table.places(ids, to_write=True), table.local
@@ -98,7 +98,7 @@ class SparseUpdate:
         table.keep(counters)
 
     def _count(self) -> None:
-        """Has what the state counts go on: the same for all rows."""
+        """Advances the counters, which all rows share."""
         if self._counted and self._of_some is self.options:
             self.table.keep(self._counted)
             return
@@ -108,13 +108,13 @@ class SparseUpdate:
 
 
 class DenseUpdate(SparseUpdate):
-    """The step of a table all of whose rows move at once."""
+    """A step that changes all rows at once."""
 
     moves_all = True
 
     def __init__(self, table: Unit) -> None:
         super().__init__(table)
-        self._applied: list[Tensor] = []  # rows that have been updated
+        self._applied: list[Tensor] = []  # ids of rows updated by `apply`
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
@@ -126,7 +126,7 @@ class DenseUpdate(SparseUpdate):
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
         done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in self._applied]
-        # What is counted stays as it is until `keep`: of a row space, it is the first table's own.
+        # Clone the counters until `keep`: in a row space they are the first table's.
         after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)
@@ -135,7 +135,7 @@ class DenseUpdate(SparseUpdate):
 
 
 class DeferredUpdate(SparseUpdate):
-    """The step of a table whose rows without gradient take it when they are next read."""
+    """A step that rows without a gradient apply when they are next read."""
 
     moves_all = True
 
@@ -160,12 +160,12 @@ class DeferredUpdate(SparseUpdate):
 
 
 class RowWiseUpdate(SparseUpdate):
-    """A step of RowWiseAdagrad. `finish` takes whole rows, and those of shards whose squares are on their way."""
+    """A step of RowWiseAdagrad. `finish` also updates rows of shards, whose squares must be summed over ranks."""
 
     _squares: Callable[[], Tensor] | None = None
 
     def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Leaves rows of a shard to `finish`, which waits for the sums of squares over all columns (K,)."""
+        """Registers a shard's rows for `finish`, which waits for their sums of squares over all columns (K,)."""
         self._rows, self._squares = rows, squares
 
     def finish(self, parts: Sequence[Rows]) -> None:
@@ -173,14 +173,14 @@ class RowWiseUpdate(SparseUpdate):
             self._squares = None
             self._update(*self._rows, squares())
         for ids, rows in parts:
-            assert rows.shape[1] == self.table.shape[1], "squares of a shard's rows are to be added up over ranks"
+            assert rows.shape[1] == self.table.shape[1], "the squares of a shard's rows must be summed over ranks first"
             self._update(ids, rows, rows.square().sum(1))
 
     def _update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
-        """Updates rows by their gradients (K, d), given the sums of squares over all columns (K,)."""
+        """Updates rows by gradients (K, d) and their sums of squares over all columns (K,)."""
         table, options = self.table, self.options
         ids = table.places(ids, to_write=True)
-        local, state = table.local, table.state  # of a row space, each takes all of its tables
+        local, state = table.local, table.state  # each property joins all tables of a row space
         if not state:
             state = {"sum": new_sums(local, dict(options))}
             table.keep(state)
@@ -195,12 +195,12 @@ class RowWiseUpdate(SparseUpdate):
 
 @by_options
 def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
-    """Tells how rows without gradient move under a class of optimizers and these options."""
+    """Returns how an optimizer class with these options updates rows without a gradient."""
     if kind in (SparseAdam, RowWiseAdagrad):
         return "lazy" if kind is SparseAdam else ""
     if kind in ELEMENT_WISE and steps_rows(options):
         momentum = kind is SGD and options["momentum"] != 0
-        # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
+        # With dampening, torch does not dampen a row's first gradient, and no state records which rows had one.
         if row_updates == "lazy" and not (momentum and options["dampening"] != 0):
             return "lazy"
         if kind in (SGD, Adagrad) and not momentum and options["weight_decay"] == 0:
@@ -209,18 +209,18 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
 
 
 def steps_rows(options: Options) -> bool:
-    """Whether a step can be taken of some rows alone: outside of autograd, and of graphs of CUDA's."""
+    """Whether a step can update single rows: outside of autograd and of CUDA graphs."""
     lr = options["lr"]
     return not (options.get("differentiable") or options.get("capturable")) and not (
         isinstance(lr, Tensor) and lr.requires_grad
     )
 
 
-# -- steps to come -----------------------------------------------------------------------------------------------------
+# -- predicted steps ---------------------------------------------------------------------------------------------------
 
 
 def predict_update(table: Unit, ids: Tensor, rows: Tensor) -> PredictedUpdate:
-    """Takes the next step of a table with copies of rows `ids` (K,), (K, d), as if it gave them no gradient."""
+    """Computes the next step of copies of rows (K, d) with ids (K,), as if they had no gradient."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
     after = step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)

@@ -1,10 +1,10 @@
-"""A state dict with sharded tables written to one file, as `torch.save` would write it whole; no rank holds it whole.
+"""Writes a state dict with sharded tables to one file, without any rank having a table whole.
 
 Contract
-    The file is one that `torch.load` reads, with plain tensors alone. Rank 0 writes it, in place: it is laid out first,
-    then the columns of each table arrive in blocks of rows. It has its name once it is complete. Where nothing is
-    sharded, no rank needs another: each that is asked writes the same file, under a name of its own until it is
-    complete.
+    The file contains plain tensors, as `torch.save` would write them, and `torch.load` reads it. Rank 0 first writes a
+    file of the final size, then fills in the columns of each table, which arrive in blocks of rows. The file is renamed
+    once it is complete. If nothing is sharded, no rank communicates: each calling rank writes the same file, under a
+    temporary name of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @torch.no_grad()
 def write_whole(state: dict[str, Any], path: Path) -> None:
-    """Collective among the ranks of the state's parts of tables."""
+    """Writes a state dict with whole tensors. Collective over the ranks of its tables."""
     values = list(_tensors(state))
     for each in values:
         check_in_memory(each)
@@ -61,11 +61,11 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         being_written.replace(path)
     if group is not None:
-        dist.barrier(group)  # whoever returns finds the file
+        dist.barrier(group)  # after this call, every rank finds the file
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """The tensors of a state dict, in the order of their keys as text: ranks may have put them in other orders."""
+    """Yields the tensors of a state dict in the order of their keys as text, which is equal on all ranks."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
@@ -77,7 +77,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _laid_out(state: Any) -> Any:
-    """The same with tensors that have no memory yet, each in a storage of its own."""
+    """Copies the structure with empty tensors, each in its own storage."""
     if isinstance(state, Tensor):
         return torch.empty(state.shape, dtype=state.dtype, device="cpu")
     if isinstance(state, dict):
@@ -88,7 +88,7 @@ def _laid_out(state: Any) -> Any:
 
 
 def _write_table(part: Part, place: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Writes the columns of all ranks into a table (V, D); None: this rank sends its own."""
+    """Receives the columns of all ranks into a table (V, D), or sends this rank's if `place` is None."""
     size, local = dist.get_world_size(group), own_part_of(part, part.spread.by_columns())
     by_host = travels_by_host(local, group)
     rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))

@@ -265,7 +265,7 @@ def test_meta_state_that_no_constructor_explains_is_refused() -> None:
     plain(*(t.to("meta") for t in _batch(0, 0))).backward()
     optimizer.step()
     model = embrace_fx.compile(plain, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"has 'momentum_buffer' already.*Make the"):
+    with pytest.raises(ValueError, match=r"already has state .momentum_buffer.*Create a new"):
         model(*_batch(0, 0))
 
 
