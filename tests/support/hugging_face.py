@@ -88,8 +88,8 @@ BERT = partial(make_bert, NUM_WORDS, hidden=32, intermediate=64, layers=2, max_l
 ADAMW = partial(AdamW, lr=0.01, eps=1e-3, weight_decay=0.05)
 MANY_WORDS = 5000
 """Rows of a table, of which batches read `NUM_WORDS`: all others move by weight decay alone."""
-# Symbolic sizes make a capture three times as long: the pairs of encoder and decoder, one layer deep here, go through
-# it once, the others twice (first length, then all lengths).
+# Each is captured twice: for the first length, and with symbolic sizes, which takes three times as long. The pairs of
+# encoder and decoder are one layer deep here.
 TRAININGS = {
     "bert": Training(BERT, "question", ADAGRAD, FOUR),
     "gpt2": Training(make_gpt2, "language", ADAM, FOUR),
