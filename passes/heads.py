@@ -38,6 +38,7 @@ from embrace_fx.vocabulary.ops import argument, draws
 aten = torch.ops.aten
 
 _TRANSPOSE = aten.t.default
+_MEANS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _CAST = aten._to_copy.default
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -172,6 +173,13 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
             if loss is not None and labels_from_batch(loss):
                 found[name] = argument(loss.node, "target"), argument(loss.node, "ignore_index")
     return found
+
+
+def means_of_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
+    """Lists the labels that losses average over, where they depend on the batch alone, and the label not scored."""
+    losses = [n for n in graph.graph.nodes if n.target in _MEANS and argument(n, "reduction") == 1]
+    found = [(argument(node, "target"), argument(node, "ignore_index")) for node in losses]
+    return [(labels, ignored) for labels, ignored in found if _of_batch(labels)]
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
@@ -359,8 +367,12 @@ def _cone(node: fx.Node) -> set[fx.Node]:
 
 
 def labels_from_batch(loss: Loss) -> bool:
-    """Tells whether labels depend on the batch alone, and so are known before the forward."""
-    inputs = [node.meta["role"] for node in _cone(argument(loss.node, "target")) if node.op == "placeholder"]
+    """Returns whether labels depend on the batch alone, and so are known before the forward."""
+    return _of_batch(argument(loss.node, "target"))
+
+
+def _of_batch(value: fx.Node) -> bool:
+    inputs = [node.meta["role"] for node in _cone(value) if node.op == "placeholder"]
     return all(isinstance(role, BatchInput) for role in inputs)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
-from embrace_fx.passes.heads import forward_of, labels_in_batch
+from embrace_fx.passes.heads import forward_of, labels_in_batch, means_of_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
@@ -340,6 +340,15 @@ def scored_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
         return {}
     labels = _run(state, extract_values(graph, [node for node, _ in found.values()]), leaves)
     return {name: int((own != ignored).sum()) for (name, (_, ignored)), own in zip(found.items(), labels, strict=True)}
+
+
+def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> bool:
+    """Returns whether a loss is the mean over labels of which a batch has none: nan, with gradients of zero."""
+    labels = means_of_labels(graph)
+    if not labels:
+        return False
+    found = _run(state, extract_values(graph, [node for node, _ in labels]), leaves)
+    return any(bool((own == ignored).all()) for own, (_, ignored) in zip(found, labels, strict=True))
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:

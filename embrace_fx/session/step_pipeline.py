@@ -23,6 +23,7 @@ from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, tra
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
+from embrace_fx.planning.findings import scores_nothing
 from embrace_fx.planning.replanning import SparsityMonitor
 from embrace_fx.planning.scheduling import Profile, agree_on_profile, cuts, launches, order, profile
 from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
@@ -356,6 +357,7 @@ class StepPipeline:
             entry.captured.result_constants,
             flow,
             head,
+            scores_nothing=partial(scores_nothing, self._context.state, analysed),
             share_buffers=share,
             links=self.plan.links,
             regions=self._region_compiler(),

@@ -21,7 +21,7 @@ _NAME = "backward flags"
 FAILED = -1
 """Told in place of how many tensors were written: this rank has no gradients."""
 
-Finish = Callable[[str, Exception | None], tuple[int, ...]]
+Finish = Callable[[str, Exception | None, Callable[[], bool]], tuple[int, ...]]
 
 
 def launch_flags(
@@ -40,18 +40,19 @@ def launch_flags(
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        What ends it. Told in words what was written on this rank, and why it failed, it returns the sums over ranks of
-        `used`. On every rank it raises
+        The function that ends it. Its arguments are the names of what was written on this rank, the error that ended
+        the backward here, and a function that says whether this rank's results may not be finite without harm to its
+        gradients. It returns the sums over ranks of `used`. On every rank it raises
             PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
-            FloatingPointError where a scalar result of any rank is not finite.
+            FloatingPointError where a scalar result of any rank is not finite, and does harm.
     """
     if streams is None or not scalars:
         read = _launch(scalars, used, written, communicator)
     else:
         read = _launch_on(streams, scalars, used, written, communicator)
 
-    def finish(names: str, failure: Exception | None) -> tuple[int, ...]:
+    def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
         if not any(writes) and not any(not_finite):
@@ -64,7 +65,8 @@ def launch_flags(
                 f"on rank(s) {ranks} ({names or 'none here'}). No gradient of this step was kept, on any rank. Write "
                 "to copies, and step the optimizer after the backwards of all calls."
             )
-        if ranks := _ranks(not_finite):
+        harmless = communicator.gather(is_harmless(), bool)
+        if ranks := _ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
             raise FloatingPointError(
                 f"backward(): the loss is nan or inf on rank(s) {ranks}. No gradient of this step was kept, on any "
                 "rank. Skip the batch, or lower the learning rate."

@@ -35,6 +35,7 @@ class GradientStep(Step):
         self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
         self._failure: Exception | None = None
+        self._given: tuple[Tensor, ...] = ()  # this rank's gradients
         self._opened: Opened | None = None
         self._sent: InPieces | None = None  # what sends gradients as they come; None: they are sent at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
@@ -111,11 +112,12 @@ class GradientStep(Step):
 
         Raises:
             PeerFailure: a rank has failed; on every rank.
-            FloatingPointError: a scalar result of any rank is not finite; on every rank.
+            FloatingPointError: a scalar result of any rank is not finite, nor are its gradients; on every rank.
         """
         program, opened = self.program, self._opened
         assert opened is not None
         self._opened, self._sent, self._failure = None, None, failure
+        self._given = tuple(gradients.values())
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
@@ -124,6 +126,11 @@ class GradientStep(Step):
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
+
+    def _scores_nothing(self) -> bool:
+        """Returns whether the gradients are finite although the loss is not."""
+        values = [each._values() if each.is_sparse else each for each in self._given]
+        return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         if self._failure is not None:

@@ -73,6 +73,7 @@ class Program:
         variants: variant of a step -> the graph with its phase; None: the graph serves every step.
         copies: what copies saved values out of memory and back, where the graph does.
         of_gradients: its backward begins with gradients that come one by one.
+        scores_nothing: says of a batch's leaves whether a loss is the mean over labels that it has none of.
 
     Attributes:
         unique, ids: the phases that the others follow on.
@@ -97,6 +98,7 @@ class Program:
         flow: Flow,
         head: Callable[[Sequence[Any]], Announcement] = lambda leaves: Announcement(),
         *,
+        scores_nothing: Callable[[Sequence[Any]], bool] = lambda leaves: False,
         share_buffers: Callable[[], None] | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
@@ -115,6 +117,7 @@ class Program:
         self.constants = dict(result_constants)
         self.share_buffers = share_buffers
         self.head = head
+        self.scores_nothing = scores_nothing
         alone = self.communicator.world_size == 1
         # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)

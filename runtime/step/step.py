@@ -204,7 +204,7 @@ class Step:
         """Joins the backward of the other ranks, with nothing to compute or to send."""
         if (gate := self._enter(0)) is not None:
             self._check_gate(gate)
-        self._launch_flags(self.program.used.words(()), 0)("", None)
+        self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
     def _enter(self, call: int) -> BackwardBarrier | None:
         """Announces that this rank is in its backward; None: there are no other ranks, or they are not waited for.
@@ -277,7 +277,7 @@ class Step:
         try:
             finish = finish or self._launch_flags(used, written)
             with self._meeting():
-                reached = finish(names, None)
+                reached = finish(names, None, self._scores_nothing)
         except PeerFailure:
             flow.give_up_backward()
             raise
@@ -346,9 +346,13 @@ class Step:
         backward.missing.submit(needed)
         flow.end_backward()
         with contextlib.suppress(PeerFailure):
-            self._launch_flags(used, FAILED)("", failure)
+            self._launch_flags(used, FAILED)("", failure, lambda: True)
         flow.give_up_backward()
         failure.add_note(TOLD)
+
+    def _scores_nothing(self) -> bool:
+        """Returns whether the loss is a mean over no labels: nan, with gradients of zero, as under DDP."""
+        return self.program.scores_nothing(self._leaves)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Begins the exchange of the flags of this backward; the result ends it."""

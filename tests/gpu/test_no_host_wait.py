@@ -67,7 +67,7 @@ def test_the_loss_is_checked_without_a_synchronisation() -> None:
     assert streams is not None
     losses = [torch.full((), value, device=device) for value in (1.0, float("nan"))]
     with pytest.raises(FloatingPointError, match=r"rank\(s\) 0"):
-        launch_flags(losses, [1], 0, Communicator(None), streams)("", None)
+        launch_flags(losses, [1], 0, Communicator(None), streams)("", None, lambda: False)
 
 
 @gpus(1)

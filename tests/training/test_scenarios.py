@@ -96,7 +96,8 @@ LOSSES_OF_LOGITS = [
 OF_OUTPUT_LAYERS = [
     *("losses weighed by position", "three modules of one table", "banned words", "an empty batch"),
     *("accumulated reads", "a frozen body and a loss of the loop", "losses of two output layers"),
-    *("data written before the loss", "tied anew between steps"),
+    *("data written before the loss", "tied anew between steps", "ranks without labels"),
+    *("ranks without labels of a whole table", "ranks without labels as written"),
 ]
 OF_SHARDS = ("parameters", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""

@@ -269,3 +269,33 @@ class words_picked_from_logits(WithLoss):
     def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Any:
         loss, logits = super().forward(words_BT, labels_BT)
         return loss, logits[..., :2].detach().clone()
+
+
+def _without_labels(training: Training, **options: Any) -> None:
+    """A mean over no labels is nan, with gradients of zero."""
+    module = WithLoss()
+    model, optimizer = training.wrap(module, **options), training.optimize(AdamW, lr=0.02, eps=1e-3)
+    for step in range(5):
+        words, labels = draw(training, step)
+        if step == 3 or (step == 2 and training.rank == 1):
+            labels = labels.fill_(IGNORED)
+        loss = model(words, labels)[0]
+        training.note(loss.nan_to_num(-1.0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(optimizer=None, fresh=True)
+def ranks_without_labels(training: Training) -> None:
+    _without_labels(training, strategy={"words.weight": "vocabulary"})
+
+
+@scenario(optimizer=None, fresh=True)
+def ranks_without_labels_of_a_whole_table(training: Training) -> None:
+    _without_labels(training, strategy="allreduce", route="graph")
+
+
+@scenario(optimizer=None, fresh=True)
+def ranks_without_labels_as_written(training: Training) -> None:
+    _without_labels(training, route="eager")
