@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.namespaces import (
@@ -247,17 +247,6 @@ class Network:
             finally:
                 kill(processes)
             return tuple(output.read_text() for output in outputs)
-
-    def set_rate(self, rank: int, rate_mbit: float) -> None:
-        """Limits what a rank's host can send from now on to another rate; what waits for the old one goes on waiting.
-
-        Raises:
-            RuntimeError: the ranks have no limits here.
-        """
-        if not self.reached.shaped:
-            raise RuntimeError(f"expected ranks with hosts of their own, in set_rate(), found {self.reached.reason}.")
-        host, links = self._hosts[rank], replace(self.reached.links, rate_mbit=rate_mbit)
-        host.configure(f"tc qdisc change dev {host.interface} {_shape(links, links.carried_mbit)}")
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:

@@ -2,13 +2,12 @@
 
 Each is drawn from its seed: a model in training, and a rank that is killed, stopped or raises at a random moment. What
 must come of it: every other rank ends within 15 seconds in an error that names that rank. `--seed SEED --count 1`
-repeats one. Mistakes that a script survives are in the rounds of `tests.soak`.
+repeats one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -17,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -27,11 +26,10 @@ import torch.distributed as dist
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.soak.plan import OPTIMIZERS, SCHEDULES
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.failing import draw_batch, make_model
 from tests.support.ranks import fresh_ranks
-from tests.support.training import make_optimizers
+from tests.support.training import OPTIMIZERS, make_optimizers
 
 KINDS = ("killed", "killed while it sets up", "stopped", "raises")
 
@@ -174,51 +172,24 @@ def _names(error: str, rank: int) -> bool:
     )
 
 
-def table(found: list[Found], ranks: int) -> str:
-    """What has come of all, as a page."""
-    lines = [
-        f"# {len(found)} random faults on {ranks} ranks",
-        "",
-        f"Seeds {found[0].fault.seed} to {found[-1].fault.seed}. "
-        f"{sum(bool(each.wrong) for each in found)} ended otherwise than they should.",
-        "",
-        "| fault | times | ended in an error | seconds to the last error, median | most | went on | wrong |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind in KINDS:
-        mine = [each for each in found if each.fault.kind == kind]
-        after = [each.after_s for each in mine if each.after_s is not None]
-        median, most = (f"{statistics.median(after):.1f}", f"{max(after):.1f}") if after else ("", "")
-        wrong = sum(bool(each.wrong) for each in mine)
-        went_on = sum(each.after_s is None and not each.wrong for each in mine)
-        lines.append(f"| {kind} | {len(mine)} | {len(after)} | {median} | {most} | {went_on} | {wrong} |")
-    bad = [each for each in found if each.wrong]
-    lines += ["", *(f"- seed {each.fault.seed}, {each.fault.kind}: {each.wrong}" for each in bad)] if bad else []
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=10_000.0, help="no fault begins after so many")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("build/soak"))
     given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    ends_s = time.monotonic() + 60 * given.minutes
-    found: list[Found] = []
+    wrong, after_s = list[int](), list[float]()
     for seed in range(given.seed, given.seed + given.count):
-        if time.monotonic() > ends_s:
-            break
-        found.append(try_fault(draw(seed, given.ranks), given.ranks))
-        with (given.output / f"faults-{given.seed}.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(found[-1])) + "\n")
-        (given.output / f"faults-{given.seed}.md").write_text(table(found, given.ranks))
-        fault = found[-1].fault
-        print(f"seed {seed}: {fault.kind}, {fault.schedule}: {found[-1].wrong or 'as it should'}", flush=True)
-    print(table(found, given.ranks))
-    raise SystemExit(any(each.wrong for each in found))
+        found = try_fault(draw(seed, given.ranks), given.ranks)
+        if found.wrong:
+            wrong.append(seed)
+        if found.after_s is not None:
+            after_s.append(found.after_s)
+        print(f"{found.fault}: {found.wrong or 'as it should'}, {found.after_s} s, {found.errors}", flush=True)
+    told = f"median {statistics.median(after_s):.1f} s, at most {max(after_s):.1f} s" if after_s else "none"
+    print(f"{given.count} faults from seed {given.seed}, {len(wrong)} ended otherwise than they should: {wrong}.")
+    print(f"From a fault to the last rank's error: {told}.")
+    raise SystemExit(bool(wrong))
 
 
 if __name__ == "__main__":
