@@ -55,7 +55,7 @@ device-brief: $(DEVICE)/.ready ## run a part of the tests of a GPU on 2 emulated
 device: $(DEVICE)/.ready ## run the tests of a GPU on 1, 2 and 4 emulated ones, with jitter and slow streams; 5 GB, an hour
 	device() { $(EMULATED) "$$@"; }
 	device --devices 4 -m pytest -m '' tests/gpu
-	device --devices 1 -m pytest -m '' tests/gpu -k 'matrix or one_gpu or memory or streams or copies'
+	device --devices 1 -m pytest -m '' tests/gpu -k 'matrix or memory or streams or copies'
 	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py -k test_case
 	for seed in 1 2 3; do
 	    device --devices 2 --jitter-us 400 --seed $$seed -m pytest -m '' tests/gpu -k 'memory or streams or nccl or deeds'

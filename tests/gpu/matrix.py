@@ -2,24 +2,15 @@
 
 A case trains on one device for each rank, over NCCL, and is compared with one process that trains the plain model on
 the batches of all ranks: in float32 on the CPU; under autocast on a device, whose types are not the CPU's.
-
-Run as a program, with `tests.support.emulated_cuda`'s environment, it runs a part of the product and writes down what
-it saw: `python -m tests.gpu.matrix --devices 2 --part 0/8 --output FILE`; `--table` writes the results of a file as a
-table.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from itertools import product
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +24,7 @@ from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.models import MODELS, Workload
 from tests.support.pairwise import pairwise
 from tests.support.question_answering import QuestionAnsweringWorkload
-from tests.support.ranks import close_pool, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.training import SEED, whole
 
 STEPS = 14
@@ -84,7 +75,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(BOUNDS),
 }
-ALL = [Case(**dict(zip(VALUES, each, strict=True))) for each in product(*VALUES.values())]
 PAIRWISE = [Case(**each) for each in pairwise(VALUES)]
 """Cases in which any two values of two properties occur together."""
 
@@ -187,66 +177,3 @@ def _apart(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert list(parameters) == list(expected)
     found = [float((parameters[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()]
     return max(math.inf if math.isnan(each) else each for each in found)
-
-
-def _run(cases: Iterable[Case], output: Path) -> int:
-    """Runs cases of which the file has no line yet, a line each; returns how many were wrong."""
-    wrong, lines = 0, output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    known = {Case(*(line[each.name] for each in fields(Case))) for line in map(json.loads, lines)}
-    for case in cases:
-        if case in known:
-            continue
-        begun = time.monotonic()
-        line: dict[str, object] = {**vars(case), "right": False}
-        try:
-            distance = farthest(case)
-            line |= {"right": distance.is_right, "apart": distance.found, "allowed": distance.allowed}
-        except Exception as error:
-            close_pool()
-            line["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
-        wrong += not line["right"]
-        line["seconds"] = round(time.monotonic() - begun, 1)
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    return wrong
-
-
-def table(output: Path) -> str:
-    """The results in a file as Markdown: by devices and model, how many cases ran, and how far the worst one was."""
-    results = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    lines = [
-        "| devices | model | precision | cases of 16 | right | nearest to the bound, over the largest value | bound |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for devices, model, precision in product(DEVICES, WORKLOADS, BOUNDS):
-        of_place = [r for r in results if (r["devices"], r["model"], r["precision"]) == (devices, model, precision)]
-        if of_place:
-            worst = max(of_place, key=lambda r: r.get("apart", math.inf) / r.get("allowed", 1.0))
-            right = sum(r["right"] for r in of_place)
-            lines.append(
-                f"| {devices} | {model} | {precision} | {len(of_place)} | {right} | {worst.get('apart', math.nan):.1e} "
-                f"| {worst.get('allowed', math.nan):.1e} |"
-            )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.matrix", allow_abbrev=False)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--part", default="0/1", help="number of the part / parts")
-    parser.add_argument("--pairwise", action="store_true", help="the pairwise cases alone")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--table", action="store_true", help="run nothing, print the table of the file")
-    asked = parser.parse_args()
-    if asked.table:
-        print(table(asked.output))
-        return
-    number, parts = map(int, asked.part.split("/"))
-    cases = [case for case in (PAIRWISE if asked.pairwise else ALL) if case.devices == asked.devices]
-    wrong = _run(cases[number::parts], asked.output)
-    close_pool()
-    raise SystemExit(wrong)
-
-
-if __name__ == "__main__":
-    main()

@@ -30,12 +30,6 @@ def check(model: str, ranks: int, schedule: ScheduleName, backend: str, gpus_use
 
 
 @gpus(1)
-@pytest.mark.parametrize("model", WORKLOADS)
-def test_one_gpu(model: str) -> None:
-    check(model, 1, "2d", "gloo", 1)
-
-
-@gpus(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", WORKLOADS)
 def test_ranks_that_share_a_gpu_over_gloo(model: str, schedule: ScheduleName) -> None:
@@ -48,9 +42,3 @@ def test_ranks_that_share_a_gpu_over_gloo(model: str, schedule: ScheduleName) ->
 @pytest.mark.parametrize("model", WORKLOADS)
 def test_ranks_with_a_gpu_each_over_nccl(model: str, schedule: ScheduleName, backend: str) -> None:
     check(model, 2, schedule, backend, 2)
-
-
-@gpus(4)
-@pytest.mark.parametrize("model", WORKLOADS)
-def test_four_gpus(model: str) -> None:
-    check(model, 4, "2d", "nccl", 4)

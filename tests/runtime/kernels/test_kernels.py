@@ -6,7 +6,6 @@ Shape legend
 
 from __future__ import annotations
 
-from math import exp, log
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.kernels import head
-from embrace_fx.runtime.kernels.grid import join_grid, route_grid
 from embrace_fx.vocabulary.ops import own_columns
 
 RANKS = st.integers(1, 9)
@@ -44,29 +41,6 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
     assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
     assert kernels.column_widths(columns, ranks) == tuple(len(part) for part in owned)
-
-
-@given(RANKS, COLUMNS, st.integers(0, 6))
-def test_columns_split_and_joined_are_the_rows(ranks: int, columns: int, rows: int) -> None:
-    rows_UD = numbered(rows, columns)
-    flat = kernels.split_columns(rows_UD, ranks)
-    assert flat.shape == (rows * columns,)
-    assert torch.equal(kernels.join_columns(flat, columns, ranks), rows_UD)
-
-
-@given(RANKS, COLUMNS, st.integers(0, 6))
-def test_each_rank_gets_its_block_of_columns(ranks: int, columns: int, rows: int) -> None:
-    rows_UD = numbered(rows, columns)
-    blocks = kernels.split_columns(rows_UD, ranks).split([rows * w for w in kernels.column_widths(columns, ranks)])
-    for rank, block in enumerate(blocks):
-        first, last = own_columns(columns, ranks, rank)
-        assert torch.equal(block.view(rows, last - first), rows_UD[:, first:last])
-
-
-def test_rows_that_are_not_contiguous_are_split_too() -> None:
-    rows = numbered(4, 3).t()
-    for ranks in (1, 2, 5):
-        assert torch.equal(kernels.join_columns(kernels.split_columns(rows, ranks), 4, ranks), rows)
 
 
 # ---- ids ----
@@ -112,13 +86,6 @@ def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expecte
     assert found == [None, expected, None]
 
 
-def test_a_negative_id_is_found_beside_padding() -> None:
-    """The padding row stands first, whatever is smaller."""
-    unique, _ = kernels.unique_ids([torch.tensor([3, -1])], 5, 3)
-    assert unique.tolist() == [3, -1]
-    assert kernels.bad_ids([unique], [5]) == [-1]
-
-
 @given(st.lists(st.lists(ids_of(30), min_size=2, max_size=2), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
 def test_unpacking_inverts_the_packing_of_ids(ids_by_rank: list[list[list[int]]], spare: int, narrow: bool) -> None:
     """As `Communicator.all_gather_ids` packs them: T counts, the tables' ids, then what is left of the longest."""
@@ -153,23 +120,6 @@ def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: 
     assert ids_K.tolist() == sorted(set(ids.tolist()) - {padding})
     assert rows_Kd.shape == (len(ids_K), columns)
     assert torch.equal(torch.zeros_like(dense).index_copy_(0, ids_K, rows_Kd), dense)
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
-def test_buckets_packed_and_unpacked_are_the_gradients(shapes: list[list[int]], scale: float) -> None:
-    gradients = [numbered(*shape) + k for k, shape in enumerate(shapes)]
-    before = [gradient.clone() for gradient in gradients]
-    flat = kernels.pack_bucket(gradients, scale)
-    for found, gradient, kept in zip(kernels.unpack_bucket(flat, gradients), gradients, before, strict=True):
-        assert torch.equal(found, gradient * scale)
-        assert torch.equal(gradient, kept)
-
-
-def test_unpacked_gradients_are_views_of_the_bucket() -> None:
-    flat = torch.zeros(6)
-    for part in kernels.unpack_bucket(flat, [torch.empty(2), torch.empty(2, 2)]):
-        part.fill_(1)
-    assert flat.tolist() == [1] * 6
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4))
@@ -255,36 +205,3 @@ def test_an_op_calls_its_kernel_and_its_fake_kernel_agrees(name: str) -> None:
     torch.testing.assert_close(op(*args), expected, rtol=0, atol=0)
     if not expected_is_sparse(expected):  # fake values stay dense
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_the_worked_examples_of_the_vocabulary() -> None:
-    """The numbers of `embrace_fx/vocabulary/ops.py`."""
-    unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, -1)
-    assert (unique.tolist(), inverse.tolist()) == ([2, 5], [[1, 0, 1]])
-    unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, 5)
-    assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
-    assert [each.tolist() for each in head.scored_positions(torch.tensor([-100, 2]), -100, 4)] == [[1], [2]]
-    parts = [torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])]
-    of_ranks = [head.head_statistics(part, torch.tensor([2]), True, "", rank, 2) for rank, part in enumerate(parts)]
-    small = 1 + exp(-2)
-    torch.testing.assert_close(torch.cat(of_ranks), torch.tensor([[3, small, 3, 4], [2, small, 0, 2]]))
-    position, label = torch.tensor([0]), torch.tensor([2])
-    loss, _, log_sums = head.head_loss([torch.cat(of_ranks)], position, label, None, 1, 2)
-    torch.testing.assert_close(loss, torch.tensor(log(exp(1) + exp(2) + exp(3) + 1) - 3))
-    sums = head.head_smoothing([torch.cat(of_ranks)], log_sums, position, label, 4, 2)
-    torch.testing.assert_close(sums, torch.tensor([6 - 4 * log(exp(1) + exp(2) + exp(3) + 1)]))
-    chunk = head.chunk_of_positions(torch.arange(7), torch.tensor([3, 4]), 1, 2)
-    assert chunk.tolist() == [1, 2, 5, 6]
-    ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
-    assert (ids.tolist(), counts.tolist()) == ([2, 5, 5], [2, 1])
-    routes = [route_grid(torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), rank, 2, 1) for rank in range(2)]
-    assert [own_ids.tolist() for own_ids, _, _ in routes] == [[1, 2, 3], [2, 2]]
-    assert [by_row.tolist() for _, by_row, _ in routes] == [[[2, 1], [1, 1]]] * 2
-    assert [order.tolist() for _, _, order in routes] == [[0, 1, 2], [1, 0]]
-    counts = torch.tensor([[1, 1], [0, 0], [0, 0], [0, 0]])
-    rows = join_grid(torch.tensor([0.0, 1, 10, 11]), torch.tensor([0, 1]), counts, 2, 0)
-    assert rows.tolist() == [[0, 1], [10, 11]]
-    ids, rows = kernels.coalesce(torch.tensor([2, 5, 5]), torch.tensor([1.0, 2.0, 3.0]), 1, (), 0.5)
-    assert (ids.tolist(), rows.tolist()) == ([2, 5], [[0.5], [2.5]])
-    rows = kernels.join_columns(torch.tensor([0.0, 1, 10, 11, 2, 3, 12, 13]), 4, 2)
-    assert rows.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their cases in the interpreter, and that each compiles for the GPU they are for.
+"""The Triton kernels without a GPU: their cases in the interpreter.
 
 The interpreter shows what a kernel computes, program after program. It shows neither races, nor how fast it is.
 """
@@ -58,29 +58,6 @@ def test_interpreted(case: str) -> None:
 def test_interpreted_with_more_examples() -> None:
     failures = {case: failure for case, failure in _interpreted(400).items() if failure}
     assert not failures, "\n".join(failures.values())
-
-
-@needs_triton
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_compiled_for_hopper(tmp_path: Path) -> None:
-    """Rows of a multiple of 16 bytes are moved by 128-bit accesses alone, and no kernel adds by atomics."""
-    compiled = _program("tests.support.kernel_compilation", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    by_rows = ["_move_columns", "_sum_segments"]
-    by_rows += ["_sgd", "_adagrad", "_adam"]
-    assert compiled.keys() == {*by_rows, "_decay"}
-    for kernel, compilations in compiled.items():
-        for accesses in compilations:
-            atomics = {access.split(".")[0] for access in accesses if access.startswith(("atom", "red"))}
-            assert atomics == ({"atom"} if kernel == "_decay" else set()), (kernel, accesses)  # a row is claimed once
-    for kernel in by_rows:
-        wide = [a for a in compiled[kernel] if any("v4.b32" in access or "v2.b64" in access for access in a)]
-        # Of the six tables, those of 33 columns and of 1 go element by element.
-        assert len(wide) == len(compiled[kernel]) * 4 // 6, (kernel, compiled[kernel])
-        for accesses in wide:
-            # Ids and positions are read one by one.
-            narrow = {a for a in accesses if "v4.b32" not in a and "v2.b64" not in a}
-            assert narrow <= {"ld.global.b64"}, (kernel, accesses)
 
 
 def test_the_cases_call_every_kernel() -> None:
