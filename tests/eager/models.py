@@ -62,19 +62,6 @@ class Turning(Asserting):
         return F.cross_entropy(self.head(self.encode(ids)), kinds)
 
 
-class Critic(nn.Module):
-    """Scores points, unless one is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mid, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, place: Tensor) -> Tensor:
-        if place.isnan().any():
-            raise ValueError("no place")
-        return self.out(torch.tanh(self.mid(place)))
-
-
 class Repeating(Classifier):
     """Goes on as long as an id says: another number of rounds on each rank."""
 

@@ -139,21 +139,3 @@ def test_no_update_is_lost_where_the_compiled_model_is_closed_or_dropped(
         assert closed.keys() == dropped.keys()
         assert all(torch.equal(closed[name], dropped[name]) for name in closed)
         assert message == ""  # the model can be compiled again, with nobody there who could close the first
-
-
-def lanes_of(rank: int, world_size: int, strategy: str, schedule: str) -> int:
-    before = len(dist.distributed_c10d._world.pg_map)
-    plain = words_model()
-    model = embrace_fx.compile(plain, optimizer=SGD(plain.parameters(), lr=0.1), strategy=strategy, schedule=schedule)  # type: ignore[arg-type]
-    model(*words_batch(0, rank)).backward()
-    found = len(dist.distributed_c10d._world.pg_map) - before
-    model.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("strategy", "schedule", "groups"), [("alltoall", "2d", 6), ("alltoall", "horizontal", 4), ("allreduce", "2d", 3)]
-)
-def test_only_classes_that_send_have_groups(strategy: str, schedule: str, groups: int) -> None:
-    """And one is the calling thread's, and one carries what ranks tell each other about a step."""
-    assert run_ranks(2, lanes_of, strategy, schedule) == [groups] * 2

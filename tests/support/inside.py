@@ -20,11 +20,6 @@ def pipeline_of(model: Any) -> Any:
     return session_of(model).programs.pipeline
 
 
-def context_of(session: Any) -> Any:
-    """What a session, or the plan of a model without ranks, has been told once."""
-    return session._context
-
-
 def entries_of(session: Any) -> list[Any]:
     """The captured calls of a session, with their programs."""
     return list(session.programs.cache.entries())

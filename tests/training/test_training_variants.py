@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -19,12 +18,10 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import (
     SEED,
-    Trained,
     Way,
     expected_parameters,
     make_optimizers,
     train_compiled,
-    trained,
     whole_parameters,
 )
 
@@ -71,50 +68,6 @@ def test_scale_grad_by_freq_counts_the_ids_of_all_ranks() -> None:
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
-
-
-REPEATING = LookupsWorkload(only_id=7)
-"""Every other batch is one id twenty times: summed in bfloat16, its gradient is not what rounding the sum gives."""
-
-
-def trains_under_autocast(rank: int, world_size: int) -> Trained:
-    """SGD in float32, the forward under autocast as users write it."""
-    model = REPEATING.make(torch.float32, SEED)
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.5), strategy="alltoall")
-    for batch in compiled.lookahead([REPEATING.batches(step, rank, SEED) for step in range(STEPS)]):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = compiled(*batch)
-        loss.backward()
-        compiled.optimizer.step()
-        compiled.optimizer.zero_grad()
-    return trained(compiled)
-
-
-def trained_with_casts_by_hand(world_size: int) -> dict[str, Tensor]:
-    """What autocast casts, cast by hand; a rank's row gradient is summed in float32, and rounded once for its way."""
-    narrow = torch.bfloat16
-    parameters = dict(REPEATING.make(torch.float32, SEED).named_parameters())
-    table, weight, bias = parameters.values()
-    for step in range(STEPS):
-        by_rank = []
-        for rank in range(world_size):
-            rows = F.embedding(REPEATING.batches(step, rank, SEED)[0], table).to(narrow)
-            mixed = F.linear(rows, weight.to(narrow), bias.to(narrow))
-            loss = (torch.tanh(mixed) - 0.3).square().sum() / 20
-            gradients = torch.autograd.grad(loss, [table, weight, bias])
-            by_rank.append([gradients[0].to(narrow).float(), *gradients[1:]])
-        with torch.no_grad():
-            for parameter, *of_ranks in zip((table, weight, bias), *by_rank, strict=True):
-                parameter -= 0.5 * sum(of_ranks) / world_size
-    return {name: parameter.detach() for name, parameter in parameters.items()}
-
-
-@pytest.mark.long
-def test_a_sharded_table_under_autocast() -> None:
-    expected = trained_with_casts_by_hand(2)
-    for result in run_ranks(2, trains_under_autocast):
-        assert result.strategies == {"table.weight": "alltoall"}
-        assert_same(result.parameters, expected, torch.float32)
 
 
 class Summed(nn.Module):

@@ -66,31 +66,6 @@ def test_one_more_leaves_where_the_last_one_is_late() -> None:
     link.end("prior")
 
 
-def test_how_long_a_launch_takes_is_told_by_those_that_are_alone_on_their_way() -> None:
-    launcher, link = make(), Link()
-    known(launcher, prior=0.0)
-    took_s = launcher.queue.took_s
-    submit(launcher, link, "early rows", "prior", "bucket 0")
-    link.end("early rows")
-    link.end("bucket 0")
-    link.end("prior")
-    link.rest()
-    assert 0 < took_s[ID["early rows"]] < LONG_S
-    assert (took_s[ID["prior"]], took_s[ID["bucket 0"]]) == (0.0, LONG_S)  # they shared the link
-
-
-def test_what_stood_still_tells_nothing() -> None:
-    launcher, link = make(), Link()
-    known(launcher)
-    submit(launcher, link, "early rows", "prior")
-    link.expect("early rows")
-    stand_still(launcher)
-    link.end("prior")
-    link.end("early rows")
-    link.rest()
-    assert not {ID["early rows"]} & {*launcher.queue.took_s}
-
-
 @pytest.mark.parametrize(
     ("sent_bytes", "thread"), [(LARGE_BYTES - 1, "MainThread"), (LARGE_BYTES, "embrace_fx launcher")]
 )
@@ -104,21 +79,6 @@ def test_what_is_large_leaves_beside_the_thread_that_submits_it(sent_bytes: int,
     rest(launcher)
     launcher.submit(ID["early rows"], launch, sent_bytes).wait()
     assert threads == [thread]
-
-
-def test_who_sees_the_end_of_a_launch_launches_what_stands_behind_it() -> None:
-    launcher, link, threads = make(), Link(), list[str]()
-    known(launcher)
-
-    def launch() -> InFlight:
-        threads.append(threading.current_thread().name)
-        return InFlight(torch.zeros(1), None)
-
-    submit(launcher, link, "early rows")
-    launcher.submit(ID["prior"], launch, LARGE_BYTES)
-    link.expect("early rows")
-    link.end("early rows")
-    assert threads == [threading.current_thread().name]
 
 
 def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:
@@ -154,44 +114,6 @@ def test_after_the_backward_only_launches_of_the_forward_are_to_come() -> None:
     link.expect("prior")
     submit(launcher, link, "ids")
     link.expect("prior", "ids", "bucket 1")
-
-
-def test_a_new_window_ends_the_one_before() -> None:
-    launcher, link = make(), Link(instant=True)
-    submit(launcher, link, "rows")
-    launcher.open_window()
-    submit(launcher, link, "early rows", "rows")
-    link.expect("rows", "early rows")
-
-
-def test_windows_follow_each_other() -> None:
-    launcher, link = make(), Link()
-    submit(launcher, link, "bucket 0", "rows", "early rows")
-    launcher.open_window()
-    submit(launcher, link, "prior")
-    launcher.skip([ID["early rows"]])
-    link.expect("early rows", "bucket 0")
-    link.end("early rows")
-    link.expect("early rows", "bucket 0", "rows")
-    link.end("bucket 0")
-    link.expect("early rows", "bucket 0", "rows", "prior")
-
-
-def test_a_forward_belongs_to_the_backward_before_it() -> None:
-    launcher, link = make(), Link(instant=True)
-    launcher.open_window()
-    submit(launcher, link, "prior")
-    launcher.enter_forward()
-    submit(launcher, link, "rows", "ids")
-    link.expect("prior", "ids", "rows")
-
-
-def test_a_forward_without_a_backward_before_it_has_a_window_of_its_own() -> None:
-    launcher, link = make(), Link(instant=True)
-    for _ in range(2):
-        launcher.enter_forward()
-        submit(launcher, link, "ids", "rows")
-    link.expect("ids", "rows", "ids", "rows")
 
 
 def test_another_order_holds_from_the_next_window_on() -> None:

@@ -100,17 +100,6 @@ def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
 
-def test_a_ticket_lets_the_current_stream_wait() -> None:
-    device = Device()
-    (ticket,) = device.submit("early rows")
-    before = ticket.done
-    assert int(ticket.wait()) == len("early rows")
-    assert (before, ticket.done) == (False, True)
-    last = [step for step in device.program().steps if isinstance(step, WaitEvent)][-1]
-    assert last.event.startswith("early rows done")
-    assert last.stream == "compute"
-
-
 def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
     device = Device()
     early, bucket = device.submit("early rows", "bucket 0")
@@ -181,18 +170,6 @@ def test_all_ranks_catch_up_together() -> None:
     device.queue.catch_up()
     assert device.launched == ["bucket 0", "delayed"]
     assert device.queue.took_turns()
-
-
-def test_what_leaves_when_all_ranks_catch_up_is_before_all_that_leaves_later() -> None:
-    """Streams would run both at once otherwise: on another rank in the other order."""
-    device = Device()
-    first = ["early rows", "bucket 0", "delayed"]
-    device.submit(*first)
-    device.queue.catch_up()
-    rest = [name for name in NAMES if name not in first]
-    device.submit(*rest)
-    assert device.launched == first + rest
-    assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
 
 class Store(dict[str, bytes]):
@@ -284,14 +261,3 @@ def test_every_caller_hears_of_a_launch_that_fails() -> None:
         device.submit("prior")
     with pytest.raises(RuntimeError, match="no route to host"):
         held.wait()
-
-
-def test_the_recorder_hears_of_each_launch() -> None:
-    recorder = Recorder()
-    device = Device(recorder)
-    recorder.start()
-    recorder.window()
-    device.submit("early rows")
-    (told,) = recorder.stop().transfers
-    assert (told.launch, told.window, told.sent_bytes) == (ID["early rows"], 0, 100)
-    assert 0 < told.started_s <= told.ended_s

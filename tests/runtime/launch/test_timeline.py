@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT
 from embrace_fx.runtime.launch import timeline as timeline_module
-from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
+from embrace_fx.runtime.launch.recorder import Recorder, Recording, Transfer
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
@@ -29,40 +29,6 @@ STEPS = StepGraph(
 )
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def test_marks_cut_time_into_operations() -> None:
-    recording = Recording([(None, 0, 1.0), (EARLY, 0, 2.0), (B, 0, 5.0), (None, 1, 7.0), (EARLY, 1, 8.0)])
-    assert compute_spans(recording) == [
-        ComputeSpan(EARLY, 0, 1.0, 2.0),
-        ComputeSpan(B, 0, 2.0, 5.0),
-        ComputeSpan(EARLY, 1, 7.0, 8.0),  # what lies before a window's begin is the user's own
-    ]
-
-
-def test_waits_are_no_compute() -> None:
-    waits = [(chunk_id(0, k), 0, *times) for k, times in enumerate(((3.0, 4.0), (2.0, 2.5), (4.5, 5.0)))]
-    recording = Recording([(None, 0, 1.0), (A, 0, 2.0), (B, 0, 5.0)], waits)
-    assert compute_spans(recording) == [
-        ComputeSpan(A, 0, 1.0, 2.0),
-        ComputeSpan(B, 0, 2.5, 3.0),
-        ComputeSpan(B, 0, 4.0, 4.5),
-    ]
-
-
-def test_what_ran_before_the_first_window_is_left_out() -> None:
-    assert compute_spans(Recording([(A, -1, 0.0), (B, -1, 1.0), (None, 0, 2.0)])) == []
-
-
-def test_a_recorder_that_is_off_keeps_nothing() -> None:
-    recorder = Recorder()
-    recorder.mark(A)
-    recorder.window()
-    with recorder.waiting(CHUNK):
-        recorder.transferred(Transfer(CHUNK, 0, 1, 0.0, 1.0))
-    recorder.start()
-    assert recorder.stop() == Recording()
-    assert recorder.recording is None
 
 
 def test_a_recorder_that_is_on_keeps_everything() -> None:

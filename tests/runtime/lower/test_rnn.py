@@ -6,7 +6,6 @@ Shape legend: see `embrace_fx.vocabulary.rnn_ops`; L layers times directions.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import embrace_fx.runtime.lower.rnn  # noqa: F401  (registers the kernels)
 from embrace_fx.capture import capture
 from embrace_fx.capture.rnn_mode import KeepRnnWhole, choose_kernel
-from embrace_fx.runtime.lower.rnn_loop import Walk
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
 
 # Eager warns that its fused kernel cannot project; ours takes the loop there as well.
@@ -115,13 +113,6 @@ def test_forward_and_every_gradient_equal_eager(network: str, dtype: torch.dtype
         expected = forward_and_gradients(model, x, state, whole=False, lengths=lengths)
         found = forward_and_gradients(model, x, state, whole=True, lengths=lengths)
         assert_equal(found, expected, RELATIVE_ERROR[dtype])
-
-
-def test_the_loop_equals_the_fused_kernel() -> None:
-    model, x = build("lstm", num_layers=2, bidirectional=True), torch.randn(7, 4, INPUT)
-    with KeepRnnWhole(kernel="loop"):
-        found, _ = model(x)
-    assert_equal([found], [model(x)[0]], 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
@@ -236,68 +227,3 @@ def test_captured_graph_equals_eager(network: str, dynamic: bool) -> None:
         parameters = dict(model.named_parameters())
         expected_gradients = torch.autograd.grad(expected, list(parameters.values()))
         assert_equal([loss, *(gradients[name] for name in parameters)], [expected, *expected_gradients], 1e-5)
-
-
-def operands(cell: str, gates: int, *, projected: bool = False, packed: bool = False) -> list[Any]:
-    """What `rnn_layer` takes before its last three arguments: 7 rows or 4 steps of 3 sequences."""
-    state = PROJECTED if projected else HIDDEN
-    shapes = [(gates * HIDDEN, INPUT), (gates * HIDDEN, state), (gates * HIDDEN,), (gates * HIDDEN,)]
-    weights = [
-        torch.randn(shape, requires_grad=True) for shape in shapes + ([(PROJECTED, HIDDEN)] if projected else [])
-    ]
-    x = torch.randn((7, INPUT) if packed else (4, 3, INPUT), requires_grad=True)
-    h0 = torch.randn(3, state, requires_grad=True)
-    c0 = torch.randn(3, HIDDEN, requires_grad=True) if cell == "lstm" else None
-    return [x, h0, c0, weights, torch.tensor([3, 2, 1, 1]) if packed else None, cell]
-
-
-def backward_operands(forward: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of `rnn_layer_backward` after `rnn_layer(*forward)`, with a gradient for each of its results."""
-    *arguments, cell, reverse, kernel, _ = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, list(forward))
-    results = torch.ops.embrace.rnn_layer(*arguments, cell, reverse, kernel, True)
-    grads = [torch.randn_like(result) for result in results[:2]]
-    grad_c = torch.randn_like(results[2]) if cell == "lstm" else None
-    return (*grads, grad_c, *arguments, results, cell, reverse, kernel, True)
-
-
-@pytest.mark.parametrize(
-    ("cell", "gates", "projected", "packed", "reverse"),
-    [
-        ("lstm", 4, False, False, False),
-        ("lstm", 4, True, True, False),
-        ("lstm", 4, False, True, True),
-        ("gru", 3, False, False, True),
-        pytest.param("rnn_tanh", 1, False, True, False, marks=pytest.mark.long),
-        pytest.param("rnn_relu", 1, False, False, True, marks=pytest.mark.long),
-    ],
-)
-def test_loop_ops_pass_opcheck(cell: str, gates: int, projected: bool, packed: bool, reverse: bool) -> None:
-    forward = (*operands(cell, gates, projected=projected, packed=packed), reverse, "loop", True)
-    torch.library.opcheck(torch.ops.embrace.rnn_layer.default, forward)
-    torch.library.opcheck(torch.ops.embrace.rnn_layer_backward.default, backward_operands(forward))
-
-
-def test_fused_ops_pass_opcheck_but_for_the_workspace() -> None:
-    # The bytes of oneDNN's workspace are partly uninitialised, and its backward uses them as scratch memory: what
-    # opcheck compares there is no value. That a second backward gives the same bits is checked instead.
-    forward = (*operands("lstm", 4), False, "mkldnn", True)
-    names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.embrace.rnn_layer.default, forward, test_utils=names)
-    backward = backward_operands(forward)
-    op = torch.ops.embrace.rnn_layer_backward.default
-    torch.library.opcheck(op, backward, test_utils=(*names[1:], "test_aot_dispatch_dynamic"))
-    assert all(itertools.starmap(torch.equal, zip(op(*backward), op(*backward), strict=True)))
-
-
-def test_walk_knows_where_sequences_start_end_and_turn() -> None:
-    # Rows by step (down) and sequence (across):  0 1 2
-    #                                             3 4
-    #                                             5
-    cpu = torch.device("cpu")
-    forward, backward = Walk([3, 2, 1], reverse=False), Walk([3, 2, 1], reverse=True)
-    assert [rows.tolist() for rows in forward.ends(cpu)] == [[0, 1, 2], [5, 4, 2]]
-    assert [rows.tolist() for rows in backward.ends(cpu)] == [[5, 4, 2], [0, 1, 2]]
-    assert forward.mirror(cpu).tolist() == [5, 4, 2, 3, 1, 0]
-    rows, initial = torch.arange(6), torch.tensor([-1, -2, -3])
-    assert forward.previous(initial, rows).tolist() == [-1, -2, -3, 0, 1, 3]
-    assert backward.previous(initial, rows).tolist() == [3, 4, -3, 5, -2, -1]

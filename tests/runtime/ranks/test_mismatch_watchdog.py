@@ -28,47 +28,6 @@ LIMIT_S = 10.0
 LOOKS_S = 0.25
 
 
-def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
-    torch.manual_seed(0)
-    model = embrace_fx.compile(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1)), strategy="alltoall")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    ids = torch.arange(4) + rank
-
-    def ask() -> None:
-        if asked == "clip":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        elif asked == "norm":
-            gradient = model.module.get_parameter("0.weight").grad
-            assert gradient is not None
-            gradient.norm()
-        else:
-            model.full_state_dict()
-
-    told = ""
-    for alone in (False, True, False):
-        model(ids).square().mean().backward()
-        if alone:
-            began_s = time.monotonic()
-            with pytest.raises(PeerFailure) as refused:
-                model(ids) if rank == 1 else ask()
-            told = str(refused.value)
-            assert time.monotonic() - began_s < 2.0
-        ask()
-        optimizer.step()
-        optimizer.zero_grad()
-    return told, float(model.full_state_dict()["0.weight"].sum())
-
-
-@pytest.mark.parametrize(("asked", "what"), [("clip", "norm"), ("norm", "norm"), ("whole", "all")])
-def test_what_all_ranks_must_ask_for_is_refused_where_one_asks_alone(asked: str, what: str) -> None:
-    """As `if rank == 0: log(clip_grad_norm_(...))` does. All are told at once, and may go on."""
-    (told, first), (also_told, second) = run_ranks(2, _asks_alone, asked)
-    assert told == also_told
-    assert told.startswith("rank 0: only this rank reads a sharded table")
-    assert f"{what} of the sharded 0.weight, at test_mismatch_watchdog.py" in told
-    assert first == second
-
-
 def _adam(model: nn.Module) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), 0.02, eps=1e-3)
 

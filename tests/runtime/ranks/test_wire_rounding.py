@@ -30,21 +30,6 @@ def test_rows_sent_again_and_again_are_right_in_the_mean() -> None:
     ).abs().max() > largest / 999
 
 
-def test_rows_of_other_ids_and_tables_get_nothing_of_what_was_left_out() -> None:
-    rounding, rows = Rounding("int8"), torch.tensor([[100.4]])
-    rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words")
-    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "others").item() == 100.0
-    assert rounding.round_rows(rows, torch.tensor([4]), "int8", 1, "words").item() == 100.0
-    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words").item() == 100.0  # not read in between
-    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words").item() == 101.0
-
-
-def test_a_batch_without_rows_sends_none() -> None:
-    rounding, none = Rounding("int8"), torch.zeros(0, dtype=torch.int64)
-    for ids in (none, torch.tensor([3]), none, none):
-        assert rounding.round_rows(torch.ones(ids.numel(), 4), ids, "int8", 2, "words").shape == (ids.numel(), 4)
-
-
 def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
     rounding, pieces = Rounding("int8"), in_blocks(300)
     flat, sent = torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.zeros(300)

@@ -25,13 +25,6 @@ def test_absent_is_what_no_rank_reaches(world_size: int) -> None:
     assert absent == frozenset(NAMES) - {NAMES[0], *(NAMES[1 + r % 150] for r in range(world_size))}
 
 
-def test_only_what_is_delivered_is_absent() -> None:
-    used = UsedParameters(NAMES, {"p1": frozenset({0}), "p2": frozenset({1})}, ["p1", "p2"], 2)
-    assert used.absent(used.words((0,))) == {"p2"}
-    assert used.absent(used.words(())) == {"p1", "p2"}
-    assert used.absent(used.words((0, 1))) == frozenset()
-
-
 def test_a_sum_of_earlier_backwards_counts_as_reached() -> None:
     used = UsedParameters(NAMES, {"p1": frozenset({0}), "p2": frozenset({1})}, ["p1", "p2"], 2)
     assert used.absent(used.words((0,), {"p2"})) == frozenset()

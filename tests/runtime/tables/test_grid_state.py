@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer
 
 import embrace_fx
-from embrace_fx.planning.placing import place_anew
 from embrace_fx.vocabulary.plan import Grid
-from tests.support.inside import context_of, entries_of, session_of
 from tests.support.ranks import run_ranks
 from tests.support.training import whole, whole_parameters
 
@@ -68,38 +65,6 @@ def _loads_whole_values(rank: int, world_size: int, grid: Grid) -> bool:
 @pytest.mark.long
 def test_whole_values_are_loaded_into_a_grid() -> None:
     assert all(run_ranks(4, _loads_whole_values, Grid(2, 2)))
-
-
-def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
-    """From the grid to whole replicas, with a gradient that no step has taken, and back."""
-    model, _ = _trained_model(rank, grid, range(2))
-    model(torch.arange(9)).square().mean().backward()
-    session = session_of(model)
-    session.programs.synchronize()
-    assert session.programs.flow is not None
-    session.programs.flow.close()
-    before = whole_parameters(model)
-    old, graph = session.views.plan, entries_of(session)[0].analysed
-    decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
-    replicated = replace(old, decisions=decisions)
-    found: dict[str, Any] = {}
-    place_anew(context_of(session), graph, old, replicated)
-    table = next(session.model.parameters())
-    found["replica"] = torch.equal(table.detach(), before["0.weight"])
-    assert table.grad is not None
-    gradient = table.grad.clone()
-    place_anew(context_of(session), graph, replicated, old)
-    found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
-    again = session.state.tables["0.weight"].whole_gradient()
-    assert again is not None
-    found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
-    return found
-
-
-@pytest.mark.long
-def test_a_table_leaves_its_grid_and_returns_with_its_gradient() -> None:
-    for found in run_ranks(4, _is_placed_anew, Grid(2, 2)):
-        assert found == {"replica": True, "grid": True, "gradient": True}
 
 
 def _meta_values(rank: int, world_size: int, grid: Grid) -> dict[str, Tensor]:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 
 from embrace_fx.runtime.tables import own_step
-from embrace_fx.runtime.tables.own_step import State, hyperparameters
+from embrace_fx.runtime.tables.own_step import State
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
@@ -204,58 +203,6 @@ def test_update_longer_than_a_block_equals_torch_and_its_column_shards_bitwise(
         for a, b in ((0, 23), (23, 45))
     ]
     assert torch.equal(torch.cat(shards, 1), found)
-
-
-def one_cycle(optimizer: Optimizer) -> LRScheduler:
-    """Moves lr and, where the optimizer has them, momentum or betas."""
-    cycles = "betas" in optimizer.defaults or bool(optimizer.defaults.get("momentum"))
-    return OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1, cycle_momentum=cycles)
-
-
-@pytest.mark.parametrize("definition", ALL, ids=str)
-def test_scheduler_between_steps(definition: Definition) -> None:
-    dtype = torch.float32
-    table, parameter = random_table(dtype), nn.Parameter(random_table(dtype))
-    optimizer = definition(parameter)
-    scheduler = ExponentialLR(optimizer, 0.8) if isinstance(definition.options["lr"], Tensor) else one_cycle(optimizer)
-    made = by_rows(definition, table)
-    for ids, gradient in random_steps(dtype, sparse=False):
-        made.holder.param_groups[0].update(hyperparameters(optimizer.param_groups[0]))
-        made.begin_step().finish([(ids, gradient)])
-        sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
-        parameter.grad = sparse if definition.kind is SparseAdam else gradient
-        optimizer.step()
-        scheduler.step()
-    expected = {"table": parameter.detach(), **optimizer.state[parameter]}
-    found = {"table": made.local, **made_state(made)}
-    assert_same(found, expected, dtype, bitwise=definition.bitwise)
-
-
-@pytest.mark.parametrize("columns", [0, D])
-@pytest.mark.parametrize("definition", ALL, ids=str)
-def test_no_rows_or_no_columns_count_the_iteration_and_change_nothing(definition: Definition, columns: int) -> None:
-    table = random_table(torch.float32, V, columns)
-    ids = torch.arange(0 if columns else V)
-    found, state = train_rows(definition, table, [(ids, torch.zeros(len(ids), columns))] * 3)
-    assert torch.equal(found, table)
-    assert float(state.pop("step", 3)) == 3
-    initial = definition.options.get("initial_accumulator_value", 0.0)
-    assert all(torch.equal(value, torch.full_like(table, initial)) for value in state.values())
-
-
-@pytest.mark.parametrize("definition", ALL, ids=str)
-def test_plain_optimizer_goes_on_from_the_state_of_a_shard(definition: Definition) -> None:
-    table, steps = random_table(torch.float64), random_steps(torch.float64, sparse=False)
-    expected, _ = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
-    shard, state = train_rows(definition, table, steps[:-1])
-    parameter = nn.Parameter(shard)
-    optimizer = definition(parameter)
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state} if state else {}})
-    ids, gradient = steps[-1]
-    sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
-    parameter.grad = sparse if definition.kind is SparseAdam else gradient
-    optimizer.step()
-    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

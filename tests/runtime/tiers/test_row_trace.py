@@ -4,37 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.support.row_trace import Event, check, trace
 from tests.support.tiers import OPTIMIZERS, beyond_memory
 
 V, AHEAD = 1200, 3
-
-
-def traced(directory: Path, slots: int, ids: int = 12) -> list[Event]:
-    """Steps of so many ids each, told three steps before, of Zipf's law; in between rows that nobody has told of."""
-    generator = torch.Generator().manual_seed(5)
-    table = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], slots, directory)
-    events = trace(table.memory)
-    drawn = [(V ** torch.rand(ids, generator=generator) - 1).long().unique() for _ in range(60 + AHEAD)]
-    with torch.no_grad():
-        for step in range(60):
-            table.memory.begin_step(step)
-            table.memory.read_ahead(drawn[step + AHEAD], step + AHEAD)
-            table.look_up(drawn[step])
-            table.begin_step().finish([(drawn[step], torch.randn(len(drawn[step]), 2, generator=generator))])
-            if step % 7 == 0:
-                table.look_up(torch.arange(step, step + 9))
-    return events
-
-
-@pytest.mark.parametrize(("slots", "ids"), [(60, 12), (160, 60)])
-def test_rows_are_there_and_stay(slots: int, ids: int, tmp_path: Path) -> None:
-    events = traced(tmp_path, slots, ids)
-    assert sum(event.kind == "leave" and bool(event.rows) for event in events) > 10
-    check(events, slots)
 
 
 def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: Path) -> None:
