@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 import embrace_fx
 from embrace_fx.capture import capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
-from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
+from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, source_of
 from tests.support.captures import Model, captured, check_values, inputs, model_of, outputs, plain
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, classifier, run_graph, targets, text
+from tests.support.graphs import IDS, classifier, text
 
 # ---- the graph ----
 
@@ -69,43 +69,9 @@ def test_tied_parameters_stay_tied() -> None:
     assert outputs(found).count(Gradient(Parameter("table.weight"))) == 1
 
 
-def test_batch_norm_updates_its_statistics() -> None:
-    model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1)))
-    found = capture(model, (IDS,), {}, train=True)
-    names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
-    assert outputs(found)[:4] == [*(Mutation(Buffer(name)) for name in names), Result(0)]
-    values = run_graph(found.graph, model, IDS)
-    model(IDS)
-    for name in names:
-        torch.testing.assert_close(values[Mutation(Buffer(name))], model.get_buffer(name))
-
-
 def test_a_batch_tensor_written_in_place_comes_back_as_a_mutation() -> None:
     found = captured(lambda m, x, y: m.table(x) * y.add_(1).sum(), IDS, torch.ones(3))
     assert Mutation(BatchInput(1)) in outputs(found)
-
-
-def test_autocast_becomes_casts_of_the_graph() -> None:
-    def forward(model: Model, ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return plain(model, ids)
-
-    model = Model(forward)
-    found = capture(model, (IDS,), {}, train=True)
-    assert targets(found.graph.graph).count("aten::_to_copy") == 6  # table's rows, weight and bias, there and back
-    (result,) = (node for node, role in found.graph.outputs() if role == Result(0))
-    assert result is not None
-    assert result.meta["val"].dtype == torch.bfloat16
-
-
-# ---- evaluation ----
-
-
-def test_an_evaluation_captures_the_forward_alone() -> None:
-    found = captured(plain, IDS, train=False)
-    assert outputs(found) == [Result(0)]
-    assert not any(isinstance(role, Tangent) for role in inputs(found))
-    assert not any("backward" in name for name in targets(found.graph.graph))
 
 
 # ---- arguments ----

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from embrace_fx.passes.overlap.await_late import AwaitRowsLate
-from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
-from embrace_fx.passes.overlap.rows import SubmitRows
-from embrace_fx.passes.overlap.split import SplitRows
-from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import (
@@ -17,11 +12,9 @@ from embrace_fx.vocabulary.graph import (
 )
 from embrace_fx.vocabulary.schedule import SCHEDULES, Cuts
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, analysed, classifier, tables_model, targets, text
+from tests.support.graphs import IDS, analysed, classifier, tables_model, text
 from tests.support.many_uses import OTHER, TABLE, many_uses, plan_of
 from tests.support.table_cases import plain
-
-DENSE = ("linear.bias", "linear.weight")
 
 
 def partitioned(
@@ -50,11 +43,6 @@ def overlapped(
     return result
 
 
-def ops(graph: TrainingGraph, phase: str, *kinds: str) -> list[str]:
-    found = (name.split("::")[1] for name in targets(graph.phases[phase].graph))
-    return [name for name in found if name.startswith(kinds)]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_golden(schedule: str) -> None:
     buckets = (("classify.weight", "classify.bias"),)
@@ -70,22 +58,6 @@ def test_a_graph_without_a_backward_is_left_alone() -> None:
     graph = TrainingGraph(graph.module, graph.tables, {n: graph.phases[n] for n in ("unique", "ids", "forward")})
     for each in overlap_passes(plan_of(TABLE, buckets=()), "2d", 0, Cuts((), ((TABLE, 1),))):
         assert each(graph) is graph
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_which_schedule_overlaps_what(schedule: str) -> None:
-    cuts = Cuts(((10,),), ((TABLE, 3),))
-    passes = overlap_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
-    rows, chunks = [SubmitRows()], ChunkBuckets(cuts.chunks)
-    split, updates = SplitRows(cuts.pieces), UpdateBeforeRead((DENSE,), cuts.chunks)
-    moved = [AwaitRowsLate(), SubmitGradientsEarly()]
-    expected = {
-        "none": [],
-        "horizontal": [*rows, chunks, updates, *moved],
-        "vertical": [*rows, split, chunks, *moved],
-        "2d": [*rows, split, chunks, updates, *moved],
-    }
-    assert list(passes) == expected[schedule]
 
 
 def test_without_tables_and_buckets_nothing_is_overlapped() -> None:

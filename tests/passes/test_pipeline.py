@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,36 +27,11 @@ from tests.support.ranks import run_ranks
 from tests.support.table_cases import plain
 
 
-def test_a_snapshot_after_each_pass_and_the_phases_last() -> None:
-    graph = analysed(classifier(), IDS)
-    passes = training_passes(plan_of("words.weight"), {"words.weight"}, 0)
-    compiled = run_passes(graph, passes)
-    names = [re.sub(r"(?<!^)(?=[A-Z])", "_", type(each).__name__).lower() for each in passes]
-    assert list(compiled.graphs) == ["captured", *names, *compiled.graph.phases]
-    assert names[-1] == "partition"
-    assert compiled.graphs["captured"] is graph.module
-    assert compiled.graphs["shard_tables"] is not graph.module
-    assert compiled.graphs["narrow_exchange"] is compiled.graphs["shard_tables"]
-    assert compiled.graphs["backward"] is compiled.graph.phases["backward"]
-
-
-def test_each_snapshot_can_be_printed() -> None:
-    compiled = run_passes(analysed(classifier(), IDS), training_passes(plan_of("words.weight"), {"words.weight"}, 0))
-    for module in compiled.graphs.values():
-        assert module.print_readable(print_output=False).startswith("class GraphModule")
-
-
 def test_a_plan_that_shards_and_reduces_nothing_changes_nothing() -> None:
     graph = analysed(classifier(), IDS)
     compiled = run_passes(graph, training_passes(plan_of(), {"words.weight"}, 0))
     assert all(found is graph.module for name, found in compiled.graphs.items() if name not in compiled.graph.phases)
     assert compiled.graph.module is graph.module
-
-
-def test_tables_that_a_graph_does_not_read_are_left_out() -> None:
-    """An evaluation may read fewer tables than the training for which the plan was made."""
-    passes = training_passes(plan_of(TABLE, OTHER, renormed=("third.weight",)), {OTHER}, 0)
-    assert ShardTables((OTHER,), (), 0, 1) in passes
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [(True, 1), (False, 0)])

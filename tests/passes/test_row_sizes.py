@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.overlap.rows import SubmitRows
-from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.sizes import UNKNOWN_SIZE, RowCounts, is_known
-from tests.support.graphs import D, Tables, V, analysed, apply, tables_model
+from tests.support.graphs import D, Tables, V, analysed, tables_model
 
 TABLES = ("table.weight", "other.weight")
 ROWS = {"table.weight": RowCounts(7, 11, 9), "other.weight": RowCounts(5, 10, 6)}
@@ -83,21 +80,3 @@ def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> N
     }
     assert symbols == set(graph.expected.by_symbol)
     assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]  # not UNKNOWN_SIZE // D
-
-
-def test_ranks_count_alike() -> None:
-    first, second = (step_memory(sharded(rank)) for rank in range(2))
-    assert first.by_time == second.by_time
-    assert first.peak_bytes > step_memory(sharded(rows={name: RowCounts(1, 2, 1) for name in TABLES})).peak_bytes
-
-
-def test_what_is_proved_is_not_what_is_expected() -> None:
-    many = {name: RowCounts(10**6, 10**6, 10**6) for name in TABLES}
-    few, more = (step_memory(sharded(rows=rows)) for rows in (ROWS, many))
-    assert few.known_peak_bytes == more.known_peak_bytes < few.peak_bytes < more.peak_bytes
-
-
-def test_later_passes_keep_what_is_expected() -> None:
-    graph = apply(sharded(), Partition(), SubmitRows())
-    (rows,) = (node for node in graph.phases["forward"].graph.nodes if node.name == "table_table")
-    assert tuple(map(graph.expected.number, tuple(rows.meta["val"].shape))) == (7, D)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import estimate
-from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly, made_for
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.scheduler.step_graph import blocks
@@ -61,25 +61,6 @@ def test_nothing_moves_before_the_head() -> None:
     graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph  # verified
     ops = [op_name(node) for node in graph.phases["backward"].graph.nodes if op_name(node).startswith("embrace::")]
     assert ops[:3] == ["embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"]
-
-
-def test_random_draws_stay() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    drawn = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.5))
-    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (drawn, 2.0))
-    reader = graph.call_function(torch.ops.aten.sum.default, (scaled,))
-    assert made_for([reader]) == {reader, scaled}
-
-
-def test_what_others_read_stays() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    shared = graph.call_function(torch.ops.aten.relu.default, (x,))
-    mine = graph.call_function(torch.ops.aten.neg.default, (shared,))
-    reader = graph.call_function(torch.ops.aten.sum.default, (mine,))
-    graph.output((reader, shared))
-    assert made_for([reader]) == {reader, mine}
 
 
 def test_tables_whose_gradients_can_be_had_at_different_places_are_no_space() -> None:

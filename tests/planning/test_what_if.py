@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from torch.optim import SGD, Adam
 
 import embrace_fx
 from embrace_fx.cost.devices import DEVICES
-from embrace_fx.cost.exchanges import predict
-from embrace_fx.cost.links import Cluster, Handling, Link
-from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.cost.links import Cluster
 from embrace_fx.planning import findings as planning
 from embrace_fx.vocabulary.plan import CANDIDATES, Plan
 from embrace_fx.what_if import Forecast
-from tests.support.exchange_cases import random_sparsity
 from tests.support.ranks import run_ranks
 
 
@@ -111,20 +107,6 @@ def test_nothing_is_changed() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_link_inside_machines_speeds_up_what_stays_inside() -> None:
-    model = Words()
-    optimizer = SGD(model.parameters(), 0.1)
-    at_once = Handling(1e12, 1e12, 1e12, 0.0, 0.0)  # so that links are all that takes time
-    machines = Cluster(ranks_per_machine=8, inside=Link(25e6, 0.005), handling=at_once)
-
-    def of(cluster: Cluster, world_size: int) -> float:
-        plan = embrace_fx.plan(model, batch(0), world_size=world_size, cluster=cluster, optimizer=optimizer)
-        return plan["table.weight"].predicted_ms
-
-    assert of(machines, 8) < 0.2 * of(Cluster(handling=at_once), 8)
-    assert of(machines, 8) < of(machines, 16)
-
-
 @pytest.mark.parametrize(
     ("batches", "world_size", "found"),
     [([batch(0), batch(1)], 1, r"2 batch\(es\) do not fit world_size=1"), ([], None, r"0 batch"), (batch(0), 0, "0")],
@@ -140,56 +122,6 @@ def test_a_compiled_model_has_a_plan_of_its_own() -> None:
 
 
 # -- crossovers of the papers ------------------------------------------------------------------------------------------
-
-NMT_VALUES, NMT_DENSITY = 112_000_000, 0.0247
-"""Table parameters of Zen's NMT model, and the density of their gradients (OSDI 2025)."""
-
-
-def nmt(ranks: int) -> Sparsity:
-    """By elements, as Zen counts: an index of 4 bytes for each value of 4."""
-    return random_sparsity(NMT_VALUES, 1, 4, NMT_DENSITY, ranks)
-
-
-def nmt_bytes(strategy: str, ranks: int) -> int:
-    return predict(strategy, nmt(ranks)).mean.sent_bytes
-
-
-def test_sparse_all_gather_falls_behind_dense_beyond_forty_ranks() -> None:
-    """Zen, section 2: (N-1) 2 d M against 2 (N-1)/N M, equal where N = 1/d."""
-    first_behind = next(n for n in range(2, 200) if nmt_bytes("allgather", n) > nmt_bytes("allreduce", n))
-    assert first_behind == 41 == int(1 / NMT_DENSITY) + 1
-    assert nmt_bytes("allgather", 128) > 3 * nmt_bytes("allreduce", 128)
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 16, 40, 64, 128])
-def test_balanced_parallelism_is_ahead_throughout(ranks: int) -> None:
-    """Even where ranks share no more than chance would have it; of skewed ids, as Zen's are, much less travels."""
-    assert nmt_bytes("zen", ranks) < nmt_bytes("allreduce", ranks)
-    assert nmt_bytes("zen", ranks) < nmt_bytes("allgather", ranks) or ranks == 2
-
-
-GPUS = Cluster(3.125e6, 0.005, handling=Handling(1e9, 1e9, 1e9, 0.0, 0.0))
-"""25 Gb/s between machines as in Zen's testbed, and processors that take no time to speak of."""
-
-
-@pytest.mark.parametrize("ranks", [16, 128])
-def test_predicted_times_cross_where_bytes_do(ranks: int) -> None:
-    times_ms = {
-        strategy: predict(strategy, nmt(ranks), cluster=GPUS).time_ms(GPUS)
-        for strategy in ("allreduce", "allgather", "zen")
-    }
-    order = ("zen", "allgather", "allreduce") if ranks == 16 else ("zen", "allreduce", "allgather")
-    assert tuple(sorted(times_ms, key=times_ms.__getitem__)) == order
-
-
-@pytest.mark.parametrize("ranks", [16, 128])
-def test_balanced_parallelism_sends_what_the_paper_says(ranks: int) -> None:
-    """(n-1)/n (g(n) + 1) 2 M d with indices both ways; on the way back, a bitmap takes their place."""
-    sparsity = replace(nmt(ranks), unions=tuple(NMT_VALUES * NMT_DENSITY * n**0.4 for n in range(1, ranks + 1)))
-    growth = sparsity.union / sparsity.mean_units
-    paper = (ranks - 1) / ranks * (growth + 1) * 2 * (NMT_VALUES * 4) * NMT_DENSITY
-    saved = (ranks - 1) / ranks * (4 * sparsity.union - NMT_VALUES / 8)
-    assert predict("zen", sparsity).mean.sent_bytes == pytest.approx(paper - saved, rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(16, marks=pytest.mark.long)])
@@ -293,39 +225,3 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     )
     with pytest.raises(ValueError, match=r"too few for table.weight. It needs at least 8,[0-9,]+ bytes"):
         on_paper(8e9 + 1e5)
-
-
-class Pair(nn.Module):
-    """Two tables of different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.EmbeddingBag(50_000, 16, mode="sum"), nn.EmbeddingBag(2_000, 8, mode="sum")
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.large(ids).sum() + self.small(ids % 2_000).sum()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("memory", [0.0001, 300_000.0, {"small.weight": 0.0001, "large.weight": 0.5}])
-def test_the_least_that_a_batch_can_keep_to_is_enough(memory: Any) -> None:
-    model, ids = Pair(), torch.randint(50_000, (64, 8), generator=torch.Generator().manual_seed(0))
-    optimizer, shards = Adam(model.parameters()), {"*.weight": "alltoall"}
-
-    def planned(memory: Any) -> Plan | str:
-        batches = [ids, ids.flip(0)]
-        try:
-            return embrace_fx.plan(model, batches, optimizer=optimizer, strategy=shards, table_memory=memory)
-        except ValueError as error:
-            return str(error)
-
-    found = planned(memory)
-    assert isinstance(found, str)
-    while isinstance(found, str):  # of one table after the other
-        told = re.search(r"for (\S+)\. It .* at least ([0-9.,]*\d)", found)
-        assert told, found
-        least = float(told[2].replace(",", ""))
-        memory = {**memory, told[1]: least} if isinstance(memory, dict) else least
-        found = planned(memory)
-    assert all(of.slots >= of.at_once for of in found.memory.values())
-    assert min(of.slots / of.at_once for of in found.memory.values()) < 1.1, "no more than that"

@@ -11,7 +11,7 @@ import pytest
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
-from embrace_fx.vocabulary.plan_text import readable_bytes, render
+from embrace_fx.vocabulary.plan_text import render
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.golden import check_golden
@@ -57,22 +57,6 @@ def test_a_plan_without_decisions_prints_its_totals() -> None:
     assert "0 bucket(s)" in render(Plan(1, (), ()))
 
 
-def test_a_decision_by_its_parameter() -> None:
-    assert PLAN["words.weight"].strategy == "alltoall"
-    assert [decision.parameter for decision in PLAN] == ["project.weight", "scale", "words.weight", "positions.weight"]
-    with pytest.raises(KeyError, match=r"the plan has no parameter 'word'; it has \['project\.weight'"):
-        PLAN["word"]
-
-
-def test_the_sharded_tables() -> None:
-    assert PLAN.sharded == ("words.weight",)
-
-
-def test_what_is_exchanged_sparsely() -> None:
-    assert PLAN.exchanged == ()
-    assert _with(0, strategy="zen", scheme="balanced").exchanged == ("project.weight",)
-
-
 def test_candidates_are_explained() -> None:
     candidates = (
         Candidate("alltoall", "", 1_900_000, 0.91, 20 * MIB, ""),
@@ -115,21 +99,6 @@ def test_predictions_and_reasons_are_not_agreed_on() -> None:
     assert _with(2, reason="asked for", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
     assert _with(2, rows=RowCounts(1, 2, 2)).digest() == PLAN.digest()
     assert replace(PLAN).digest() == PLAN.digest()
-
-
-def test_a_plan_is_plain_data() -> None:
-    loaded = json.loads(json.dumps(PLAN.to_dict()))
-    assert loaded["world_size"] == 4
-    assert loaded["decisions"][2]["parameter"] == "words.weight"
-    assert loaded["decisions"][2]["shape"] == [60_000, 256]
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (3 * 1024 * MIB, "3.0 GiB")],
-)
-def test_readable_bytes(count: int, expected: str) -> None:
-    assert readable_bytes(count) == expected
 
 
 # ---- files ----

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from embrace_fx.passes.overlap.order import BackwardUnits
-from embrace_fx.passes.scheduler import compute_order, link_bound
 from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.operation_id import OperationId, chunk_id, compute_id, gradients_id
@@ -137,73 +136,3 @@ def test_what_is_held_bounds_the_search() -> None:
 def test_a_gain_that_is_none_moves_nothing() -> None:
     steps, atoms = of_chain(weights_ms=LEAST_GAIN)
     assert search(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == ()
-
-
-def test_what_autograd_computes_early_for_a_later_submission_may_wait() -> None:
-    """Units keep their order, and yet a weight's gradient moves: it stands before a table that does not need it."""
-    chain = backward([[], [0], [0], [1]], [gradients_id("words", "whole"), chunk_id(0, 0)], [2, 3])
-    found = BackwardUnits.of(chain)
-    by_name = dict(zip(found.needed_by, (1.0, 6.0, 1.0, 0.0, 0.0, 0.0), strict=True))
-    standing = {"words": 8.0, "bucket 0": 0.0}
-    atoms = Atoms.of(found, by_name.__getitem__, standing)
-    table, bucket = gradients_id("words", "whole"), chunk_id(0, 0)
-    operations = (
-        *(Operation.of(compute_id("backward", unit), ms) for unit, ms in standing.items()),
-        Operation.of(compute_id("forward", "words"), 1.0),
-        Operation.of(table, 8.0, 8000),
-        Operation.of(bucket, 1.0, 1000),
-    )
-    dependences = tuple(
-        Dependence(a, b)
-        for each in (table, bucket)
-        for a, b in ((str(compute_id("backward", each.what)), str(each)), (str(each), "forward words"))
-    )
-    steps = StepGraph(operations, dependences, tuple(o.name for o in operations if not o.is_communication))
-
-    best, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
-    assert order == atoms.units == ("words", "bucket 0")
-    assert (step_ms(steps), best.diagnostics().step_ms) == (18.0, 12.0)
-    assert search(steps, "2d", "profile", atoms, lambda order: 1, 0)[1] == ()
-
-
-def test_what_was_measured_is_spread_over_a_units_compute() -> None:
-    found = BackwardUnits.of(CHAIN)
-    atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 10.0, "words": 4.0})
-    assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 10.0, "words": 4.0}
-    assert atoms.durations(("words", "bucket 0")) == {"words": 9.0, "bucket 0": 5.0}
-
-
-def test_what_was_measured_is_of_what_stood_there_whoever_needs_it() -> None:
-    """Node 1, which the table alone needs, stands before the bucket's submission."""
-    found = BackwardUnits.of(backward([[], [0], [0], [1]], [chunk_id(0, 0), gradients_id("words", "whole")], [2, 3]))
-    atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 9.0, "words": 4.0})
-    assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 6.0, "words": 7.0}
-    assert atoms.durations(("words", "bucket 0")) == {"words": 10.0, "bucket 0": 3.0}
-
-
-def test_what_was_measured_of_a_unit_without_compute_stays_with_it() -> None:
-    found = BackwardUnits.of(CHAIN)
-    atoms = Atoms.of(found, lambda node: 0.0, {"words": 4.0})
-    for order in permutations(found.units):
-        assert atoms.durations(order) == {"words": 4.0, "bucket 0": 0.0}
-
-
-def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[StepGraph] = []
-    monkeypatch.setattr(compute_order, "TRIED", 5)
-
-    def counted(steps: StepGraph) -> float:
-        tried.append(steps)
-        return link_bound.one_link_ms(steps)
-
-    monkeypatch.setattr(compute_order, "one_link_ms", counted)
-    sent = [chunk_id(k, 0) for k in range(6)]
-    found = BackwardUnits.of(backward([[], *([k] for k in range(6))], sent, list(range(1, 7))))
-    atoms = Atoms.of(found, lambda node: 1.0, {})
-    names = tuple(str(compute_id("backward", unit)) for unit in found.units)
-    operations = [Operation.of(compute_id("backward", unit), 1.0) for unit in found.units]
-    operations += [Operation.of(each, 2.0, 1000) for each in sent]
-    dependences = [Dependence(name, str(each)) for name, each in zip(names, sent, strict=True)]
-    search(StepGraph(tuple(operations), tuple(dependences), names), "2d", "profile", atoms, lambda order: 0, 0)
-
-    assert len(tried) <= 1 + 5  # the step as it stands

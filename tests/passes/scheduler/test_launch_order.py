@@ -15,7 +15,6 @@ from embrace_fx.passes.scheduler import launch_order
 from embrace_fx.passes.scheduler.launch_order import Key, Ready, paper, readiness, schedule
 from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
-from tests.support.golden import check_golden
 from tests.support.timelines import dependence_graph
 from tests.support.windows import (
     EMBEDDING,
@@ -27,7 +26,6 @@ from tests.support.windows import (
     simulate,
     step,
     steps,
-    story,
 )
 
 EXACT = 1e-9
@@ -84,10 +82,6 @@ def test_windows_overlap_where_only_the_next_one_needs_it() -> None:
     assert simulate(hidden, ("delayed",)).step_ms == 8.0
     assert simulate(longer, ("delayed",)).step_ms == 10.0
     assert {w.end_ms - w.start_ms for w in simulate(longer, ("delayed",)).timeline.waits} == {2.0}
-
-
-def test_a_link_that_nothing_waits_for_is_the_bottleneck_all_the_same() -> None:
-    assert simulate(step([compute("a", 1), launch("x", 5)], ["a -> x"]), ("x",)).step_ms == pytest.approx(5.0)
 
 
 def test_windows_that_take_turns_are_averaged() -> None:
@@ -208,38 +202,12 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        # "a delayed" stands first by name of what is ready together.
-        (readiness, ("ids", "a delayed", "bucket 0", "bucket 1", "prior", "lookups")),
-        (paper, ("ids", "prior", "bucket 0", "lookups", "bucket 1", "a delayed")),
-    ],
-    ids=["readiness", "paper"],
-)
-def test_policies_on_one_table_and_two_blocks(policy: Key, expected: tuple[str, ...]) -> None:
-    assert order(EMBEDDING, policy) == expected
-
-
 def test_a_policy_of_ones_own() -> None:
     def longest_first(candidate: Ready) -> float:
         return -candidate.operation.duration_ms
 
     three = step([launch("a", 1), launch("b", 3), launch("c", 2), compute("f", 1)], ["a -> f", "b -> f", "c -> f"])
     assert order(three, longest_first) == ("b", "c", "a")
-
-
-def test_the_next_forward_needs_its_first_block_first() -> None:
-    """The link is busy with prior gradients until both buckets are ready."""
-    busy = step(
-        [compute("head", 1, "backward"), *TWO_BLOCKS.operations, launch("prior", 5, "gradients", "embedding")],
-        [
-            *("head -> prior", "prior -> forward 0"),
-            *("backward 1 -> bucket 1", "backward 0 -> bucket 0", "bucket 0 -> forward 0", "bucket 1 -> forward 1"),
-        ],
-    )
-    assert order(busy, readiness) == ("prior", "bucket 1", "bucket 0")
-    assert order(busy, paper) == ("prior", "bucket 0", "bucket 1")
 
 
 @given(steps(), st.sampled_from([readiness, paper]))
@@ -288,17 +256,6 @@ def check_against_all_orders(steps: StepGraph) -> None:
     assert found_ms <= 1.05 * best_ms
 
 
-def test_the_search_finds_what_no_policy_does() -> None:
-    """x must wait although it is ready and the link is free: y, ready a moment later, holds up more."""
-    steps = step(
-        [compute("a", 1), compute("b", 1), compute("c", 10), compute("d", 1), launch("x", 8), launch("y", 1)],
-        ["a -> x", "x -> d", "b -> y", "y -> c"],
-    )
-    assert {simulate(steps, order(steps, policy)).step_ms for policy in (readiness, paper)} == {21.0}
-    assert schedule(steps, "2d").launch_order == ("y", "x")
-    assert schedule(steps, "2d").diagnostics().step_ms == 14.0
-
-
 @given(steps(), st.randoms(use_true_random=False))
 def test_the_order_of_operations_and_dependences_does_not_matter(drawn: StepGraph, chance: random.Random) -> None:
     operations, dependences = list(drawn.operations), list(drawn.dependences)
@@ -329,29 +286,3 @@ def test_a_schedule_says_what_it_is_and_from_where() -> None:
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="no schedule 'fastest'"):
         schedule(EMBEDDING, "fastest")
-
-
-# -- as text -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_story_of_a_window() -> None:
-    check_golden("schedule_story", story(schedule(EMBEDDING, "2d")) + "\n\n" + story(schedule(EMBEDDING, "none")))
-
-
-def test_the_story_without_times_keeps_the_sequence() -> None:
-    found = schedule(EMBEDDING, "2d")
-    bare, timed = story(found, times=False).splitlines(), story(found).splitlines()
-    assert len(bare) == len(timed)
-    assert all(line.endswith(short) for line, short in zip(timed, bare, strict=True))
-    launched = [line.split(None, 1)[1].split("  ")[0] for line in bare[1:] if line.endswith("bytes")]
-    assert launched == list(found.launch_order)
-
-
-def test_a_story_shows_what_leaves_during_the_next_window() -> None:
-    late = step([compute("a", 4), compute("b", 4), launch("delayed", 3)], ["b -> delayed", "delayed -> next b"])
-    assert story(schedule(late, "2d"), times=False).splitlines()[1:] == [
-        "compute    a",
-        "compute    b",
-        "-- during the next window --",
-        "dense      delayed  3,000 bytes",
-    ]
