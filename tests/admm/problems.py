@@ -51,9 +51,3 @@ def weighed_words(sequences: int, steps: int, *, seed: int, words: int = 6) -> t
     values -= values.mean()
     ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))
     return nn.functional.one_hot(ids, words).float(), (values[ids].sum(1) > 0).long()
-
-
-def repeated_word(sequences: int, steps: int, *, seed: int, words: int = 4) -> tuple[Tensor, Tensor]:
-    """What was the word before this one (at the first step: this one)? One-hot (B, N, I), and classes (B, N)."""
-    ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))
-    return nn.functional.one_hot(ids, words).float(), torch.cat([ids[:, :1], ids[:, :-1]], 1)

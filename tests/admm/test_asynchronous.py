@@ -15,9 +15,9 @@ from torch import Tensor
 from embrace_fx import admm
 from embrace_fx.admm.asynchronous import Contributions
 from embrace_fx.admm.progress import Sums
-from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.ranks.failure import DeadRank
 from tests.admm.problems import modules, weighed_words
-from tests.support.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import Outcome, RankDied, fresh_ranks, run_ranks
 
 STEPS, WORDS, HIDDEN = 5, 6, 12
 DATA = weighed_words(240, STEPS, seed=0, words=WORDS)
@@ -59,33 +59,6 @@ def run(
         state.save(save)
     parameters = [parameter.detach() for parameter in (*rnn.parameters(), *head.parameters())]
     return Result(parameters, state.history, state.best.iteration, state.stopped)
-
-
-def _in_both_forms(rank: int, world_size: int) -> tuple[Result, list[Tensor]]:
-    asynchronous = run(rank, world_size, admm.Asynchronous(arrivals=world_size - 1, staleness=1, patience_s=5), 8)
-    workers = torch.distributed.new_group(list(range(1, world_size)))
-    rnn, head = modules(WORDS, HIDDEN, 2, seed=0)
-    if rank > 0:
-        admm.train(
-            rnn,
-            head,
-            shard(rank, world_size - 1),
-            iterations=8,
-            parallel=admm.Synchronous(),
-            process_group=workers,
-            stopping=admm.Stopping(patience=None),
-        )
-    return asynchronous, [parameter.detach() for parameter in (*rnn.parameters(), *head.parameters())]
-
-
-@pytest.mark.long
-def test_a_master_that_waits_for_everybody_is_synchronous() -> None:
-    results = run_ranks(3, _in_both_forms)
-    synchronous = results[1][1]
-    for result, _ in results:
-        assert result.best_iteration == 8
-        for found, wanted in zip(result.parameters, synchronous, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _one_slow(rank: int, world_size: int, staleness: int) -> Result:
@@ -173,22 +146,3 @@ def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
     for error in errors(outcomes, victim):
         assert isinstance(error, DeadRank), error
         assert f"Rank(s) {victim} no longer answer" in str(error)
-
-
-@pytest.mark.long
-def test_a_worker_that_is_too_late_is_named_by_all() -> None:
-    outcomes = fresh_ranks(3, _fail, 1, "sleeps")
-    for outcome in outcomes:
-        assert isinstance(outcome.exception, admm.LateRank), outcome
-        assert "rank 1 to arrive within the master's patience" in str(outcome.exception)
-
-
-def _too_patient(rank: int, world_size: int) -> None:
-    run(rank, world_size, admm.Asynchronous(patience_s=60.0), 3)
-
-
-@pytest.mark.long
-def test_the_master_must_lose_patience_before_messages_time_out() -> None:
-    for error in run_ranks_expecting_errors(2, _too_patient):
-        assert isinstance(error, PeerFailure)
-        assert "found 60" in str(error)

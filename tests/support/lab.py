@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.lab.cell import Measured
 from benchmarks.models.base import Workload
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Task
 
 LEARNING_RATES = {"sgd": 0.2, "adagrad": 0.05}
 STEPS = 5
-
-
-def measured(step_ms: float, sent_bytes: float = 100.0) -> Measured:
-    return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, 0.5, peak_bytes=300, start_bytes=200)
 
 
 def reference_losses(workload: Workload, optimizer: str, ranks: int) -> list[float]:

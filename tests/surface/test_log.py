@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -108,20 +107,3 @@ def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, caps
     assert len(lines) >= 2
     assert all(re.fullmatch(r"embrace_fx: (probing links|planning), \d s so far", line) for line in lines)
     assert not progress._of_thread.stages
-
-
-def test_a_stage_outside_of_the_main_thread_is_told_of_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.1)
-
-    def train() -> None:
-        with progress.stage("capturing"):
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-
-    assert "embrace_fx: capturing, " in capsys.readouterr().err

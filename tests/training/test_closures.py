@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -98,29 +97,3 @@ def test_a_step_returns_what_the_closure_returned_on_this_rank() -> None:
             torch.testing.assert_close(ours[0], theirs[0], rtol=1e-9, atol=1e-12, msg=name)  # of equal parameters
     for each, (ours, _) in everyone[0].items():
         torch.testing.assert_close(ours[STEPS:], everyone[1][each][0][STEPS:], msg=f"{each}: ranks differ")
-
-
-@pytest.mark.parametrize("optimizer", [pytest.param("LBFGS", marks=pytest.mark.long), "Deciding"])
-def test_what_decides_by_the_loss_decides_alike_on_all_ranks(optimizer: str) -> None:
-    """Ranks whose own losses decide differently would not meet in the calls that follow."""
-    assert len(run_ranks(2, _uneven, optimizer)) == 2
-
-
-def _uneven(rank: int, world_size: int, optimizer: str) -> list[Any]:
-    torch.manual_seed(0)
-    model = embrace_fx.compile(Words().double(), strategy="alltoall")
-    steps = OPTIMIZERS[optimizer](model.parameters()) if optimizer == "Deciding" else _searching(model)
-    for k in range(STEPS):
-
-        def closure(k: int = k) -> float:
-            steps.zero_grad()
-            loss = (model(ids_of(rank, k)) - 3 * rank).square().mean()
-            loss.backward()
-            return float(loss.detach())
-
-        steps.step(closure)
-    return list(embrace_fx.full_state_dict(model).values())
-
-
-def _searching(model: Any) -> Optimizer:
-    return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")

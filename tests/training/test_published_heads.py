@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,39 +171,6 @@ def test_every_optimizer_trains_as_under_ddp(name: str, ranks: int, schedule: Sc
 @pytest.mark.parametrize("name", HEADS)
 def test_every_loop_trains_as_under_ddp(name: str, loop: str) -> None:
     run_ranks(2, _same, name, "2d", loop, ("adamw",), timeout_s=TIMEOUT_S)
-
-
-def _trainer(system: str, output: Path, *options: str, ranks: int = 2) -> list[dict[str, float]]:
-    """Runs Hugging Face's Trainer; returns what it logs."""
-    output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "tests.support.word_trainer", system, str(output), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: list[dict[str, float]] = json.loads((output / "log.json").read_text())
-    return found
-
-
-def _assert_near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("smoothing", ["0", "0.1"])
-def test_a_trainer_computes_metrics_of_logits(smoothing: str, tmp_path: Path) -> None:
-    expected = _trainer("ddp", tmp_path / "ddp", smoothing)
-    _assert_near(_trainer("embrace_fx", tmp_path / "embrace_fx", smoothing), expected)
-
-
-@pytest.mark.long
-def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    _trainer("embrace_fx", tmp_path / "first", "0")
-    saved = str(tmp_path / "first" / "checkpoint-3")
-    expected = _trainer("ddp", tmp_path / "ddp", "0", saved, ranks=3)
-    _assert_near(_trainer("embrace_fx", tmp_path / "again", "0", saved, ranks=3), expected)
 
 
 def _narrow(rank: int, ranks: int, name: str) -> None:

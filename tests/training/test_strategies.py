@@ -80,44 +80,9 @@ def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
 
 # -- the thread --------------------------------------------------------------------------------------------------------
 
-ROWS, WIDTH = 50, 3
-
-
-def _gradient(rank: int, k: int) -> Tensor:
-    random = torch.Generator().manual_seed(100 * k + rank)
-    dense = torch.randint(-4, 5, (ROWS, WIDTH), generator=random).double()
-    return dense * (torch.rand(ROWS, 1, generator=random) < 0.2)
-
-
-def _scheme(strategy: str) -> str:
-    return "balanced" if strategy == "zen" else ""
-
 
 def _exchange(kind: ExchangeKind) -> Exchange:
     return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, Cluster())
-
-
-def _exchange_many(rank: int, world_size: int) -> list[tuple[Tensor, int]]:
-    thread = ExchangeThread(dist.new_group(list(range(world_size))))
-    started = [
-        thread.start(_exchange(ExchangeKind(ROWS, strategy, _scheme(strategy))), _gradient(rank, k).view(-1), strategy)
-        for k, strategy in enumerate(EXCHANGES)
-    ]
-    found = []
-    for each in started:
-        each.work.get_future().wait()
-        assert each.sent_bytes is not None
-        found.append((each.value, each.sent_bytes()))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exchanges_in_place_are_the_mean(world_size: int) -> None:
-    for found in run_ranks(world_size, _exchange_many):
-        for k, (mean, sent_bytes) in enumerate(found):
-            expected = torch.stack([_gradient(rank, k) for rank in range(world_size)]).sum(0) / world_size
-            assert torch.equal(mean, expected.view(-1)), EXCHANGES[k]
-            assert sent_bytes > 0
 
 
 def _start_a_bad_one(rank: int, world_size: int) -> None:

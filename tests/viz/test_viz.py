@@ -6,29 +6,20 @@ import json
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 
 from embrace_fx import viz
 from embrace_fx.viz import trace
-from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
-from embrace_fx.viz.picture import Panel, Picture, labels
-from embrace_fx.vocabulary.operation_id import CLASS_LANES, LANES, Kind
+from embrace_fx.viz.picture import Panel, Picture
 from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support import timelines
 from tests.support.golden import check_golden
 from tests.support.pictures import compute, saved
 
 SVG = "{http://www.w3.org/2000/svg}"
-SENT = ("compute", *CLASS_LANES)
-"""The lanes of steps that copy nothing."""
-
-
 # ------------------------------------------------------------------------------------------- what there is to draw
 
 
@@ -128,25 +119,6 @@ def test_a_window_without_compute_is_not_counted() -> None:
     assert panel.origin_ms == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "serves", "short"),
-    [
-        ("backward bucket 5", "bucket 5", "5"),
-        ("backward encoder.5", "encoder.5", "5"),
-        ("prior", "emb.weight", "emb"),
-        ("rows user.weight and 2 more", "tables.user.weight and 2 more", "user +2"),
-    ],
-)
-def test_labels_get_shorter(name: str, serves: str, short: str) -> None:
-    first, *_, last = labels(Operation(name, "backward", "compute", 1.0, serves=(serves,)))
-    assert (first, last) == (name, short)
-
-
-def test_a_lane_without_operations_is_left_out(schedule: Schedule) -> None:
-    assert Picture(schedule, None).lanes == SENT
-    assert panel_of(compute("backward a", 0, 1)).lanes == ("compute",)
-
-
 def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
     panel = Picture(None, timelines.timeline(schedule, windows=5)).panels[0]
     assert panel.origin_ms == panel.starts_ms[3]
@@ -157,60 +129,7 @@ def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
     )
 
 
-def test_everything_drawn_has_a_colour_that_can_be_read() -> None:
-    drawn = [Operation("any", kind, "compute", 1.0) for kind in get_args(Kind)[:6]]
-    drawn += [Operation("any", "delayed", lane, 1.0) for lane in LANES[1:]]
-    assert {paint(operation) for operation in drawn} == set(PAINTS)
-    for theme in (LIGHT, DARK):
-        assert set(theme.fill) == set(theme.ink) == set(PAINTS)
-        for name in PAINTS:
-            assert contrast(theme.fill[name], theme.ink[name]) > 4.5, f"ink on {name}"
-        for ground in (theme.page, theme.strip):
-            assert contrast(theme.faint, ground) > 4.5
-            assert contrast(theme.text, ground) > 7
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2.1, relative luminance."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
-        r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-# ------------------------------------------------------------------------------------------------------- .json
-
-
-def events_of(text: str) -> defaultdict[str, list[dict[str, Any]]]:
-    events = defaultdict(list)
-    for event in json.loads(text)["traceEvents"]:
-        events[event["ph"]].append(event)
-    return events
-
-
-def test_trace_events_of_a_thread_do_not_overlap(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    """Perfetto cuts what only partly overlaps on one thread."""
-    threads = defaultdict(list)
-    for event in events_of(saved(tmp_path, ".json", schedule, timeline))["X"]:
-        threads[event["pid"], event["tid"]].append(event)
-    for events in threads.values():
-        events.sort(key=lambda e: e["ts"])
-        for before, after in pairwise(events):
-            assert round(before["ts"] + before["dur"], 3) <= after["ts"]
-
-
 # -------------------------------------------------------------------------------------------------------- .svg
-
-
-def test_svg_names_the_ranks_it_leaves_out(tmp_path: Path, schedule: Schedule) -> None:
-    text = saved(tmp_path, ".svg", timeline=timelines.timeline(schedule, world_size=6))
-    assert "Measured, first 4 ranks" in text
-    assert ">rank 3<" in text
-    assert ">rank 4<" not in text
 
 
 @pytest.mark.parametrize("drawn", ["schedule", "timeline"])
