@@ -194,7 +194,8 @@ def callers(fault: Fault, reach: Reach) -> Iterator[list[str]]:
     tests = of_file.get(max(around), set()) if around else set().union(*of_file.values())
     much = Counter(test for lines in reach.values() for of_line in lines.values() for test in of_line)
     room = Path("tests", *file.parent.parts[file.parts[0] == "embrace_fx" :])
-    near = [str(place) for place in (room / f"test_{file.stem}.py", room) if (ROOT / place).exists()][:1]
+    places = (room / f"test_{file.stem}.py", *([room] if room != Path("tests") else []))
+    near = [str(place) for place in places if (ROOT / place).exists()][:1]
     found = list(dict.fromkeys([*near, *sorted(tests, key=lambda test: much[test])[:AT_MOST]]))
     found = [each for each in found if (ROOT / each).exists() and each != AT_LAST]
     yield from (found[k : k + AT_A_TIME] for k in range(0, len(found), AT_A_TIME))
