@@ -22,10 +22,10 @@ import embrace_fx
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.plan import Grid
-from tests.support.part_deeds import ROWS, WIDTH, Tagger, batch_of
 from tests.support.parts import differs, whole_of
 from tests.support.ranks import run_ranks
 from tests.support.scenario import compiled_once
+from tests.support.tagger import ROWS, WIDTH, Tagger, batch_of
 
 STEPS = 6
 TABLE = "emb.weight"

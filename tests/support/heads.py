@@ -85,61 +85,6 @@ class PredictsBoth(HeadModel):
         return F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED), logits
 
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""What a loop makes of a model's results and of labels (B, T)."""
-
-
-def _flat(logits: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.view(-1, logits.size(-1)), labels_BT.reshape(-1)
-
-
-def _next_word(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    flat = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
-    return F.cross_entropy(flat, labels_BT[..., 1:].reshape(-1), reduction="sum")
-
-
-def _by_log_softmax(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    flat, labels = _flat(logits, labels_BT)
-    return F.nll_loss(F.log_softmax(flat, dim=-1), labels, reduction="sum")
-
-
-def _weighted(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    flat, labels = _flat(logits, labels_BT)
-    weight = torch.linspace(0.5, 1.5, logits.size(-1), dtype=logits.dtype)
-    return F.cross_entropy(flat, labels, weight, reduction="sum")
-
-
-def _smoothed(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    flat, labels = _flat(logits, labels_BT)
-    return F.cross_entropy(flat, labels, reduction="sum", label_smoothing=0.1)
-
-
-def _with_penalty(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    return F.cross_entropy(*_flat(logits, labels_BT), reduction="sum") + 0.1 * logits.square().mean()
-
-
-def _two(logits: Tensor, labels_BT: Tensor) -> Tensor:
-    flat, labels = _flat(logits, labels_BT)
-    return (
-        F.cross_entropy(flat, labels, reduction="sum")
-        + 0.5 * F.cross_entropy(flat, labels.flip(0), reduction="none").sum()
-    )
-
-
-OF_LOGITS: Mapping[str, Loss] = {
-    "function": lambda logits, labels: F.cross_entropy(*_flat(logits, labels), reduction="sum"),
-    "module": lambda logits, labels: nn.CrossEntropyLoss(reduction="sum")(*_flat(logits, labels)),
-    "log-softmax": _by_log_softmax,
-    "next word": _next_word,
-    "label smoothing": _smoothed,
-    "class weights": _weighted,
-    "with a penalty": _with_penalty,
-    "two losses": _two,
-    "squares": lambda logits, labels: logits.softmax(-1).square().mean() + 0.0 * labels.sum(),
-}
-"""Losses of a loop that gets logits."""
-
-
 @dataclass(frozen=True)
 class HeadWorkload:
     """A `HeadModel` and its batches.

@@ -25,8 +25,6 @@ from embrace_fx.vocabulary.plan import Grid
 REFUSED = "expected "
 """How an error of ours begins."""
 
-Made = Callable[[Tensor], Part]
-
 
 class Parts:
     """Makes this rank's parts of whole tensors of two dimensions."""

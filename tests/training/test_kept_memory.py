@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import embrace_fx
-from tests.support.part_deeds import ROWS, Tagger
 from tests.support.parts import differs
 from tests.support.ranks import run_ranks
+from tests.support.tagger import ROWS, Tagger
 
 KEPT: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda weight: weight.data,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.vocabulary.ops import own_columns
@@ -19,7 +18,6 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import SEED
 
-STEPS = 8
 DTYPE = torch.float64
 WORKLOADS = dict(MODELS)
 
@@ -64,28 +62,6 @@ def test_without_an_optimizer_gradients_are_left_in_grad_as_ddp_leaves_them(name
 
 
 # -- who steps, and who zeroes ---------------------------------------------------------------
-
-
-def _train_at_two_paces(rank: int, world_size: int, workload: Workload) -> int:
-    """An optimizer of the dense parameters steps each time, one of the tables every other time."""
-    model = workload.make(DTYPE, SEED)
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    known = {id(parameter) for parameter in tables}
-    often = Adagrad([p for p in model.parameters() if id(p) not in known], lr=0.1)
-    seldom = Adagrad(tables, lr=0.1)
-    compiled = embrace_fx.compile(model, optimizer=(often, seldom), strategy="alltoall")
-    for step in range(STEPS):
-        compiled(*workload.batches(step, rank, SEED)).backward()
-        often.step()
-        often.zero_grad()
-        if step % 2:
-            seldom.step()
-            seldom.zero_grad()
-    return STEPS
-
-
-def test_optimizers_of_compile_may_keep_different_paces() -> None:
-    assert run_ranks(2, _train_at_two_paces, WORKLOADS["two_table_lm"]) == [STEPS, STEPS]
 
 
 def test_a_single_process_sums_up_what_it_accumulates() -> None:

@@ -78,6 +78,16 @@ def class_weights_in_the_loop(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @of_logits()
+def smoothed_labels_in_the_loop(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(*_flat(logits, labels), reduction="sum", label_smoothing=0.1)
+
+
+@of_logits()
+def next_words(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(*_flat(logits[..., :-1, :].contiguous(), labels[..., 1:]), reduction="sum")
+
+
+@of_logits()
 def a_z_loss_in_the_loop(logits: Tensor, labels: Tensor) -> Tensor:
     return _loss(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
 

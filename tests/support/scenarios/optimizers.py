@@ -9,30 +9,113 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, OneCycleLR, StepLR
 
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE
+import embrace_fx
 from tests.support.scenario import OPTIMIZERS, Training, scenario
-from tests.support.sides import Matching
+from tests.support.sides import NUM_WORDS, Matching
 
 ADAMW = OPTIMIZERS["adamw"]
 
 
-def _plain(name: str, make: Callable[..., Optimizer]) -> None:
+STEPS = 20
+LOWEST = 10
+"""From this row of words on, each row k is read in two steps alone, which are k - `LOWEST` apart."""
+
+
+def _plain(name: str, make: Callable[..., Optimizer], scheduler: Callable[[Any], Any] | None = None) -> None:
+    """Enters plain steps between which rows rest for 1 to 19 steps."""
+
     def run(training: Training) -> None:
-        for batch in training.batches():
+        batches = [training.batch(step) for step in range(STEPS)]
+        for step, (words_BL, _, _) in enumerate(batches):
+            rests = STEPS - 2 - 2 * step if 2 * step < STEPS else 2 * step - STEPS + 1
+            words_BL.remainder_(LOWEST)
+            words_BL[0, :2] = torch.tensor([LOWEST + rests, min(LOWEST + rests, NUM_WORDS - 2) + 1])
+        scheduled = scheduler(training.optimizer) if scheduler else None
+        for batch in training.lookahead(batches):
             training.update(batch)
+            if scheduled is not None:
+                scheduled.step()
 
     run.__name__ = f"plain {name}"
     scenario(optimizer=make)(run)
 
 
-for _kind in sorted(ELEMENT_WISE - {SparseAdam}, key=lambda kind: kind.__name__):
-    _plain(_kind.__name__, partial(_kind, lr=0.05))  # type: ignore[call-arg]
-_plain("momentum", partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1))
-_plain("foreach", partial(AdamW, lr=0.02, eps=1e-3, foreach=True))
-_plain("fused", partial(AdamW, lr=0.02, eps=1e-3, fused=True))
+_ONE_CYCLE = partial(OneCycleLR, max_lr=0.02, total_steps=STEPS + 1)
+_NEAR = {"lr": 0.02, "eps": 1e-3}
+
+KINDS: dict[str, tuple[Any, ...]] = {
+    "sgd": (partial(SGD, lr=0.1),),
+    "sgd, decay": (partial(SGD, lr=0.1, weight_decay=0.1),),
+    "momentum": (partial(SGD, lr=0.05, momentum=0.9),),
+    "momentum, dampening": (partial(SGD, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),),
+    "momentum, maximize": (partial(SGD, lr=0.01, momentum=0.5, weight_decay=0.1, maximize=True),),
+    "momentum, foreach": (partial(SGD, lr=0.05, momentum=0.9, foreach=True),),
+    "momentum, fused": (partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),),
+    "momentum, cyclic": (
+        partial(SGD, lr=0.05, momentum=0.9),
+        partial(CyclicLR, base_lr=0.01, max_lr=0.05, step_size_up=6),
+    ),
+    "nesterov": (partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),),
+    "adam": (partial(Adam, **_NEAR),),
+    "adam, amsgrad": (partial(Adam, amsgrad=True, **_NEAR),),
+    "adam, decay": (partial(Adam, weight_decay=0.1, **_NEAR),),
+    "adam, amsgrad, decay, maximize": (partial(Adam, amsgrad=True, weight_decay=0.1, maximize=True, **_NEAR),),
+    "adam, decoupled": (partial(Adam, weight_decay=0.1, decoupled_weight_decay=True, **_NEAR),),
+    "adam, foreach": (partial(Adam, foreach=True, **_NEAR),),
+    "adam, fused": (partial(Adam, fused=True, weight_decay=0.1, **_NEAR),),
+    "adamw, amsgrad": (partial(AdamW, weight_decay=0.1, amsgrad=True, **_NEAR),),
+    "adamw, fused, amsgrad": (partial(AdamW, weight_decay=0.1, amsgrad=True, fused=True, **_NEAR),),
+    "adamw, foreach, maximize": (partial(AdamW, weight_decay=0.1, foreach=True, maximize=True, **_NEAR),),
+    "adamw, one cycle": (partial(AdamW, weight_decay=0.1, **_NEAR), _ONE_CYCLE),
+    "adamw, tensor lr": (
+        lambda parameters: AdamW(parameters, torch.tensor(0.01), eps=1e-3, foreach=False),
+        partial(CosineAnnealingLR, T_max=20),
+    ),
+    "adamax": (partial(Adamax, **_NEAR),),
+    "adamax, decay, maximize, foreach": (partial(Adamax, weight_decay=0.1, maximize=True, foreach=True, **_NEAR),),
+    "nadam": (partial(NAdam, **_NEAR),),
+    "nadam, decay, maximize": (partial(NAdam, weight_decay=0.1, momentum_decay=0.01, maximize=True, **_NEAR),),
+    "nadam, decoupled, foreach": (
+        partial(NAdam, weight_decay=0.1, decoupled_weight_decay=True, foreach=True, **_NEAR),
+    ),
+    "radam": (partial(RAdam, **_NEAR),),
+    "radam, decay": (partial(RAdam, weight_decay=0.1, **_NEAR),),
+    "radam, decoupled, foreach": (
+        partial(RAdam, weight_decay=0.1, decoupled_weight_decay=True, foreach=True, **_NEAR),
+    ),
+    "rmsprop": (partial(RMSprop, **_NEAR),),
+    "rmsprop, momentum": (partial(RMSprop, lr=0.001, momentum=0.9, eps=0.1),),
+    "rmsprop, momentum, centered": (partial(RMSprop, lr=0.001, momentum=0.9, centered=True, eps=0.1),),
+    "rmsprop, decay, foreach, maximize": (partial(RMSprop, weight_decay=0.1, foreach=True, maximize=True, **_NEAR),),
+    "rprop": (partial(Rprop, lr=0.001),),
+    "rprop, steps, foreach": (partial(Rprop, lr=0.001, etas=(0.6, 1.1), step_sizes=(1e-5, 0.01), foreach=True),),
+    "adadelta": (partial(Adadelta, lr=1.0),),
+    "adadelta, decay, foreach": (partial(Adadelta, lr=1.0, weight_decay=0.1, rho=0.8, foreach=True),),
+    "adagrad": (partial(Adagrad, lr=0.05, eps=1e-3),),
+    "adagrad, lr decay, start": (partial(Adagrad, lr=0.05, eps=1e-3, lr_decay=0.05, initial_accumulator_value=0.1),),
+    "adagrad, decay, maximize": (partial(Adagrad, lr=0.05, eps=1e-3, weight_decay=0.01, maximize=True),),
+    "row-wise adagrad": (partial(embrace_fx.RowWiseAdagrad, lr=0.05),),
+    "asgd": (partial(ASGD, lr=0.05, t0=5.0, weight_decay=0.1),),
+}
+for _name, _case in KINDS.items():
+    _plain(_name, *_case)
 
 
 @scenario(optimizer=None, fresh=True)

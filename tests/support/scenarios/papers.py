@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -15,57 +14,9 @@ from tests.support.scenario import Training
 from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, scheme, step_of
 
 
-class Maker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = nn.Embedding(NUM_IDS, DIM)
-        self.net = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Linear(8, DIM))
-
-    def forward(self, kinds: Tensor, noise: Tensor) -> Tensor:
-        return self.net(torch.cat([self.kinds(kinds), noise], -1))
-
-
-class Judge(nn.Module):
-    """With spectral normalisation (Miyato et al. 2018)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = nn.Embedding(NUM_IDS, DIM)
-        first = nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, 8))
-        self.net = nn.Sequential(first, nn.LeakyReLU(0.2), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
-        return self.net(x + self.kinds(kinds)).squeeze(-1)
-
-
-@scheme
-def adversaries(training: Training) -> None:
-    """Two compiled models and two optimizers; the judge is frozen while the maker trains."""
-    maker, judge = training.wrap(Maker()), training.wrap(Judge())
-    of_maker, of_judge = adam(training, maker), adam(training, judge)
-    for k in range(4):
-        kinds, random = ids_of(training.rank, k), torch.Generator().manual_seed(10 * k + training.rank)
-        noise, real = torch.randn(5, DIM, generator=random), torch.randn(5, DIM, generator=random)
-        judge.requires_grad_(True)
-        made = maker(kinds, noise).detach()
-        step_of(training, of_judge, (F.softplus(-judge(real, kinds)) + F.softplus(judge(made, kinds))).mean())
-        judge.requires_grad_(False)
-        step_of(training, of_maker, F.softplus(-judge(maker(kinds, noise), kinds)).mean())
-
-
 class Encoder(Words):
     def forward(self, ids: Tensor) -> Tensor:
         return F.normalize(self.encode(ids), dim=-1)
-
-
-@scheme
-def two_views(training: Training) -> None:
-    """Chen et al. 2020: two calls, one loss of both."""
-    model = training.wrap(Encoder())
-    optimizer = adam(training, model)
-    for k in range(3):
-        a, b = model(ids_of(training.rank, 10 * k)), model(ids_of(training.rank, 10 * k + 1))
-        step_of(training, optimizer, F.cross_entropy(a @ b.t() / 0.5, torch.arange(5)))
 
 
 class Centers(nn.Module):
@@ -165,46 +116,3 @@ def a_target_network_within(training: Training) -> None:
         step_of(training, optimizer, model(ids_of(training.rank, 10 * k), ids_of(training.rank, 10 * k + 1)))
     if training.rank:  # of each rank its own buffers, until the next call
         embrace_fx.full_state_dict(training.models.pop())
-
-
-class Quantized(nn.Module):
-    """Van den Oord et al. 2017: a codebook of averages, reduced over ranks within the forward."""
-
-    embed: Tensor
-    cluster_size: Tensor
-    embed_avg: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(NUM_IDS, DIM)
-        self.out = nn.Linear(DIM, DIM)
-        self.register_buffer("embed", torch.randn(DIM, 6))
-        self.register_buffer("cluster_size", torch.zeros(6))
-        self.register_buffer("embed_avg", self.embed.clone())
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        flat = self.words(ids)
-        apart = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0, keepdim=True)
-        nearest = (-apart).max(1)[1]
-        onehot = F.one_hot(nearest, 6).type(flat.dtype)
-        quantized = F.embedding(nearest, self.embed.transpose(0, 1))
-        if self.training:
-            count, total = onehot.sum(0), flat.detach().transpose(0, 1) @ onehot
-            dist.all_reduce(count)
-            dist.all_reduce(total)
-            self.cluster_size.data.mul_(0.9).add_(count, alpha=0.1)
-            self.embed_avg.data.mul_(0.9).add_(total, alpha=0.1)
-            n = self.cluster_size.sum()
-            size = (self.cluster_size + 1e-5) / (n + 6e-5) * n
-            self.embed.data.copy_(self.embed_avg / size.unsqueeze(0))
-        apart_B = (quantized.detach() - flat).pow(2).mean()
-        return self.out(flat + (quantized - flat).detach()), apart_B
-
-
-@scheme
-def a_codebook_of_averages(training: Training) -> None:
-    model = training.wrap(Quantized())
-    optimizer = adam(training, model)
-    for k in range(4):
-        out, apart = model(ids_of(training.rank, k))
-        step_of(training, optimizer, out.square().mean() + 0.25 * apart)

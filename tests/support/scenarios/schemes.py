@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import embrace_fx
 from tests.support.scenario import Training, scenario
 
 NUM_IDS, DIM = 24, 4
@@ -133,24 +129,6 @@ def a_sampler_that_keeps_the_last_batch(training: Training) -> None:
 
 
 @scheme
-def a_teacher_that_follows(training: Training) -> None:
-    """The teacher is a plain copy made before, an average of the student's whole weights."""
-    plain = Words()
-    teacher = copy.deepcopy(plain).requires_grad_(False).eval()
-    model = training.wrap(plain)
-    optimizer = adam(training, model)
-    for k in range(4):
-        ids = ids_of(training.rank, k)
-        with torch.no_grad():
-            target = teacher(ids)
-        step_of(training, optimizer, (model(ids) - 0.5 * target - 0.1).square().mean())
-        weights = {name.removeprefix("module."): v for name, v in embrace_fx.full_state_dict(model).items()}
-        for name, value in teacher.state_dict().items():
-            value.lerp_(weights[name], 0.3)
-    training.note(teacher.state_dict())
-
-
-@scheme
 def freezing_in_turn(training: Training) -> None:
     plain = Words()
     model = training.wrap(plain)
@@ -188,53 +166,6 @@ def pseudo_labels(training: Training) -> None:
 
 
 @scheme
-def warm_up_and_one_cycle(training: Training) -> None:
-    model = training.wrap(Words())
-    optimizer = training.optimize(SGD, model.parameters(), lr=0.1, momentum=0.9)
-    parts = [LinearLR(optimizer, 0.1, total_iters=2), LambdaLR(optimizer, lambda k: 0.9**k)]
-    warm = SequentialLR(optimizer, parts, [2])
-    for k in range(5):
-        train(training, model, optimizer, range(k, k + 1))
-        warm.step()
-    cycle = OneCycleLR(optimizer, 0.2, total_steps=5)  # momentum as well
-    for k in range(5, 9):
-        train(training, model, optimizer, range(k, k + 1))
-        cycle.step()
-
-
-@scheme
-def an_optimizer_replaced_by_its_state(training: Training) -> None:
-    model = training.wrap(Words())
-    optimizer = adam(training, model)
-    train(training, model, optimizer, range(3))
-    state = copy.deepcopy(optimizer.state_dict())
-    train(training, model, optimizer, range(3, 4))
-    training.optimizers.clear()
-    optimizer = training.optimize(Adam, model.parameters(), lr=0.5, eps=1e-3)
-    optimizer.load_state_dict(state)
-    train(training, model, optimizer, range(4, 6))
-
-
-@scheme
-def accumulation_of_unequal_batches(training: Training) -> None:
-    """Weighted by examples over all ranks, clipped."""
-    model = training.wrap(Words())
-    optimizer = training.optimize(AdamW, model.parameters(), lr=0.05, eps=1e-3)
-    for k in range(3):
-        optimizer.zero_grad()
-        parts = [ids_of(training.rank, 10 * k + j, 2 + j + training.rank) for j in range(3)]
-        count = torch.tensor(float(sum(map(len, parts))))
-        dist.all_reduce(count)
-        for j, part in enumerate(parts):
-            with model.no_sync() if j < 2 else contextlib.nullcontext():
-                loss = model(part).square().sum() * 2 / count
-                loss.backward()
-            training.note(loss)
-        training.note(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-
-
-@scheme
 def losses_reduced_for_the_log(training: Training) -> None:
     """The user's own collectives, one of them under the backward, and a loop that all leave on rank 0's word."""
     model = training.wrap(Words())
@@ -258,16 +189,6 @@ def losses_reduced_for_the_log(training: Training) -> None:
 
 
 @scheme
-def hooks_that_log(training: Training) -> None:
-    plain = Words()
-    plain.hidden.register_forward_hook(lambda module, inputs, output: training.note(output.mean()))
-    plain.out.register_forward_pre_hook(lambda module, inputs: training.note(inputs[0].abs().max()))
-    model = training.wrap(plain)
-    model.register_forward_hook(lambda module, inputs, output: training.note(output.sum()))
-    train(training, model, training.optimize(SGD, model.parameters(), lr=0.1), range(3))
-
-
-@scheme
 def hooks_on_results(training: Training) -> None:
     model = training.wrap(Words())
     optimizer = training.optimize(SGD, model.parameters(), lr=0.1)
@@ -277,19 +198,6 @@ def hooks_on_results(training: Training) -> None:
         out.register_hook(lambda g: g * 2)
         step_of(training, optimizer, out.square().mean())
         training.note(out.grad.norm())
-
-
-@scheme
-def steps_left_out_where_norms_are_large(training: Training) -> None:
-    model = training.wrap(Words())
-    optimizer = training.optimize(AdamW, model.parameters(), lr=0.05, eps=1e-3)
-    for k in range(5):
-        optimizer.zero_grad()
-        (model(ids_of(training.rank, k)).square().mean() * (10.0 if k == 2 else 1.0)).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        training.note(norm)
-        if norm < 5:
-            optimizer.step()
 
 
 @scheme
@@ -317,20 +225,6 @@ def synced_by_attribute(training: Training) -> None:
         if k % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@scheme
-def synced_by_attribute_and_no_sync(training: Training) -> None:
-    model = training.wrap(Words())
-    optimizer = adam(training, model)
-    for k in range(4):
-        with model.no_sync():
-            training.note(model.require_backward_grad_sync)
-            model(ids_of(training.rank, 2 * k)).square().mean().backward()
-        training.note(model.require_backward_grad_sync)
-        model(ids_of(training.rank, 2 * k + 1)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Normed(Words):

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from tests.support.scenario import OPTIMIZERS, Training, after_each_step, scenario
-
-ADAMW = OPTIMIZERS["adamw"]
+from tests.support.scenario import Training, after_each_step, scenario
 
 AVERAGING = partial(AdamW, lr=0.02, eps=1e-3, weight_decay=0.05)
 """In every way of training: its averages are asked for by their names."""
