@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.capture.read_values import ReadValues
 from tests.support.inside import captures_of
 
 SETTINGS = {"scale": 1.0}
@@ -135,18 +134,6 @@ def test_random_numbers_of_python_are_drawn_anew_in_each_call(draw: Callable[[],
         np.random.seed(3)
         assert found == [model(x).item() for _ in range(2)]
         assert found[0] != found[1]
-
-
-def test_values_of_expressions() -> None:
-    numbers = {"a": 1, "b": [1, 2], "c": float("inf")}
-    read = ReadValues.of(["N['a']", "N['b'][1]", "N['b']", "N['none']", "N['c']"], {"N": numbers})
-    assert read.names == ("N['a']", "N['b'][1]", "N['c']")
-    assert read.hold()
-    numbers["a"] = True
-    assert not read.hold()
-    assert read.unchanged().names == ("N['b'][1]", "N['c']")
-    numbers.update(a=1, b=[])
-    assert not read.hold()
 
 
 def test_a_parametrized_weight_is_read_by_the_forward_alone() -> None:

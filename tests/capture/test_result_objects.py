@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.capture.result_objects import open_objects
 
 
 @dataclass
@@ -38,32 +36,6 @@ class Slotted:
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
-
-
-def test_an_object_is_made_again_of_other_tensors() -> None:
-    cache = Cache([Layer(torch.zeros(2), torch.float32), Layer(torch.ones(2), torch.float64)])
-    leaves, spec = pytree.tree_flatten(open_objects({"loss": torch.ones(()), "cache": cache}))
-    assert [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves] == [(), (2,), (2,), 3]
-    made = pytree.tree_unflatten([torch.ones(()), torch.full((4,), 5.0), torch.full((4,), 6.0), 7], spec)["cache"]
-    assert type(made) is Cache
-    assert made is not cache
-    assert [type(layer) for layer in made.layers] == [Layer, Layer]
-    assert [layer.keys.tolist() for layer in made.layers] == [[5.0] * 4, [6.0] * 4]
-    assert [layer.dtype for layer in made.layers] == [torch.float32, torch.float64]
-    assert (made.kind, made.length) == (Layer, 7)
-    assert made.settings is cache.settings
-
-
-def test_equal_results_have_equal_specs() -> None:
-    """The forward is traced more than once, and makes other objects each time."""
-    _, first = pytree.tree_flatten(open_objects(Cache([Layer(torch.zeros(2), torch.float32)])))
-    _, second = pytree.tree_flatten(open_objects(Cache([Layer(torch.ones(2), torch.float32)])))
-    assert first == second
-
-
-@pytest.mark.parametrize("value", [torch.ones(2), 3, 0.5, "text", None, True], ids=str)
-def test_what_is_no_object_stays_as_it_is(value: Any) -> None:
-    assert open_objects(value) is value
 
 
 class _Returns(nn.Module):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from embrace_fx.cost.links import (
     BUCKET_ROUNDS,
     COLLECTIVES,
-    LARGE_BLOCK_BYTES,
     MIN_CHUNK_BYTES,
     Cluster,
     Collective,
@@ -25,7 +24,6 @@ from embrace_fx.cost.links import (
     all_to_all,
     bucket_bytes,
     chunk_bytes,
-    claim,
     exchange,
     gather_ids,
     launch_ms,
@@ -53,10 +51,6 @@ def test_bytes_and_messages(exchange: Exchange, expected: Exchange) -> None:
     assert exchange == expected
 
 
-def test_exchanges_one_after_the_other() -> None:
-    assert Exchange(100, 2) + Exchange(50, 1) == Exchange(150, 3)
-
-
 def test_time_is_the_start_ups_and_the_bytes() -> None:
     cluster = Cluster(bandwidth_bytes_per_ms=1000.0, latency_ms=0.5)
     assert Exchange(3000, 4).time_ms(cluster) == 3000 / 1000 + 4 * 0.5
@@ -70,10 +64,6 @@ def test_large_messages_hide_start_up() -> None:
     assert Exchange(30_000, 4).time_ms(cluster, "all_reduce") == pytest.approx(30 + 4 * 0.1)
     assert link.start_up_ms == 2.0
     assert Link(1000.0, 0.5).start_up_ms == 0.5
-
-
-def test_the_default_link_is_25_gigabits_per_second() -> None:
-    assert Exchange(25 * 10**9 // 8, 0).time_ms(Cluster()) == pytest.approx(1000.0)
 
 
 @given(RANKS, st.integers(0, 10**9))
@@ -135,11 +125,6 @@ def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
     ) == 2.0 + 4.0 + 1.5 + 14.0
     assert Work().time_ms(cluster) == 0.0
     assert MACHINES.among(8).handling == MACHINES.among(4).handling == MACHINES.handling
-
-
-def test_only_large_blocks_are_new_memory() -> None:
-    assert claim(LARGE_BLOCK_BYTES - 1) == Work()
-    assert claim(LARGE_BLOCK_BYTES) == Work(claimed_bytes=LARGE_BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +215,3 @@ def test_buckets_that_the_end_of_the_backward_awaits_are_as_many_as_end_first(
 
     count = ceil(total / bucket_bytes(cluster, ranks, total, read_later=False))
     assert late_ms(count) <= 1.05 * min(map(late_ms, (1, *range(max(count - 3, 1), count + 4), 2 * count)))
-
-
-def test_chunks_are_cut_for_one_launch_alone_whatever_a_row_of_them_reaches() -> None:
-    in_a_row = Cluster(SLOW.bandwidth_bytes_per_ms, SLOW.latency_ms, (("all_reduce", Link(25_000.0, 0.0)),))
-    assert chunk_bytes(in_a_row, 4) == chunk_bytes(SLOW, 4)

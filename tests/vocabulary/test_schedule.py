@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from embrace_fx.vocabulary.operation_id import IDS, Kind, Lane
+from embrace_fx.vocabulary.operation_id import Kind, Lane
 from embrace_fx.vocabulary.schedule import (
     Dependence,
     Diagnostics,
@@ -120,10 +120,3 @@ def test_schedules_that_launch_alike_have_one_digest() -> None:
     assert one.digest() == replace(one, source="profile", predicted=Timeline((), (), 1)).digest()
     assert one.digest() != replace(one, launch_order=one.launch_order[::-1]).digest()
     assert one.digest() != replace(one, name="horizontal").digest()
-
-
-def test_an_operation_of_an_id_sends_and_holds_what_it_is_given() -> None:
-    found = Operation.of(IDS, 2.0)
-    assert (found.name, found.lane, found.id) == (str(IDS), IDS.lane, IDS)
-    assert (found.duration_ms, found.sent_bytes, found.held_bytes, found.serves) == (2.0, 0, 0, ())
-    assert Operation.of(IDS, 2.0, 5, ("a",), 7) == replace(found, sent_bytes=5, serves=("a",), held_bytes=7)

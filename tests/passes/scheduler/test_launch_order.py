@@ -69,12 +69,6 @@ def test_the_critical_path_is_what_determined_each_start() -> None:
     assert found == (*((0, name) for name in window), *((1, name) for name in window))
 
 
-def test_a_wait_is_for_the_communication_that_ended_last() -> None:
-    both = step([launch("short", 1), launch("long", 3), compute("forward", 1)], ["short -> forward", "long -> forward"])
-    assert {w.launch for w in simulate(both, ("short", "long")).timeline.waits} == {"long"}
-    assert {w.launch for w in simulate(both, ("long", "short")).timeline.waits} == {"short"}
-
-
 def test_windows_overlap_where_only_the_next_one_needs_it() -> None:
     """The link carries `delayed` during the next window's compute, but no longer than until its reader."""
     hidden = step([compute("a", 4), compute("b", 4), launch("delayed", 3)], ["b -> delayed", "delayed -> next b"])
@@ -82,14 +76,6 @@ def test_windows_overlap_where_only_the_next_one_needs_it() -> None:
     assert simulate(hidden, ("delayed",)).step_ms == 8.0
     assert simulate(longer, ("delayed",)).step_ms == 10.0
     assert {w.end_ms - w.start_ms for w in simulate(longer, ("delayed",)).timeline.waits} == {2.0}
-
-
-def test_windows_that_take_turns_are_averaged() -> None:
-    """`b` needs what was launched two windows ago: 10 and 2 ms in turn."""
-    alternating = StepGraph(
-        (compute("a", 1), compute("b", 1), launch("x", 8)), (Dependence("b", "x"), Dependence("x", "a", 2)), ("a", "b")
-    )
-    assert simulate(alternating, ("x",), windows=40).step_ms == pytest.approx(8.0, rel=0.05)
 
 
 def test_steps_without_compute_or_without_communication() -> None:

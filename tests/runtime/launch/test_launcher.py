@@ -11,7 +11,6 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
@@ -204,24 +203,3 @@ def test_where_nothing_moves_more_are_on_the_way() -> None:
     link.expect("early rows", "prior")
     stand_still(launcher)
     link.expect("early rows", "prior", "bucket 0")
-
-
-# -- the recorder ------------------------------------------------------------------------------------------------------
-
-
-def test_the_recorder_hears_of_each_launch() -> None:
-    recorder = Recorder()
-    launcher, link = make(recorder=recorder), Link()
-    recorder.start()
-    (before,) = submit(launcher, link, "early rows")
-    recorder.window()
-    (ticket,) = submit(launcher, link, "prior")
-    link.expect("early rows", "prior")
-    for name in ("prior", "early rows"):
-        link.end(name)
-    ticket.wait()
-
-    (told,) = recorder.stop().transfers
-    assert before.window == -1  # submitted before the first window
-    assert (told.launch, told.window, told.sent_bytes) == (ID["prior"], 0, 100)
-    assert (told.started_s, told.ended_s) == (ticket.started_s, ticket.ended_s)

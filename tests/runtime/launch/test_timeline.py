@@ -1,4 +1,4 @@
-"""What is recorded of a rank, and all ranks' recordings on one clock."""
+"""Recordings of all ranks on one clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT
 from embrace_fx.runtime.launch import timeline as timeline_module
-from embrace_fx.runtime.launch.recorder import Recorder, Recording, Transfer
+from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
@@ -27,27 +27,6 @@ STEPS = StepGraph(
     (Dependence("backward bucket 0", "bucket 0 [0]"),),
     (str(EARLY), "backward bucket 0"),
 )
-
-# -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_recorder_that_is_on_keeps_everything() -> None:
-    recorder = Recorder()
-    recorder.start()
-    recorder.window()
-    recorder.mark(A)
-    recorder.mark(A)  # more of the same
-    with pytest.raises(KeyError), recorder.waiting(CHUNK):
-        raise KeyError
-    recording = recorder.stop()
-    assert [(operation, window) for operation, window, _ in recording.marks] == [(None, 0), (A, 0)]
-    ((launch, window, start, end),) = recording.waits
-    assert (launch, window) == (CHUNK, 0)
-    assert recording.marks[-1][2] <= start <= end
-
-
-# -- all ranks ---------------------------------------------------------------------------------------------------------
-
 AHEAD_S = 1000.0
 """By how much each rank's clock is ahead of the one before it."""
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.delivery import Delivery, delivered
+from embrace_fx.runtime.step.delivery import Delivery
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows
+from embrace_fx.vocabulary.graph import Gradient, Parameter
 
 NAMES = ("weight", "bias")
 
@@ -60,9 +60,3 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
 
     assert case.layer.weight.grad is not None
     assert case.layer.weight.grad.stride() == case.layer.weight.stride()
-
-
-def test_what_a_backward_delivers_is_told_once_each_in_its_order() -> None:
-    roles: list[OutputRole] = [Gradient(Parameter("b")), PendingGradients(0, ("c", "a")), Gradient(Parameter("b"))]
-
-    assert delivered([*roles, PendingRows("t and 1 more", ("t", "u"))]) == ["b", "c", "a", "t", "u"]
