@@ -58,7 +58,7 @@ def _plain(name: str, make: Callable[..., Optimizer], scheduler: Callable[[Any],
 
 
 _ONE_CYCLE = partial(OneCycleLR, max_lr=0.02, total_steps=STEPS + 1)
-_NEAR = {"lr": 0.02, "eps": 1e-3}
+_NEAR: dict[str, Any] = {"lr": 0.02, "eps": 1e-3}
 
 KINDS: dict[str, tuple[Any, ...]] = {
     "sgd": (partial(SGD, lr=0.1),),

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.distributed_c10d import _get_default_group
 
 from tests.support.scenario import Training, before_each_step, enter_all
 from tests.support.sides import DIM, NUM_WORDS
@@ -104,7 +105,7 @@ enter_all(
         "the gradient is averaged": _grad(_averaged),
         "the gradient is gathered": _grad(_gathered),
         "the data is gathered": _weight(lambda w: _gathered(w.data)),
-        "data by a functional sum": _weight(lambda w: functional.all_reduce(w.data, "sum", dist.group.WORLD)),
+        "data by a functional sum": _weight(lambda w: functional.all_reduce(w.data, "sum", _get_default_group())),
         "a copy that is saved": _weight(lambda w: torch.save({"w": w.cpu()}, io.BytesIO())),
         "a lookup by a function": _weight(lambda w: F.embedding(torch.tensor([1, 2]), w)),
         "a pickle": _weight(lambda w: pickle.dumps(w.detach())),
