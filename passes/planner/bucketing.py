@@ -15,6 +15,8 @@ def plan_buckets(
     cluster: cost.Cluster,
     world_size: int,
     alone: Collection[str] = (),
+    *,
+    read_later: bool = True,
 ) -> tuple[tuple[str, ...], ...]:
     """Cuts parameters into buckets, the last one first: about the order of gradients in the backward.
 
@@ -25,6 +27,7 @@ def plan_buckets(
     Args:
         reduced: replicas with a gradient.
         alone: those of `reduced` that have their own bucket.
+        read_later: whether the schedule has a forward wait for each bucket by itself.
     """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     gradients, parameters = gradients_of(graph.module).items(), parameters_of(graph.module)
@@ -32,7 +35,7 @@ def plan_buckets(
     read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
     together = sum(sizes[name] for name in produced if name not in alone)
     given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
-    limit = cost.bucket_bytes(cluster, world_size, together, read_later=not given)
+    limit = cost.bucket_bytes(cluster, world_size, together, read_later=read_later and not given)
     buckets: list[list[str]] = []
     filled, dtype = 0, None
     for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):

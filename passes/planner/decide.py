@@ -20,7 +20,7 @@ from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
-from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
+from embrace_fx.vocabulary.schedule import AUTO, FULL, INTO_FORWARD, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
@@ -127,7 +127,8 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
         for t in graph.tables
         if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
     )
-    buckets = plan_buckets(graph, reduced, {fact.name: fact.nbytes for fact in facts}, links, world_size, alone)
+    sizes, read_later = {fact.name: fact.nbytes for fact in facts}, findings.schedule in INTO_FORWARD
+    buckets = plan_buckets(graph, reduced, sizes, links, world_size, alone, read_later=read_later)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
     fit = [_joinable(tables[fact.name], fact, world_size) for fact in sharded]
     spaces = plan_spaces(graph, fit, overlaps=findings.schedule != "none")
