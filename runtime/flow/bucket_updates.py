@@ -145,10 +145,10 @@ class Bucket(Owed):
     def deliver(self, without: Set[int]) -> None:
         """Puts stand-ins into `.grad`, but for parameters (by identity) that this backward gives no gradient."""
         assert self.sent is not None
-        sent, late = self.sent, self._promise(self.sent)
-        for n, parameter in enumerate(self.parameters):
+        found = PendingGradient.each(self.parameters, self._promise(self.sent), sparse=self.sent[0].is_sparse)
+        for parameter, gradient in zip(self.parameters, found, strict=True):
             if id(parameter) not in without:
-                parameter.grad = PendingGradient(parameter, late, n, sparse=sent[0].is_sparse)
+                parameter.grad = gradient
 
     def _promise(self, sent: _Sent) -> GradientFuture[Tensor]:
         """Makes what stands for gradients on their way; it refers to the model weakly."""

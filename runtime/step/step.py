@@ -59,7 +59,9 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
-        step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
+        made = anchor.view(()).grad_fn
+        assert made is not None
+        step.anchor = made.next_functions[0][0]
         tensors: tuple[Tensor, ...] = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors
     with torch.no_grad():

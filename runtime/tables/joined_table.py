@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from operator import attrgetter, is_, itemgetter
 from sys import getrefcount
 from typing import Any
@@ -64,7 +64,10 @@ class JoinedTable(Unit):
 
     @property
     def local(self) -> Tensor:
-        return self._weights.of([*map(_LOCAL, self.members)], self._move)
+        parts, known = [*map(_LOCAL, self.members)], self._weights
+        if known.all is not None and all(map(is_, parts, known.views)):  # ten times a step: without a call
+            return known.all
+        return known.of(parts, self._move)
 
     def _move(self, k: int, view: Tensor) -> None:
         self.members[k].move(view)
@@ -269,7 +272,8 @@ class _JoinedState:
                     return False
         except (KeyError, AttributeError):  # the user's own tensor, or missing
             return False
-        return [[*map(_VERSION, self._counters[key])] for key in self._versions] == [*self._versions.values()]
+        counters = chain.from_iterable(map(self._counters.__getitem__, self._versions))
+        return [*map(_VERSION, counters)] == [*chain.from_iterable(self._versions.values())]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Stores the counters after a step in each table's state."""
@@ -332,14 +336,16 @@ class _JoinedGradient:
         parameters = self._parameters
         if not parameters or not all(map(is_, [member.parameter for member in self._members], parameters)):
             return False
-        if [parameter.grad for parameter in parameters].count(None) < len(parameters) or not self._are_late():
-            return False
-        if [part._use_count() for part in self._parts].count(1) < len(parameters):  # type: ignore[attr-defined]
-            return False
-        alone, of_gradient = _ALONE
-        return [getrefcount(part) for part in self._parts] == [alone] * len(parameters) and (
-            [getrefcount(held) for held in self._held] == [of_gradient] * len(parameters)
-        )
+        late, (alone, of_gradient) = self._late, _ALONE
+        of_table = zip(self._members, self._parameters, self._parts, self._held, strict=True)
+        for member, parameter, part, held in of_table:
+            if member.parameter is not parameter or parameter.grad is not None:
+                return False
+            if held.late is None or held.late[0] is not late or part._use_count() != 1:  # type: ignore[attr-defined]
+                return False
+            if getrefcount(part) != alone or getrefcount(held) != of_gradient:
+                return False
+        return True
 
     def give_back(self) -> None:
         """Frees the memory of dropped gradients."""
@@ -354,12 +360,14 @@ class _JoinedGradient:
 
     def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
         """As `JoinedTable.standing`."""
-        if late is self._late and self._parts:
-            grads = [parameter.grad for parameter in self._parameters]
-            same = all(map(is_, [member.parameter for member in self._members], self._parameters))
-            if same and all(map(is_, grads, self._parts)) and self._are_late():
-                return len(grads)
-        return sum([member.standing(late) for member in self._members])
+        if late is not self._late or not self._parts:
+            return sum([member.standing(late) for member in self._members])
+        of_table = zip(self._members, self._parameters, self._parts, self._held, strict=True)
+        for member, parameter, part, held in of_table:
+            is_same = member.parameter is parameter and parameter.grad is part
+            if not is_same or held.late is None or held.late[0] is not late:
+                return sum([member.standing(late) for member in self._members])
+        return len(self._members)
 
     def rows(self) -> Rows | None:
         """As `JoinedTable.gradient`."""

@@ -229,9 +229,11 @@ class ModelState:
         """Returns the parameters of `names`, or all, without walking the modules."""
         names = self.names if names is None else names
         try:
-            return [owner[key] for owner, key in map(self._parameters.__getitem__, names)]
+            for owner, key in map(self._parameters.__getitem__, names):  # several times a step: without calls
+                found.append(owner[key])
         except KeyError:
             return list(map(self.parameter, names))
+        return found
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters of the tables."""

@@ -96,9 +96,6 @@ def step_groups(
     Args:
         state: replaces the optimizer's state for this step.
     """
-    step: Callable[..., Any] = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
     another.__dict__.update({name: value for name, value in before.items() if name not in _OF_ITS_STEP})
@@ -112,6 +109,20 @@ def step_groups(
     for name, value in another.__dict__.items():
         if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:
             optimizer.__dict__[name] = value
+
+
+def _without_gradients(step: Any, optimizer: Optimizer) -> None:
+    """Takes a class's step; where torch's own switch of gradients stands around it, without its six calls."""
+    switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
+    if not switches or optimizer.defaults["differentiable"]:
+        step(optimizer)
+        return
+    had_gradients = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        step.__wrapped__(optimizer)
+    finally:
+        torch._C._set_grad_enabled(had_gradients)
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
