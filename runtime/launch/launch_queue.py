@@ -31,7 +31,7 @@ LATE, SHORTEST_S = 1.5, 0.005
 """A launch is late, and the next one does not wait for it, when it has taken this multiple of its time alone in flight,
 and at least this many seconds: another rank, which alone reads a parameter, may have launched others first."""
 
-_WAITING = attrgetter("waiting")  # runs in C, unlike a generator
+WAITING = attrgetter("waiting")  # runs in C, unlike a generator
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
 
@@ -167,7 +167,7 @@ class LaunchQueue:
             if window.dropped:
                 ticket.drop()
             else:
-                if not any(map(_WAITING, self.windows)):  # a standstill is of launches that wait to leave
+                if not any(map(WAITING, self.windows)):  # a standstill is of launches that wait to leave
                     self.moved_s = max(self.moved_s, time.perf_counter())
                 window.waiting[ticket.id] = ticket
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
@@ -229,10 +229,12 @@ class LaunchQueue:
             with self.lock:  # windows change under it alone
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return
-                if not any(map(_WAITING, self.windows)):
+                if not any(map(WAITING, self.windows)):
                     return
                 if (ticket := self.next()) is None:
-                    if self.wakes_s > -math.inf and self.due_s() < self.wakes_s:
+                    # The thread that sleeps knows of a standstill; a launch that may be late is due before.
+                    may_be_late = bool(self.in_flight) and self.in_flight[-1].id in self.took_s
+                    if (may_be_late or self.wakes_s == math.inf) and self.due_s() < self.wakes_s:
                         self.changed.notify_all()
                     return
                 self.issuing = True
@@ -296,7 +298,7 @@ class LaunchQueue:
 
     def due_s(self) -> float:
         """Returns when a launch may leave because of a standstill, or because the last launch is late."""
-        if not any(map(_WAITING, self.windows)):
+        if not any(map(WAITING, self.windows)):
             return math.inf
         now_s = time.perf_counter()
         due_s = now_s + STANDSTILL_S / 2
@@ -309,7 +311,7 @@ class LaunchQueue:
 
     def next(self) -> Ticket | None:
         """Returns the ticket to launch now, or None."""
-        if not any(map(_WAITING, self.windows)):
+        if not any(map(WAITING, self.windows)):
             return None
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
         if standing_still:
@@ -371,7 +373,7 @@ class LaunchQueue:
 
     def under_way(self) -> bool:
         """Tells whether any submitted launch has not completed."""
-        return bool(self.in_flight) or any(map(_WAITING, self.windows))
+        return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
 def _run(queue: LaunchQueue) -> None:

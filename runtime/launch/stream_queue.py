@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
+from embrace_fx.runtime.launch.launch_queue import WAITING, LaunchQueue, LaunchWindow
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
@@ -80,7 +80,8 @@ class StreamTicket(Ticket):
         Raises:
             RuntimeError: a launch failed.
         """
-        self.issue()
+        if self.ended is None or self.queue.error is not None:
+            self.issue()
         assert self.value is not None
         streams = self.queue.streams
         streams.wait(self.ended)
@@ -118,9 +119,9 @@ class StreamQueue(LaunchQueue):
                 return
             was_draining, self.draining = self.draining, self.draining or hurry
             try:
-                while (ticket := self.next()) is not None:
+                while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
-                    in_turn = agreed or not self._is_out_of_turn(ticket)
+                    in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
                     if not in_turn:  # told first: over gloo the host waits here until another rank does the same
                         self.overtook, self.tells = True, self.place()
                     last = self._issued[-1][0] if self._issued else (-1,)

@@ -44,7 +44,7 @@ class Streams:
 
     def record(self, *what: object) -> Event:
         """Records an event, which passes when all work enqueued on the current stream has ended."""
-        event = torch.cuda.Event()
+        event = torch._C._CudaEventBase.__new__(torch.cuda.Event)
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.record(event, stream)
         return event
