@@ -99,39 +99,22 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
     """
     flat = torch.cat([i.reshape(-1) for i in ids]).to(torch.int64)
     given = flat.numel()
-    bad = (flat < 0) | (flat >= num_rows)
+    bad = flat.clamp(0, num_rows - 1).ne(flat).any()
     if padding_idx >= 0:
         # The padding row comes first, whether or not a batch holds it: as a number below all others, present once.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
     ordered, order = flat.sort(stable=True)
-    heads = heads_of(ordered)
-    places = heads.cumsum(0) - 1
+    begins = torch.zeros_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    places = begins.cumsum(0)
     where = torch.empty_like(order).scatter_(0, order, places)[:given]
     unique = torch.zeros_like(ordered).scatter_(0, places, ordered)
     if padding_idx >= 0:
         unique[:1].fill_(padding_idx)  # by index, the host would copy a number to the device and wait
-    count = torch.where(bad.any(), -1, heads.sum())
+    count = torch.where(bad, -1, places[-1] + 1 if places.numel() else places.sum())
     parts = where.split([i.numel() for i in ids])
     return unique.clamp_(0, num_rows - 1), count, [part.view(i.shape) for part, i in zip(parts, ids, strict=True)]
-
-
-def heads_of(ordered: Tensor) -> Tensor:
-    """Marks the first of each run of equal values in a sorted tensor: bool."""
-    heads = torch.ones_like(ordered, dtype=torch.bool)
-    heads[1:] = ordered[1:] != ordered[:-1]
-    return heads
-
-
-def first_true(mask: Tensor) -> Tensor:
-    """Returns the places at which a mask (R,) is true, in order, padded with zeros: (R,) int64.
-
-    Unlike `nonzero`, it does not make the host wait for their number.
-    """
-    size = mask.numel()
-    places = torch.where(mask, mask.cumsum(0) - 1, size)
-    found = torch.zeros(size + 1, dtype=torch.int64, device=mask.device)
-    return found.scatter_(0, places, torch.arange(size, device=mask.device))[:size]
 
 
 def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut, membership, routed
 from embrace_fx.runtime.flow.row_gradient import summed
-from embrace_fx.runtime.kernels import first_true, padded_unique_ids
+from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.vocabulary.plan import Grid
 
 V = 9
@@ -19,13 +19,6 @@ CPU = torch.device("cpu")
 
 batches = st.lists(st.lists(st.integers(0, V - 1), max_size=12), min_size=1, max_size=3)
 paddings = st.sampled_from([-1, 0, 4])
-
-
-@given(st.lists(st.booleans(), max_size=20))
-def test_where_a_mask_is_true(mask: list[bool]) -> None:
-    found = first_true(torch.tensor(mask, dtype=torch.bool)).tolist()
-    true = [k for k, each in enumerate(mask) if each]
-    assert found == true + [0] * (len(mask) - len(true))
 
 
 @given(batches, paddings)
