@@ -1,1 +1,1 @@
-"""Process groups, and the exchanges that let ranks agree or learn of a failure."""
+"""Process groups, and the exchanges by which ranks agree and report failures."""

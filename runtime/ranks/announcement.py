@@ -1,11 +1,11 @@
-"""Exchanges announcements: what each rank is about to do, at the head of each step.
+"""The handshake of a step: each rank announces its next action before the step.
 
 Contract
-    Every step begins with an announcement of marks, activity and sizes by every rank. A rank that has failed says so
-    there, and all ranks raise the same error; no collective is left waiting.
-    A rank's announcement is one value; only `Announcement.encode` and `decode` know its form on the wire.
-    The head of a backward, a failed forward and a question to a sharded table are announced by the same exchange, so
-    that ranks in any of these match, and none waits for data that another one will never send.
+    Every step begins with an exchange of flags, activity and sizes. A rank that has failed reports it there, and all
+    ranks raise the same error, so that no collective is left waiting.
+    A rank's announcement is one value. Only `Announcement.encode` and `decode` define its form on the wire.
+    The start of a backward, a failed forward and a read of a sharded table use the same exchange. Ranks that do
+    different things therefore meet in it, and none waits for data that another rank never sends.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from embrace_fx.runtime.ranks.step_checks import check_activities, check_program
 from embrace_fx.vocabulary.row_space import RowSpace
 
 STEP, BACKWARD, GAVE_UP, JOIN, QUESTION = range(5)
-"""The kinds of an announcement: at the head of a step; at the head of a backward; in an announced forward that the rank
-cannot finish; at the head of a call under `join`, where a rank may have run out of batches; of a question to a sharded
-table (`embrace_fx.runtime.ranks.questions`)."""
+"""The kinds of an announcement: the start of a step; the start of a backward; an announced forward that failed; the
+start of a call under `join`, where a rank may have no more batches; a read of a sharded table
+(`embrace_fx.runtime.ranks.questions`)."""
 
 TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
-"""The activities, which must be the same on all ranks: three kinds of calls; `JOINED`: a rank without batches (`join`)
-makes no call."""
+"""The activities, which must be equal on all ranks: three kinds of calls, and `JOINED` for a rank without batches
+(`join`), which makes no call."""
 
 CHANGED_BUFFERS = -1
-"""Announced in place of a number of buffers: this rank has changed one other than by a forward."""
+"""Sent in place of the hash of buffers: this rank has changed a buffer outside of a forward."""
 
-_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags, and the first bit of the kind
+_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags and the lowest bit of the kind
 _BITS = 8
-"""Bits that the marks take in their number."""
+"""The number of bits for the flags."""
 
-_WENT_ON = "it made another call of the model without a backward of the last one"
+_WENT_ON = "it called the model again without a backward for the last call"
 _CAUGHT_ALONE = (
     "a call failed on this rank, and others have ended with its error: {}. Catch the error on every rank, around the "
     "call and its backward, or check batches before the call"
 )
-_NOT_JOINED = "it called the model outside of join(), and another rank inside. Enter join() on every rank"
+_NOT_JOINED = "it called the model outside of join(), but another rank is inside join(). Enter join() on every rank"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of announcements on the wire; it must be the same on all ranks, or the exchange would hang.
+    """The form of announcements on the wire. It must be equal on all ranks, or the exchange would hang.
 
     Attributes:
-        tables: number of tables that exchange ids under the plan.
-        watched: other tables whose number of rows read is announced.
+        tables: the number of tables that exchange ids under the plan.
+        watched: other tables whose number of looked-up rows is announced.
     """
 
     tables: int = 0
@@ -66,7 +66,7 @@ class Form:
 
     @property
     def sizes(self) -> int:
-        """The most sizes of an announcement: a state, and the rows of this batch and of the next one."""
+        """The maximum number of sizes in an announcement: a state, and the rows of this batch and of the next one."""
         return 1 + 2 * self.tables
 
 
@@ -77,15 +77,15 @@ class Announcement:
     Attributes:
         kind: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: why the rank has failed; "" for another rank, whose reason is not known yet. None: it has not failed.
-        asks_to_plan: it asks for another plan.
-        does_not_fit: its batch does not fit the plan, which all ranks then change before this step.
-        steps: number of optimizer steps taken; 0 where ranks may differ (`join`).
-        program: hash of the step's launches, 0 if it has none. A backward sends the number of its call
+        failure: why the rank has failed; "" for another rank, whose reason is not known yet; None if it has not failed.
+        asks_to_plan: whether the rank requests a new plan.
+        does_not_fit: whether the rank's batch does not fit the plan. All ranks then change the plan before the step.
+        steps: the number of optimizer steps so far; 0 under `join`, where ranks may differ.
+        program: hash of the step's launches, 0 without launches. A backward sends the number of its call
             (`BackwardBarrier`), and a question its own hash.
-        buffers: hash of the buffers that this rank would share, or `CHANGED_BUFFERS`.
-        deeds: number of ops on parts of tables so far; below 0: not sent.
-        rows_seen: watched table -> number of rows that the batch reads; below 0: unknown.
+        buffers: hash of the buffers to synchronize, or `CHANGED_BUFFERS`.
+        deeds: the number of ops on parts of tables so far; negative if not sent.
+        rows_seen: watched table -> number of rows that the batch reads; negative if unknown.
         sizes: further numbers of the step.
     """
 
@@ -102,7 +102,7 @@ class Announcement:
     sizes: tuple[int, ...] = ()
 
     def encode(self, form: Form) -> list[int]:
-        """Encodes it as numbers, equally many on each rank."""
+        """Encodes the announcement as numbers, equally many on each rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.deeds
@@ -111,7 +111,7 @@ class Announcement:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], form: Form, sizes: int) -> Announcement:
-        """Reads what `encode` has written.
+        """Decodes the numbers of `encode`.
 
         Args:
             sizes: the number of sizes that were sent.
@@ -144,15 +144,15 @@ def activity_of(*, train: bool, reduces: bool) -> int:
 
 
 _HEAD = 5
-"""Numbers of an announcement that are the same on all ranks where a step goes right."""
+"""The leading numbers of an announcement, which are equal on all ranks in a correct step."""
 
 Exchange = tuple[list[int], Tensor, Any]
-"""Announcements on their way: this rank's, as numbers; those of all ranks (N, length); the work to wait for first."""
+"""A handshake in flight: this rank's numbers, all ranks' numbers (N, length), and the work to wait for first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A step that has been announced ahead: what `launch` has started, and what follows once all have announced it."""
+    """A step announced ahead: its exchange in flight, and the function to call once all ranks have announced it."""
 
     own: Announcement
     launched: Exchange
@@ -160,15 +160,15 @@ class _Ahead:
 
 
 class Announcements:
-    """The announcements of these ranks.
+    """The handshakes of these ranks.
 
     Attributes:
-        form: their form on the wire, under the plan in use.
+        form: the form on the wire, under the plan in use.
         of_step: this rank's announcement of the next step, without sizes.
-        asked_to_plan: in the last announcement, some rank asked for another plan.
-        buffers_differ: in the last one, ranks would share different buffers, or a rank has changed its own.
-        trouble: returns why this rank cannot take the next step, found by another thread; None: it can.
-        rows_read: table -> rows that each rank reads, where announced.
+        asked_to_plan: whether any rank requested a new plan in the last announcement.
+        buffers_differ: whether, in the last announcement, buffers differed or a rank had changed its own.
+        trouble: returns why this rank cannot take the next step, as found by another thread; None if it can.
+        rows_read: table -> rows that each rank reads, if announced.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -181,19 +181,19 @@ class Announcements:
         self.rows_read: dict[str, tuple[int, ...]] = {}
         self._watchdog = MismatchWatchdog()
         self._ahead: _Ahead | None = None
-        self._given_up: str | None = None  # why this rank could not finish the last call, as the others know
+        self._given_up: str | None = None  # the reason sent to other ranks why the last call failed on this rank
         communicator.let_ask(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
-        """Announces the next step with these sizes; returns every rank's sizes, and raises as `announce` does.
+        """Announces the next step with these sizes; returns every rank's sizes. Raises like `announce`.
 
         Args:
-            failure: found since `of_step` was built.
+            failure: an error found after `of_step` was built.
         """
         return self.announce(self._own(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
-        """Announces the next step, and leaves it to `wait` to wait for the others and to raise.
+        """Announces the next step without waiting for the other ranks. `wait` waits for them and raises.
 
         Args:
             then: called once every rank is known to continue.
@@ -207,7 +207,7 @@ class Announcements:
         self._ahead = _Ahead(own, self._begin(own), then)
 
     def wait(self) -> None:
-        """Waits for the announcements of a step that has been announced ahead; raises as `announce` does."""
+        """Waits for a handshake started by `announce_ahead`; raises like `announce`."""
         if (ahead := self._ahead) is not None:
             self._ahead = None
             self._end(ahead.own, ahead.launched)
@@ -223,8 +223,8 @@ class Announcements:
         """Announces a step; returns every rank's sizes.
 
         Raises:
-            PeerFailure: any rank has failed, or the ranks are not doing the same thing; on all ranks.
-            PlanDoesNotFit: some rank's batch does not fit the plan; on all ranks.
+            PeerFailure: a rank has failed, or ranks do different things; on all ranks.
+            PlanDoesNotFit: a rank's batch does not fit the plan; on all ranks.
         """
         self.wait()
         if self.communicator.world_size == 1:
@@ -237,7 +237,7 @@ class Announcements:
         return self._end(own, self._begin(own))
 
     def watch(self) -> None:
-        """Begins to look for ranks that call alone; later calls do nothing. Called on all ranks in one order."""
+        """Starts the watchdog for calls that some ranks never make; later calls do nothing. Same order on all ranks."""
         self._watchdog.watch(self.communicator, self._look)
 
     def _begin(self, own: Announcement) -> Exchange:
@@ -252,7 +252,7 @@ class Announcements:
         rows, head = self._read(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
             return self._check(own, self._meet(own, rows))
-        watched = self.form.watched  # all ranks do the same, and none has anything else to say: nothing is decoded
+        watched = self.form.watched  # fast path: all ranks sent equal numbers and no report
         first, self.asked_to_plan, self._given_up = _HEAD + len(watched), False, None
         self.buffers_differ = own.buffers == CHANGED_BUFFERS
         self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
@@ -281,16 +281,16 @@ class Announcements:
         return [each.activity for each in self._meet(own, self._read(self.launch(own)))]
 
     def _meet(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
-        """Returns every rank's announcement, repeating the exchange until all ranks are at the same place.
+        """Returns every rank's announcement; repeats the exchange until all ranks are at the same place.
 
         Args:
-            rows: what the first exchange has brought.
+            rows: the results of the first exchange.
         """
         everyone = self._decoded(own, rows)
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
             if QUESTION in kinds:
                 raise PeerFailure(self.reports(everyone, own.failure))
-            self._warn(self.reports(everyone, None))  # these ranks come here next
+            self._warn(self.reports(everyone, None))  # these ranks will join the next exchange
             everyone = self._decoded(own, self._read(self.launch(own)))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
@@ -301,13 +301,13 @@ class Announcements:
         self._watchdog.look(store, name, self._answer)
 
     def _answer(self, failure: str) -> PeerFailure:
-        """Answers other ranks' announcement with a failure, from another thread: the main thread is elsewhere."""
+        """Answers other ranks' announcement with a failure, from another thread, while the main thread is blocked."""
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
         own = Announcement(failure=failure)
         try:
             self._meet(own, self._read(self.launch(own)))
-        except PeerFailure as told:  # by a rank that asks a question
+        except PeerFailure as told:  # a rank that reads a sharded table
             return told
         return PeerFailure(self.communicator.reports(failure))
 
@@ -316,7 +316,7 @@ class Announcements:
         return [Announcement.decode(row, form, sizes) for row in rows]
 
     def _read(self, launched: Exchange) -> list[list[int]]:
-        """Waits for an exchange that `launch` has started; returns the numbers of each rank."""
+        """Waits for an exchange started by `launch`; returns the numbers of each rank."""
         _, everyone, work = launched
         try:
             self._watchdog.waiting_since_s = time.monotonic()
@@ -337,7 +337,7 @@ class Announcements:
         return found
 
     def launch(self, own: Announcement) -> Exchange:
-        """Starts the exchange."""
+        """Starts the exchange of announcements."""
         communicator, encoded = self.communicator, own.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
@@ -347,20 +347,20 @@ class Announcements:
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
     def give_up(self, failure: str) -> None:
-        """Announces that this rank cannot finish an announced forward. Of at least two ranks."""
+        """Announces that this rank cannot finish an announced forward. Requires at least two ranks."""
         self.wait()
         self._given_up = failure
         own = Announcement(GAVE_UP)
         self.reports(self._decoded(own, self._read(self.launch(own))), failure)
 
     def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
-        """Asks all ranks a question to a sharded table; returns numbers that travel with it, reduced.
+        """Announces a read of a sharded table; returns the numbers sent with it, reduced over ranks.
 
         Args:
-            what, value, reduce_op: as of `embrace_fx.runtime.ranks.questions.Question`.
+            what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.Question`.
 
         Raises:
-            PeerFailure: not all ranks ask it; on every rank.
+            PeerFailure: not all ranks read it; on every rank.
         """
         question = Question(what, value, reduce_op)
         own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
@@ -377,10 +377,10 @@ class Announcements:
         return question.answer([each.sizes for each in everyone])
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
-        """Collects, by rank, the reasons why ranks do not follow the others. Collective if one of them has a reason."""
+        """Returns, by rank, the reasons why ranks cannot continue. Collective if a rank has a reason."""
         kinds, found = {each.kind for each in everyone}, dict[int, str]()
         if QUESTION in kinds:
-            self.communicator.deeds = 0  # what led to the question; all ranks restart the count
+            self.communicator.deeds = 0  # all ranks restart the count of ops on parts
         else:
             found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:
@@ -388,12 +388,12 @@ class Announcements:
         return found
 
     def _warn(self, reports: Mapping[int, str]) -> None:
-        """Warns this rank, which continues, of a call that all ranks have given up."""
+        """Warns that all ranks have given up the previous call."""
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
-        """Records the announced rows: `sizes` by rank, by table; below 0 if unknown."""
+        """Records the announced rows: `sizes` by rank and table; negative if unknown."""
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(

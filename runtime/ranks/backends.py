@@ -30,7 +30,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    """Returns whether a tensor must be copied to the host to be sent: a CUDA tensor over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 
@@ -40,7 +40,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def alone_on(device: torch.device) -> Iterator[None]:
-    """Opens a context for set-up collectives on a device, ordered against another model's by waits of the host."""
+    """Opens a context for setup collectives on a device. Host waits order them against other models' collectives."""
     torch.cuda.synchronize(device)
     yield
     torch.cuda.synchronize(device)

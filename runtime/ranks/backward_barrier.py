@@ -1,8 +1,8 @@
-"""Gates a backward: ranks learn whether all of them are in it before anything that it launches leaves.
+"""The barrier of a backward: nothing is launched before all ranks are in the backward.
 
 Contract
-    A rank sends an announcement here, which meets those of ranks that have gone on to another call without a backward,
-    or could not finish their forward. The ranks at the gate then give the backward up.
+    Each rank sends an announcement. It also matches those of ranks that have called the model again without a backward,
+    or whose forward has failed. The ranks in the backward then give it up.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FORM = Form()
 
 
 class BackwardBarrier:
-    """The gate of one backward. Made by every rank that begins it, of at least two ranks.
+    """The barrier of one backward, created by every rank that begins it. Requires at least two ranks.
 
     Args:
-        call: which call's backward it is: 1 of the last call, 2 of the one before, and so on. 0: whichever the others
-            are in, of a rank that computes nothing.
+        call: the number of the backward's call: 1 for the last call, 2 for the one before, and so on. 0 on a rank that
+            computes nothing matches any call.
 
     Attributes:
-        future: ends when it has come out whether all ranks are here.
+        future: ends with the exchange.
     """
 
     def __init__(self, announcements: Announcements, call: int) -> None:
@@ -37,17 +37,18 @@ class BackwardBarrier:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Tells whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
+        """Returns whether all ranks are in this backward, once the exchange has ended. Thread-safe."""
         if self._here is None:
             rows = self._everyone.tolist()
-            if not (found := rows.count(self._own) == len(rows)):  # the same call's, as most often
+            # Fast path: all ranks are in the same call's backward.
+            if not (found := rows.count(self._own) == len(rows)):
                 told = self._announced()
                 found = {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
             self._here = found
         return self._here
 
     def wait(self) -> None:
-        """Waits until the gate's exchange has ended."""
+        """Waits for the exchange."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -55,10 +56,10 @@ class BackwardBarrier:
             raise
 
     def check(self) -> None:
-        """Checks that all ranks are in this backward, once the gate's exchange has ended.
+        """Checks, after the exchange, that all ranks are in this backward.
 
         Raises:
-            PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
+            PeerFailure: a rank is not in this backward. Raised on every rank that is; the others continue.
         """
         if not self.all_are_here():
             sent = self._announced()
@@ -74,6 +75,6 @@ def _spoken(call: int) -> str:
 
 
 _OTHER_CALL = (
-    "backwards of several calls run in another order on some rank: this one is in that of {}. Run them in one order "
-    "on all ranks, or one backward of the sum of the losses"
+    "ranks run the backwards of several calls in different orders: this rank is in the backward of {}. Run them in the "
+    "same order on all ranks, or run one backward of the sum of the losses"
 )

@@ -1,4 +1,4 @@
-"""Reports of batches that a rank cannot go on with, for all ranks to raise."""
+"""Error texts for batches that a rank cannot process, raised on all ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def unreadable(error: Exception) -> str:
-    """Makes the report of a rank that cannot compute its batch's ids."""
+    """Returns the error text for a batch whose ids this rank cannot compute."""
     return f"the batch's ids cannot be computed: {type(error).__name__}: {error}. Check the batch"
 
 
 def bad_id_report(
     ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, RowSpace] = {}
 ) -> str | None:
-    """Reports the first id outside of its table; None: all are inside.
+    """Returns an error text for the first id outside of its table; None if all ids are valid.
 
     Args:
-        ids: rows of the tables or row spaces named by `tables`.
-        spaces: those of them that are row spaces, by name.
+        ids: row ids for each of `tables`.
+        spaces: the row spaces among `tables`, by name.
     """
     for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:

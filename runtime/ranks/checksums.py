@@ -1,4 +1,4 @@
-"""Computes checksums of values that ranks should hold equally, and names ranks that differ."""
+"""Checksums of replicated values, and the names of ranks that differ."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksum_of_text(text: str) -> int:
-    """Hashes a text into a number of 64 bits, the same on all ranks."""
+    """Hashes a text to a 64-bit number that is equal on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority; "": none.
+    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority.
+
+    Returns "" if all are equal.
 
     >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "Replicas differ: b on rank 1 differs from rank 0's"

@@ -1,7 +1,7 @@
-"""Launches a rank's collectives by communication class; launches return values in flight.
+"""Launches this rank's collectives. A launch returns a value in flight.
 
 Contract
-    Collectives of one class are launched in program order on their own process group.
+    Each communication class has its own process group. Collectives of one class are launched in program order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from embrace_fx.runtime.ranks.worker import Ending
 
 @dataclass(slots=True)
 class InFlight:
-    """A value that a collective is still writing; `wait` returns it.
+    """The result of a collective that may still be running; `wait` returns it.
 
     Attributes:
-        sent_bytes: returns, at the end, the bytes that this rank has sent; None: they were known before.
-        reads: further tensors that the collective reads, kept until it has ended.
+        sent_bytes: returns the bytes that this rank has sent, after the end; None if they were known before.
+        reads: further tensors that the collective reads, kept alive until it has ended.
     """
 
     value: Tensor
@@ -48,7 +48,7 @@ class InFlight:
 def widened(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Turns a narrower tensor in flight into a wider one.
+    """Copies a narrower tensor in flight into a wider one when it arrives.
 
     Args:
         write: writes the values of the narrower tensor into the wider one.
@@ -72,13 +72,13 @@ def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
 
 
 InTurn = Callable[[], AbstractContextManager[None]]
-"""Makes a context for a collective outside of a launcher, on the current stream."""
+"""Returns a context for a collective outside of a launcher, on the current stream."""
 
 Ask = Callable[[str, Tensor | None, Any], Tensor | None]
-"""(what is asked of a table, numbers, how they are reduced) -> the numbers reduced; None: by another collective."""
+"""(description of a table read, numbers, reduce op) -> the reduced numbers; None if they need another collective."""
 
 Counts = Sequence[Sequence[int]]
-"""For each rank, how many rows it reads from each row of a table's grid; shards by columns have one grid row."""
+"""Rank -> the number of rows that it reads from each row of the table's grid. Shards by columns have one grid row."""
 
 
 def by_row(counts: Tensor) -> Counts:
@@ -93,12 +93,12 @@ class Communicator(Groups):
     Without torch.distributed, or in a group of one, launches return their own data.
 
     Attributes:
-        gradient_dtype: the dtype of gradients on the wire, set by the user's hook; None: their own.
+        gradient_dtype: the dtype of gradients on the wire, set by the user's hook; None keeps their own.
         rounding: the formats of rows and buckets on the wire, in the launcher's groups.
-        comm_hook: the user's hook, which reduces buckets in place of an AllReduce, or None.
-        in_turn: orders the calling thread's collectives on a device with those of a launcher: unordered ones could
-            begin in different orders on two ranks, and deadlock. None: there is no launcher, or it is the host's.
-        deeds: number of ops on this rank's parts of tables so far.
+        comm_hook: the user's hook that reduces buckets instead of an AllReduce, or None.
+        in_turn: orders the calling thread's collectives on a device with the launcher's. Unordered ones could start in
+            different orders on two ranks and deadlock. None without a launcher, or if the launcher runs on the host.
+        deeds: the number of ops on this rank's parts of tables so far.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -112,16 +112,16 @@ class Communicator(Groups):
         self._ask: Ask = lambda *_: None
 
     def let_ask(self, ask: Ask) -> None:
-        """Has questions to sharded tables asked of all ranks first.
+        """Sets the function that announces reads of sharded tables.
 
         Args:
-            ask: a method, whose object may go.
+            ask: a bound method, referenced weakly.
         """
         found = weakref.WeakMethod(ask)
         self._ask = lambda *asked: None if (method := found()) is None else method(*asked)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Sends one rank's values to all ranks, in place."""
+        """Broadcasts tensors from one rank, in place."""
         self.check_open()
         if self.world_size == 1:
             return
@@ -146,24 +146,24 @@ class Communicator(Groups):
         return value
 
     def reduce_asked(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        """Computes `reduce_scalar` of what is asked of a sharded table, in place.
+        """Computes `reduce_scalar` for a read of a sharded table, in place.
 
         Args:
             what: "norm of the sharded words.weight".
 
         Raises:
-            PeerFailure: not all ranks ask it; on every rank.
+            PeerFailure: not all ranks read it; on every rank.
         """
         found = self._ask(what, value, reduce_op)
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
     def gather_asked(self, own: Tensor, what: str) -> Tensor:
-        """Gathers equally many elements (n,) of every rank, (N n,), where a table is asked for; as `reduce_asked`."""
+        """Gathers equally many elements (n,) of every rank, (N n,), to read a table. Raises like `reduce_asked`."""
         self._ask(what, None, None)
         return self.wait(self.gather_alike(own, "dense")).view(-1)
 
     def meet(self, what: str) -> None:
-        """Waits until every rank does `what`, as `reduce_asked` does.
+        """Waits until every rank does `what`.
 
         Raises:
             PeerFailure: not all ranks do; on every rank.
@@ -183,7 +183,7 @@ class Communicator(Groups):
         """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known.
 
         Args:
-            counts: (T,) how many of `unique` are rows, by table, where only the device knows; None: all are.
+            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it; None if all are.
         """
         tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -194,7 +194,7 @@ class Communicator(Groups):
         return self.gather_alike(own, group)
 
     def gather_alike(self, own: Tensor, group: str) -> InFlight:
-        """Gathers equally many numbers of every rank, (N, n)."""
+        """Gathers equally many numbers from every rank, (N, n)."""
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
@@ -229,7 +229,7 @@ class Communicator(Groups):
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Lists (rows, columns) of this rank's rows that each rank owns, and of each rank's rows that this one owns."""
+        """Returns the shapes (rows, columns) of the pieces to send to each rank and to receive from each rank."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
         widths = column_widths(embedding_dim, grid_columns)
@@ -245,7 +245,7 @@ class Communicator(Groups):
         if self.world_size == 1:
             return InFlight(flat, None)
         of_owners, of_readers = self._pieces(counts, embedding_dim)
-        # Where they are rounded, `round_rows` has done so already.
+        # `round_rows` has already rounded them, if they are rounded.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
 
     def _send_pieces(
@@ -261,9 +261,9 @@ class Communicator(Groups):
         """Launches an AlltoAll of rows, which may travel in fewer bits.
 
         Args:
-            leave, come: the piece for each rank, and the piece from each rank, as (rows, columns).
-            encode: puts rows that are rounded into their form on the wire.
-            narrows: rows that are not rounded travel in the dtype of gradients.
+            leave, come: shapes (rows, columns) of the piece for each rank, and of the piece from each rank.
+            encode: converts rounded rows to their form on the wire.
+            narrows: whether rows that are not rounded travel in the dtype of gradients.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)
@@ -283,7 +283,7 @@ class Communicator(Groups):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """Launches an AlltoAll of parts with these numbers of elements from each rank and for each rank."""
+        """Launches an AlltoAll with these numbers of elements from and for each rank."""
 
         def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
             if backend != "gloo":
@@ -303,19 +303,19 @@ class Communicator(Groups):
         return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def _narrow(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient in its dtype on the wire: itself, or a narrower copy."""
+        """Returns a gradient in its dtype on the wire, copied if that is narrower."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """Launches a collective; one of device tensors over gloo, which needs them on the host, has ended on return."""
+        """Launches a collective. One of CUDA tensors over gloo goes through the host and has ended on return."""
         carrier, backend = self._carrier(group, written)
         if not written.is_cuda or "nccl" in backend:
             turn = self._turn(written, group) if group in CLASSES else None
             if turn is None:
                 return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
-                collective(carrier, backend, written, *read).wait()  # the current stream waits, which reads it next
+                collective(carrier, backend, written, *read).wait()  # the current stream reads it next, so it waits
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
         collective(*self._carrier(group, on_host[0]), *on_host).wait()
@@ -323,7 +323,7 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _turn(self, tensor: Tensor, group: str) -> AbstractContextManager[None] | None:
-        """Returns a context for a collective of the calling thread; None: a host's collective needs no order."""
+        """Returns a context that orders a collective of the calling thread; None for a collective on the host."""
         if self.in_turn is None and not tensor.is_cuda:
             return None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
@@ -343,7 +343,7 @@ class Communicator(Groups):
         return launch.value
 
     def launches(self) -> Mapping[str, Any]:
-        """Maps op names to the functions that a lowered program calls."""
+        """Maps op names to the functions that a lowered graph calls."""
         return {
             "embrace::all_to_all_rows": self.all_to_all_rows,
             "embrace::all_to_all_gradients": self.all_to_all_gradients,

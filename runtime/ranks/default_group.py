@@ -1,4 +1,4 @@
-"""Finds the process group that a model trains in, and refuses groups that changed or do not fit."""
+"""Finds the process group of a model, and raises if it has changed or cannot be used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Returns the present default group; None where torch.distributed is not initialised."""
+    """Returns the current default group; None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the group of a mesh of one dimension; None for another one."""
+    """Returns the group of a 1D mesh; None for other meshes."""
     return mesh.get_group() if mesh.ndim == 1 else None
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a mesh of several dimensions, in DDP's words, which loops match."""
+    """Raises `ValueError` for a mesh with several dimensions, with the words of DDP's error, which some loops match."""
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
             f"Only 1D device mesh is supported, and this one has {mesh.ndim} dimensions. Pass the dimension along "
@@ -33,15 +33,15 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
-    """Raises where the first call would not train with the ranks that the program was started with.
+    """Raises if the first call would not train with the ranks that the job was started with.
 
     Args:
         now: the default group at the first call.
         compiled_in: the default group at `compile`.
 
     Raises:
-        RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not the one of `compile`,
-            whose ranks agreed on model and options.
+        RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not that of `compile`, whose
+            ranks agreed on model and options.
     """
     if now is None and compiled_in is None and (ranks := _ranks_told()) > 1:
         raise RuntimeError(
@@ -57,14 +57,15 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
 
 
 def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
-    """Raises where a model cannot be called.
+    """Raises if a model cannot be called.
 
     Args:
         group: the ranks that train together.
-        begun: the model has been called before.
+        begun: whether the model has been called before.
 
     Raises:
-        RuntimeError: the call is in a context of RPC's autograd, or torch.distributed was initialised after the first.
+        RuntimeError: the call is in a distributed autograd context, or torch.distributed was initialized after the
+            first call.
     """
     _refuse_distributed_autograd()
     if begun and group is None and (now := default_group()) is not None and dist.get_world_size(now) > 1:
@@ -75,14 +76,14 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
 
 
 def _refuse_distributed_autograd() -> None:
-    """Raises `RuntimeError` in a context of RPC's autograd, which would look for gradients there and find none."""
+    """Raises `RuntimeError` in a distributed autograd context, which would find no gradients."""
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is None or not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
         return
     autograd: Any = torch.distributed.autograd
     try:
         autograd._current_context()
-    except RuntimeError:  # there is none
+    except RuntimeError:  # no context is active
         return
     raise RuntimeError(
         "The model was called inside torch.distributed.autograd.context(), but gradients go to parameters, not to an "

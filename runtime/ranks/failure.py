@@ -1,4 +1,4 @@
-"""Makes all ranks raise, with the culprit's name, when a rank fails, dies or hangs."""
+"""Makes all ranks raise an error that names the rank when one fails, dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from embrace_fx.vocabulary import plain_data
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 ANNOUNCEMENT = "announcement"
-"""The name of what every step begins with."""
+"""Launch name of the handshake that begins every step."""
 
 BACKWARD = "backward"
-"""The name of what every backward begins with."""
+"""Launch name of the barrier that begins every backward."""
 
 CLOSED = (
     "This compiled model is closed, by close() or by another compile() of its model, and its process groups have "
     "ended. Use what the other compile() returned, or compile again."
 )
-"""Why a model that has been closed does nothing."""
+"""The error of a closed model."""
 
 FORKED = (
-    "The model was called, or a sharded table read, in a forked child process, which other ranks do not know. Read it "
-    "before the fork, on every rank: full_tensor() of a table, or model.full_state_dict(). Or fork inside `with "
-    "model.whole():`."
+    "The model was called, or a sharded table read, in a forked child process, which cannot communicate with other "
+    "ranks. Before the fork, call full_tensor() of the table or model.full_state_dict() on every rank. Or fork inside "
+    "`with model.whole():`."
 )
-"""Why a model does nothing in a forked child."""
+"""The error of a model in a forked child."""
 
 _LIBRARIES = tuple(
     str(path)
@@ -47,7 +47,7 @@ _LIBRARIES = tuple(
         sysconfig.get_paths()["stdlib"],
     )
 )
-"""Folders of files that are not the user's."""
+"""Folders whose files are not user code."""
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
@@ -56,10 +56,10 @@ _POLL_S = 0.1
 
 
 class PeerFailure(RuntimeError):
-    """Raised on every rank when any rank has failed in a step, before anything was applied.
+    """Raised on every rank if any rank fails in a step, before anything is applied.
 
     Attributes:
-        by_rank: what each failed rank reported.
+        by_rank: the report of each failed rank.
     """
 
     def __init__(self, by_rank: Mapping[int, str]) -> None:
@@ -72,11 +72,11 @@ class PeerFailure(RuntimeError):
 
 
 class PlanDoesNotFit(Exception):
-    """Raised on every rank, in place of the step, where a rank's batch does not fit the plan, which is then changed."""
+    """Raised on every rank instead of the step if a rank's batch does not fit the plan, which is then changed."""
 
 
 class DivergedReplicas(RuntimeError):
-    """Raised on every rank by `check_replicas`, when it finds that replicas differ."""
+    """Raised on every rank by `check_replicas` if replicas differ."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found}. Load a checkpoint on every rank, and check that machine.")
@@ -90,11 +90,11 @@ class DeadRank(RuntimeError):
 
 
 class StuckRank(RuntimeError):
-    """A collective failed although every rank's process lives: some rank did not reach it in time."""
+    """A collective failed although every rank's process is alive: some rank did not reach it in time."""
 
 
-TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
-"""The note on an error that one rank raises and the others are informed of."""
+TOLD = "All ranks raise this error. Nothing of this step was applied on any rank."
+"""Note added to an error that one rank raises and reports to the others."""
 
 
 def is_of_ranks(error: BaseException) -> bool:
@@ -103,7 +103,7 @@ def is_of_ranks(error: BaseException) -> bool:
 
 
 def failure_text(failure: Exception) -> str:
-    """Prints a failure for other ranks; the library's own errors are printed without their type."""
+    """Formats an error for other ranks, without the type for the library's own errors."""
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
@@ -113,14 +113,14 @@ class LaunchLog:
     Attributes:
         step: number of announcements begun.
         optimizer_steps: number of steps that changed parameters, since a checkpoint was loaded.
-        launched: name of a launch -> the step of its last one; the last launch is the last entry.
-        launches: number of launches so far.
+        launched: launch name -> the step of its last launch. The last entry is the last launch.
+        launches: the number of launches so far.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.optimizer_steps = 0
-        self._last: dict[object, int] = {}  # keys are turned into names when they are read
+        self._last: dict[object, int] = {}  # keys become names when read
         self.launches = 0
 
     @property
@@ -139,7 +139,7 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The signature of a living rank: its progress, and the line that its main thread executes."""
+    """The status of a living rank: its progress, and the line that its main thread executes."""
 
     launched: dict[str, int]
     launches: int
@@ -147,7 +147,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """The last launch, with its number among all."""
+        """Describes the last launch, with its number."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
         return f"number {self.launches}, {name!r} of step {step}"
 
@@ -166,14 +166,14 @@ def place_of_main_thread() -> str:
 class LivenessCheck:
     """Finds the dead ranks after a collective broke.
 
-    The first rank to meet the error starts the check in the store. A thread on every rank sees it and signs, even while
-    the rank's main thread is blocked in a collective. A rank that does not sign within a few seconds is dead. The rank
-    that writes the verdict waits until the others have read it: the store may live in its own process.
+    The first rank with the error starts the check in the store. A thread on every rank then writes a status, even while
+    the main thread is blocked in a collective. A rank without a status after a few seconds is dead. The rank that
+    writes the verdict waits until the others have read it, because its process may run the store.
 
     Args:
-        store: the process group's store. The check talks to it over a connection of its own, in its own thread.
+        store: the process group's store. The check uses its own connection, in its own thread.
         name: unique among the communicators of one store.
-        progress: what this rank signs with.
+        progress: this rank's progress, for its status.
     """
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog) -> None:
@@ -186,22 +186,22 @@ class LivenessCheck:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
-        self.looks: list[Callable[[Any], None]] = []  # called by the thread at each look
+        self.looks: list[Callable[[Any], None]] = []  # called by the thread in each iteration
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx liveness check", daemon=True)
         self._listener.start()
 
     def close(self) -> None:
-        """Ends the thread: one that still asks the store when the interpreter goes ends the process by abort()."""
+        """Ends the thread. A thread that reads the store while the interpreter exits would abort the process."""
         self._closed = True
         self._wake.set()
         if self._listener is not threading.current_thread():
             self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
-        """Returns the ranks that do not answer."""
-        if threading.current_thread() is self._listener:  # no other thread would run the check
+        """Returns the ranks that do not respond."""
+        if threading.current_thread() is self._listener:  # this thread runs the check
             return []
         self._wake.set()
         self._decided.wait()
@@ -215,7 +215,7 @@ class LivenessCheck:
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:
-            self._missing = [0]  # the store is gone: without a launcher that holds it, it lived in rank 0's process
+            self._missing = [0]  # the store is gone; without a launcher, rank 0's process ran it
         self._decided.set()
 
     def _call(self) -> list[int]:
@@ -243,10 +243,10 @@ class LivenessCheck:
             time.sleep(_POLL_S)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raises the error of a broken collective, with the names of ranks."""
+        """Raises the error of a failed collective with the names of ranks."""
         if missing := self.missing():
             raise DeadRank(
-                f"Rank(s) {', '.join(map(str, missing))} no longer answer, says rank {self.rank} ({error}). Look at "
+                f"Rank(s) {', '.join(map(str, missing))} no longer answer rank {self.rank} ({error}). Look at "
                 "their logs, and restart the job from a checkpoint."
             ) from error
         raise StuckRank(
@@ -255,7 +255,7 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Names the ranks behind this one, each by the first launch that it has not reached; if none is, all places."""
+        """Names the ranks behind this one with the first launch that each has not reached; if none is behind, all."""
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
@@ -272,17 +272,17 @@ class LivenessCheck:
 
 
 class Watching(contextlib.AbstractContextManager[None]):
-    """A context manager that names the ranks that no longer answer, or are stuck, in the error of a broken collective.
+    """A context manager that adds the names of dead or stuck ranks to the error of a failed collective.
 
     Args:
-        what: the launch that is waited for inside, by its name in `LaunchLog`.
+        what: the name, in `LaunchLog`, of the launch that the block waits for.
     """
 
     def __init__(self, liveness: LivenessCheck, what: object = "") -> None:
         self._liveness, self._what = liveness, what
 
     def __enter__(self) -> None:
-        """There is nothing to prepare."""
+        """Does nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
         if isinstance(error, RuntimeError) and not is_of_ranks(error):

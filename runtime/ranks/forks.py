@@ -1,10 +1,11 @@
-"""What compiled models do before their process forks, and in the child.
+"""Handles forks of a process with compiled models.
 
     loader = DataLoader(data, num_workers=4)    multiprocessing.get_context("fork").Process(target=evaluate)
 
 Contract
-    A child finds parameters, gradients and optimizer state as they are after the last step: it has no thread that would
-    apply an update. It holds copies of the connections to other ranks: what would use one is refused.
+    A child sees parameters, gradients and optimizer state after the last step. Pending updates are applied before the
+    fork, because the child has no thread to apply them. Ops that need a connection to other ranks raise in the child,
+    because it has only copies of its parent's connections.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weakref import WeakSet
 
 
 class Forking(Protocol):
-    """A compiled model, as this sees it."""
+    """The methods that a compiled model provides for forks."""
 
     def before_fork(self) -> None: ...
 
@@ -27,7 +28,7 @@ _MODELS: WeakSet[Forking] = WeakSet()
 
 
 def watch_forks(model: Forking) -> None:
-    """Has forks wait for what a model has pending."""
+    """Registers a model whose pending updates forks must apply first."""
     _listen()
     _MODELS.add(model)
 

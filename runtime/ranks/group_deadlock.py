@@ -1,9 +1,9 @@
-"""Ranks meet in the store before they meet in a process group, so that two ranks in different groups are named at once.
+"""Detects, through the store, that ranks are about to deadlock in different process groups.
 
 Contract
-    A rank writes which group it waits in. It raises only if another rank waits in another group, both ranks belong to
-    both groups, and neither has come to the other's: they would wait for each other until a timeout.
-    For a rank that is only late, the others wait in the group, as in any collective.
+    A rank writes the group that it waits in. It raises only if another rank waits in another group, both ranks belong
+    to both groups, and neither has entered the other's group: they would wait for each other until a timeout. If a rank
+    is only late, the others wait in the group, as in any collective.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 _LOOKS_S = (0.5, 1.0, 2.0)
-"""How long a rank waits for the others before each look at where they wait."""
+"""Seconds between the start of a wait and each check of the other ranks' waits."""
 
 _LONGEST_PAUSE_S = 0.2
 
 _FIRST = 8
-"""Ranks that look at all others, who look at them: of thousands, not each looks at each."""
+"""The first ranks check all others, and all check the first ranks, so that checks grow linearly with the ranks."""
 
 
 class OtherGroup(ValueError, RuntimeError):
-    """Two ranks wait in different process groups, each for the other; raised on both."""
+    """Two ranks wait for each other in different process groups; raised on both."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class _Waiting:
     """A rank's wait in a group.
 
     Attributes:
-        group: its name, the same on all of its ranks.
-        described: for people.
-        ranks: of the group, as numbered in the job.
-        arrival: which one of this rank in this group it is.
-        token: of this time alone.
+        group: its name, equal on all of its ranks.
+        described: its description for error messages.
+        ranks: global ranks of the group.
+        arrival: the number of this rank's waits in this group so far.
+        token: unique for this wait.
     """
 
     group: str
@@ -55,10 +55,10 @@ class _Waiting:
 
 @contextlib.contextmanager
 def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """Opens a context for the first collective in a group, entered once its ranks are there, or have been waited for.
+    """Opens a context for the first collective in a group. Enters it once the other ranks have arrived or are late.
 
     Args:
-        store: of the job. The meeting talks to it over a connection of its own.
+        store: the job's store, used over a separate connection.
 
     Raises:
         OtherGroup: a rank of the group waits for this one in another group.
@@ -71,7 +71,7 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
         meeting.withdraw()
         raise
     except RuntimeError as error:
-        if reason := meeting.verdict():  # written by a rank that came later and has ended since
+        if reason := meeting.verdict():  # written by a rank that arrived later and has exited
             raise OtherGroup(reason) from error
         raise
     finally:
@@ -79,7 +79,7 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
 
 
 class _Meeting:
-    """One rank's part in one meeting."""
+    """This rank's side of one meeting."""
 
     def __init__(self, store: Any, group: dist.ProcessGroup) -> None:
         self._store = store
@@ -94,10 +94,10 @@ class _Meeting:
         self._token = uuid4().hex
 
     def meet(self) -> None:
-        """Returns once all ranks are there, some are late, or the store has failed; the collective then reports it.
+        """Returns once all ranks have arrived, some are late, or the store has failed; the collective then reports it.
 
         Raises:
-            OtherGroup: one waits for this rank elsewhere.
+            OtherGroup: a rank waits for this one in another group.
         """
         try:
             self._begin()
@@ -119,26 +119,26 @@ class _Meeting:
         for patience_s in _LOOKS_S:
             deadline_s = time.monotonic() + patience_s
             while time.monotonic() < deadline_s:
-                if self._store.check([self._of_all("complete")]):  # a wait that times out makes TCPStore warn
+                if self._store.check([self._of_all("complete")]):  # polls, because TCPStore warns when a wait times out
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._look()
 
     def _look(self) -> None:
-        if reason := self.verdict():  # the rank that found it first has ended
+        if reason := self.verdict():  # the rank that found it first has exited
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
             other = self._waiting(rank)
             if other is None or other.group == self._group or self._rank not in other.ranks:
                 continue
-            # In this order: neither rank will still come to the other's group.
+            # Check in this order, so that neither rank can still enter the other's group.
             came_here = self._store.add(self._arrivals(self._group, rank), 0) >= self._arrival
             been_there = self._store.add(self._arrivals(other.group, self._rank), 0) >= other.arrival
             if not came_here and not been_there:
                 message = (
                     f"Ranks that train together use different process groups: {self._described} on rank {self._rank} "
-                    f"and {other.described} on rank {rank}, so that each waits for the other. Pass the same "
+                    f"and {other.described} on rank {rank}, so each waits for the other. Pass the same "
                     "process_group or device_mesh on both."
                 )
                 self._store.set(self._note(other.token), message)
@@ -153,7 +153,7 @@ class _Meeting:
         return found
 
     def verdict(self) -> str:
-        """Reads what another rank has found of this one's group; "" where none has, or the store is gone."""
+        """Returns the error that another rank has written for this wait; "" if there is none or the store is gone."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._note(self._token)]):
                 found: str = self._store.get(self._note(self._token)).decode()
@@ -161,13 +161,13 @@ class _Meeting:
         return ""
 
     def withdraw(self) -> None:
-        """Takes this arrival back: the next one in this group is counted as the others count it."""
+        """Undoes the count of this arrival, so that ranks agree on the number of the next one."""
         with contextlib.suppress(RuntimeError):
             self._store.add(self._of_all("arrived"), -1)
             self._store.add(self._arrivals(self._group, self._rank), -1)
 
     def end(self) -> None:
-        """Removes from the store that this rank waits."""
+        """Removes this rank's wait from the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(self._place(self._rank), "")
 

@@ -1,9 +1,9 @@
-"""The process groups of the ranks that train together: one per communication class, made and ended together.
+"""The process groups of the ranks that train together, one per communication class.
 
 Contract
-    A class of communication has a group of its own, so that classes do not wait for each other. What ranks
-    exchange about a step stays on the hosts, over gloo; with NCCL it has its own groups.
-    The error of a broken collective names the ranks that are gone, or stuck, on every rank.
+    Each communication class has its own group, so that classes do not wait for each other. Handshakes stay on the
+    hosts, over gloo, in a group of their own. The error of a failed collective names the dead or stuck ranks, on every
+    rank.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from embrace_fx.vocabulary.operation_id import CLASS_LANES, URGENT, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 CLASSES = ("ids", "embedding", "dense")
-"""Communication classes of a program's own launches: set-up, evaluation, and what no launcher sends."""
+"""Communication classes of launches outside of a launcher: setup, evaluation and others."""
 
 LANE_GROUPS = tuple(f"{lane} lane" for lane in CLASS_LANES)
-"""The groups of the launcher's thread."""
+"""Names of the groups that the launcher's thread uses."""
 
 LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True))
-"""The group of a class of communication."""
+"""Communication class -> the name of its group."""
 
 _OF_NCCL: Mapping[Lane, str] = {lane: "urgent lanes" if lane in URGENT else "other lanes" for lane in CLASS_LANES}
-"""Class -> the NCCL communicator that it shares with others: one is urgent, because a communicator has one priority."""
+"""Class -> its NCCL communicator. Urgent classes share one and others another, because priority is per communicator."""
 
 MOST_BYTES = 2**28
-"""The most that a rank may send to the others at once. A plan of a thousand parameters takes some 2**20."""
+"""Maximum bytes of one `gather` per rank. A plan of a thousand parameters has about 2**20."""
 
 T = TypeVar("T")
 
 _FAREWELL_S = 5.0
-"""How long the end of the groups waits for their threads."""
+"""Seconds to wait for the groups' threads when the groups end."""
 
 
 class Groups:
@@ -67,11 +67,11 @@ class Groups:
     Without torch.distributed, or in a group of one, there are none.
 
     Args:
-        group: the ranks that train together; None: a single process, which may join some later.
+        group: the ranks that train together; None for a single process, which may `join` a group later.
 
     Attributes:
-        meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
-        refuse: informs ranks that may wait for this one elsewhere why it is about to raise.
+        meshes: the meshes of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
+        refuse: reports an error that this rank is about to raise to ranks that may be waiting for it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -83,18 +83,18 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
-        self._hosts: dist.ProcessGroup | None = None  # for what ranks exchange about a step
-        self._made: list[dist.ProcessGroup] = []  # all groups that end with this object
+        self._hosts: dist.ProcessGroup | None = None  # for handshakes
+        self._made: list[dist.ProcessGroup] = []  # groups to destroy with this object
         self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
-        self._closed = ""  # the reason
+        self._closed = ""  # the error, once closed
         self._connected = False
         if group is not None:
             self.join(group)
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Makes a single process, which has launched nothing yet, one of the ranks that train together. Collective."""
+        """Adds a single process, which has launched nothing yet, to the ranks that train together. Collective."""
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if self.world_size > 1:
@@ -112,22 +112,22 @@ class Groups:
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _meet(self, group: dist.ProcessGroup) -> str:
-        """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
+        """Creates the groups of the calling thread; returns a text unique to this attempt of the job."""
         on_host = carries(group, CPU)
-        if on_host:  # making a group would wait for a dead rank; a message to it fails at once
+        if on_host:  # a message to a dead rank fails at once, but creating a group would wait
             self._hosts = group
             self._agree_on_counts()
-        # One for all classes: a group of gloo has a thread that wakes a hundred times a second, on cores that compute,
-        # and a group of NCCL a communicator that takes the device's memory.
+        # One group for all classes: each gloo group has a thread that wakes a hundred times a second on the compute
+        # cores, and each NCCL group has a communicator that takes device memory.
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-        # Not the user's group: while a collective of the user's blocks this thread, `mismatch_watchdog` answers here.
+        # Not the user's group: `mismatch_watchdog` must reply here while a user's collective blocks this thread.
         self._hosts = self._new_group("hosts", backend="gloo")
         self._carriers.clear()
-        # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
+        # After a restart, the store may still contain the entries of the previous attempt.
         return self.gather(uuid4().hex, str)[0]
 
     def close(self) -> None:
-        """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
+        """Ends the groups and threads of this object, on this rank only. Nothing may be in flight."""
         self._closed, self._hosts = CLOSED, None
         self._groups.clear()
         self._carriers.clear()
@@ -135,7 +135,7 @@ class Groups:
         self._end()
 
     def leave_fork(self) -> None:
-        """Closes this for a forked child, whose copies of the connections are its parent's."""
+        """Closes this object in a forked child, whose connections belong to the parent."""
         self._closed, self._liveness, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
             self._end.detach()
@@ -145,7 +145,7 @@ class Groups:
         return not self._closed
 
     def check_open(self) -> None:
-        """Raises `RuntimeError` once this is closed."""
+        """Raises `RuntimeError` if this object is closed."""
         if self._closed:
             raise RuntimeError(self._closed)
 
@@ -155,14 +155,14 @@ class Groups:
             raise RuntimeError(FORKED)
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Makes the launcher's own groups: a group has one thread launching on it. Collective.
+        """Creates the groups of the launcher. Only one thread launches on a group. Collective.
 
-        Over gloo each class has one. Over NCCL, whose launches run one after the other in the launcher's order, urgent
-        classes share one, and all others another.
+        With gloo, each class has its own group. With NCCL, urgent classes share one group and all others another,
+        because launches run one after the other in the launcher's order.
 
         Args:
-            device: of the tensors that they carry.
-            lanes: the classes that have launches.
+            device: of the tensors to send.
+            lanes: the classes with launches.
         """
         if self.world_size == 1:
             return
@@ -181,50 +181,50 @@ class Groups:
                 self._connect(name, device)
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
-        """Maps each class to the channel of its launches: those of one channel meet on all ranks in one order."""
+        """Maps each class to the channel of its launches. Launches of a channel have the same order on all ranks."""
         return _OF_NCCL if self.world_size > 1 and self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
-        """Makes the connections of the program's own group, where NCCL needs any, before it is used. Collective."""
+        """Connects the main group before its first use, if NCCL needs it. Collective."""
         if self.world_size > 1 and not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
 
     def open_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Returns the group of that name; makes it of the same ranks at first. Collective, of at least two ranks."""
+        """Returns the group of that name, and creates it first if needed. Collective; requires at least two ranks."""
         if name not in self._groups:
             self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
 
     def group_of_joins(self) -> dist.ProcessGroup:
-        """Returns the hosts' group to count ranks without batches: the user's group if it can carry that.
+        """Returns the user's group if it supports CPU tensors, else a host group, to count ranks without batches.
+
         Collective.
         """
         assert self.group is not None
         return self.group if carries(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """Returns a communication class's group; None: a single process."""
+        """Returns a communication class's group; None on a single process."""
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Worker | None:
-        """Returns the waiter that signals the end of a launcher class's messages; None for another class."""
+        """Returns the worker that signals the end of a launcher class's messages; None for other classes."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
     def _agree_on_counts(self) -> None:
-        """Checks that these ranks are in equally many groups: torch names new groups of some ranks by that number.
-        Collective.
+        """Checks that all ranks are in equally many groups, because torch names new groups by that number. Collective.
 
         Raises:
-            ValueError: they are not, and these are not all ranks of the job.
+            ValueError: the numbers differ, and these are not all ranks of the job.
         """
         if self._hosts is None:
             return
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
-            gc.collect()  # groups of models that one rank has not collected yet
+            gc.collect()  # frees the groups of deleted models
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
@@ -235,18 +235,18 @@ class Groups:
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Makes a group of each part of these ranks; returns the one that this rank is in. Collective among all ranks.
+        """Creates a group of each part of these ranks; returns this rank's. Collective among all ranks.
 
         Args:
-            parts: global numbers, each once.
-            backend: None: those of these ranks.
+            parts: lists of global ranks, without overlap.
+            backend: None for the back ends of this group.
         """
         assert self.group is not None
         if self.world_size < dist.get_world_size():
             self._agree_on_counts()
             parts = [ranks for ranks in parts if dist.get_rank() in ranks]
-        # Where all ranks of the job make all groups, torch names them by how many it has ever made: the same on all.
-        # Those that some make alone it names by how many there are: one rank may have collected an earlier model.
+        # If all ranks of the job create a group, torch names it by the number of groups created so far. If only some
+        # do, torch names it by the number of existing groups, which differs once a rank has deleted a model.
         made = [self._new_group(name, backend, ranks=ranks) for ranks in parts]
         (own,) = (group for group in made if group is not None)
         assert isinstance(own, dist.ProcessGroup)
@@ -255,15 +255,18 @@ class Groups:
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Makes a further group of the same ranks, or of some; `backend` None: with the back ends of this one.
+        """Creates a group of these ranks, or of some of them.
+
+        Args:
+            backend: None for the back ends of this group.
 
         Returns:
-            The group; None where this rank is none of its.
+            The group; None if this rank is not in it.
         """
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
-        if backend is None and "nccl" in own:  # otherwise torch would use the default group's
+        if backend is None and "nccl" in own:  # torch would otherwise use the default group's
             backend = own
         timeout = timeout_of(self.group)
         if urgent:
@@ -285,7 +288,7 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Makes NCCL connect a group now, in one order on all ranks: a host that waits for it would stop a step."""
+        """Makes NCCL connect a group now, in the same order on all ranks, so that no step blocks on it later."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching(), alone_on(device):
             dist.all_reduce(own, group=group)
@@ -298,9 +301,9 @@ class Groups:
         return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 
     def _carrier(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
-        """Returns the group that carries a class's tensors of a device, and the name of its back end.
+        """Returns the group that sends a class's tensors of this device, and its back end.
 
-        This is the class's own group, or the hosts' group if the class's does not take tensors of this device.
+        This is the class's own group, or the host group if the class's does not support the device.
         """
         found = self._carriers.get((name, tensor.device))
         if found is None:
@@ -310,23 +313,23 @@ class Groups:
         return found
 
     def host_group(self) -> dist.ProcessGroup:
-        """Returns the group that carries tensors of the hosts, of at least two ranks."""
+        """Returns the group for CPU tensors. Requires at least two ranks."""
         assert self._hosts is not None
         return self._hosts
 
     def timeout(self) -> timedelta | None:
-        """Returns the user's timeout of messages; None in a single process, or if the back end does not report it."""
+        """Returns the user's timeout of messages; None on a single process, or if the back end does not report it."""
         return timeout_of(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
-        """Returns the ranks that no longer answer, asked for once a message has failed."""
+        """Returns the ranks that no longer respond. Called after a message has failed."""
         return self._liveness.missing() if self._liveness is not None else []
 
     def look_each_time(self, look: Callable[[Any, str], None]) -> str:
-        """Has the liveness check's thread also call `look`, a few times a second. Called on all ranks in one order.
+        """Adds `look` to the loop of the liveness thread, a few times a second. Called on all ranks in the same order.
 
         Args:
-            look: a method, whose object may go; takes the thread's own store, and a name that nothing else has there.
+            look: a bound method, referenced weakly. It gets the thread's own store and a unique name in it.
 
         Returns:
             That name.
@@ -338,15 +341,15 @@ class Groups:
         return name
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Gathers `value` of every rank, in rank order. For set-up and failures, never on the step's path.
+        """Gathers a value of every rank, in rank order. For setup and failures, not for the path of a step.
 
-        It travels as plain data (`embrace_fx.vocabulary.plain_data`), which is checked where it arrives.
+        The value is sent as plain data (`embrace_fx.vocabulary.plain_data`) and checked on arrival.
 
         Args:
-            kind: its type, as a hint; the same on all ranks.
+            kind: the value's type, as a type hint; equal on all ranks.
 
         Raises:
-            RuntimeError: a rank sends more than `MOST_BYTES`, on every rank; or something of another type.
+            RuntimeError: a rank sends more than `MOST_BYTES`, raised on every rank; or a value of another type arrived.
         """
         self.check_open()
         if self.world_size == 1:
@@ -369,24 +372,24 @@ class Groups:
         return [_of_peer(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers what keeps ranks from going on, by rank: this one's `failure`, if any. Collective."""
+        """Gathers the ranks' failures, by rank. Collective."""
         return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
     def check_none_failed(self, failure: Exception | None) -> None:
-        """Raises `PeerFailure` on every rank, where one has failed. Collective."""
+        """Raises `PeerFailure` on every rank if any has failed. Collective."""
         if found := self.reports(None if failure is None else failure_text(failure)):
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Context manager: names the ranks that are gone or stuck in the error of a broken collective.
+        """Returns a context that names dead or stuck ranks in the error of a failed collective.
 
         Args:
-            what: what is waited for inside, by its name in `progress`.
+            what: the name, in `progress`, of the launch that the block waits for.
         """
         return contextlib.nullcontext() if self._liveness is None else Watching(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
-        """Raises the error of a broken collective with the names of ranks, as `watching` does, if they are known."""
+        """Raises the error of a failed collective with the names of ranks, if they are known."""
         if self._liveness is not None and not is_of_ranks(error):
             self._liveness.raise_named(error, str(what))
 
@@ -402,10 +405,10 @@ def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
 
 
 def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) -> None:
-    """Ends a liveness check, and process groups of all ranks of the job, for this rank.
+    """Ends a liveness check and the process groups of all ranks of the job, on this rank.
 
-    Groups of fewer ranks stay: torch names the next one by the number of groups, and would give it the addresses of one
-    that has ended. The end waits `_FAREWELL_S` at most, because something may still be under way on a group.
+    Groups of fewer ranks stay, because torch would give the next group the name, and thus the addresses, of the
+    destroyed one. Waits `_FAREWELL_S` at most, because a collective may still be running.
     """
     if liveness is not None:
         liveness.close()

@@ -1,9 +1,8 @@
 """An AlltoAll of single messages.
 
-gloo's own AlltoAll begins with sending. A sender waits until its receiver is ready, and that notice queues behind
-everything that the receiver has begun to send to it. Here each rank posts all receives before it sends, which uses both
-directions of a link: 1.9 times as fast on 2 ranks, 1.5 on 4, 1.3 on 8 (`benchmarks/micro/small_messages.py`). Empty
-messages are left out.
+gloo's own AlltoAll starts with sends. A sender waits until its receiver is ready, and that notice queues behind the
+data that the receiver is sending. Here each rank posts all receives first, so that both directions of a link are used:
+1.9 times as fast on 2 ranks, 1.5 on 4, 1.3 on 8 (`benchmarks/micro/small_messages.py`). Empty messages are skipped.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
-    """Several messages under way, as the work of one collective. Torch keeps their tensors.
+    """Several messages in flight, as the work of one collective. Torch keeps their tensors alive.
 
     Args:
-        waiter: waits for them if someone needs to know their end, which gloo does not report.
+        waiter: waits for the messages if a future of their end is requested, which gloo does not provide.
     """
 
     def __init__(self, works: Sequence[dist.Work], waiter: Worker | None = None) -> None:
@@ -32,7 +31,7 @@ class Messages:
         self._end: Future[None] | None = None
 
     def wait(self) -> None:
-        """Waits until all messages have arrived, and left.
+        """Waits until all messages have been received and sent.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -43,7 +42,7 @@ class Messages:
             _wait_for(self._works)
 
     def get_future(self) -> Future[None]:
-        """Returns the future that a collective's work has. Called once."""
+        """Returns the future of the work, as a collective's does. Called once."""
         assert self._waiter is not None
         self._end = self._waiter.submit(partial(_wait_for, self._works))
         return self._end
@@ -63,7 +62,7 @@ def send_parts(
 
     Args:
         sent: for each rank.
-        received: from each rank, written; of the same sizes as there.
+        received: from each rank, written; of the same sizes as the sender's.
     """
     own, ranks = group.rank(), group.size()
     if received[own].numel():
@@ -75,11 +74,11 @@ def send_parts(
         try:
             works += [group.recv([part], k, 0) for t in turns if (part := received[k := (own - t) % ranks]).numel()]
             works += [group.send([part], k, 0) for t in turns if (part := sent[k := (own + t) % ranks]).numel()]
-        except RuntimeError as error:  # raised by the wait, whose caller names the rank that is gone
+        except RuntimeError as error:  # the caller's wait raises it and names the rank
             failed: Future[Any] = Future()
             failed.set_exception(error)
             works.append(failed)
-    else:  # NCCL wants them together
+    else:  # NCCL needs them in one group
         to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
         sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
         messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
@@ -89,16 +88,16 @@ def send_parts(
 
 
 def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    """Sends a contiguous tensor to a rank of a group, which `receive_one`s it. Returns once it has left."""
+    """Sends a contiguous tensor to a rank of a group, which calls `receive_one`. Returns once it is sent."""
     _run_one(dist.isend, tensor, to, group)
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Receives what a rank of a group sends by `send_one`, of the same size, and waits for it."""
+    """Receives a tensor that a rank of a group sends with `send_one`, of the same size."""
     _run_one(dist.irecv, tensor, source, group)
 
 
 def _run_one(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    # In a batch over NCCL: for a message outside of one, NCCL makes and keeps a communicator of two ranks.
+    # A batch, because NCCL creates a communicator of two ranks for a single message.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

@@ -1,12 +1,12 @@
-"""Refuses, on all ranks, what one rank does alone while others wait for it elsewhere.
+"""Detects a rank that waits in a call while others wait for it in another collective; raises on all ranks.
 
-    rank 0   evaluates: its announcement waits for rank 1; or it raises, for it has asked what no part can answer
-    rank 1   torch.distributed.barrier(), until rank 0 comes
+    rank 0   evaluates: its handshake waits for rank 1; or it raises on an op that parts do not support
+    rank 1   waits in torch.distributed.barrier() for rank 0
 
-A rank that has waited for a moment, or raises, writes so into the store, with how many collectives it has begun in each
-process group. A rank whose main thread stands in one that the first has not begun prints why. Where the first rank
-waits, it also announces a failure from another thread: the first raises, comes to the barrier, and both go on, with
-nothing applied. Where the first ends instead, that collective raises the same reason.
+A rank that has waited for a moment, or raises, writes that to the store, with the number of collectives it has begun in
+each process group. A second rank, blocked in a collective that the first has not begun, prints the reason. If the first
+rank waits, the second also announces a failure from another thread: the first raises, reaches the barrier, and both
+continue with nothing applied. If the first rank exits, the second's collective raises the same reason.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from embrace_fx.runtime.ranks.failure import PeerFailure, place_of_main_thread
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 PATIENCE_S = 0.25
-"""Seconds that an announcement waits before the rank writes that it does."""
+"""Seconds of a wait before the rank writes it to the store."""
 
 _TOGETHER = {
     "torch/distributed/distributed_c10d.py": ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # of DDP's constructor
+    "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # called by DDP's constructor
 }
-"""Files, and beginnings of the names of collectives there that no rank leaves before all have come."""
+"""File -> prefixes of its functions that return only after all ranks have called them."""
 _ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
-"""Where another model's ranks wait for each other."""
+"""The function in which ranks wait in a handshake, which may be another model's."""
 _WAITS, _RAISES = "/waits", "/raises"
-"""What a rank writes that it does."""
+"""Suffixes of the store's keys for a rank that waits, and for one that raises."""
 
 _ELSEWHERE = (
-    "another rank calls the model, or reads a sharded table, while this one is in {} at {}. Call the model and read "
+    "another rank calls the model or reads a sharded table while this rank is in {} at {}. Call the model and read "
     "tables on all ranks: full_state_dict(), clipping, norms. To evaluate on one rank, enter `with model.whole() as "
     "plain:` on all ranks, and call plain on that one. If loaders differ in length, use join()"
 )
@@ -53,12 +53,12 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _Stopped:
-    """What a rank writes that does not go on.
+    """A rank's record that it waits or raises.
 
     Attributes:
-        rank: of those that train together.
-        announced: the number of announcements that it has begun.
-        reason: why it raises; "": it waits in the last of them.
+        rank: in the model's process group.
+        announced: the number of handshakes that it has begun.
+        reason: the error that it raises; "" if it waits in the last handshake.
         begun: process group -> number of collectives that it has begun there.
     """
 
@@ -69,26 +69,26 @@ class _Stopped:
 
 
 class MismatchWatchdog:
-    """Finds ranks that wait for each other, from a thread behind this one.
+    """Finds ranks that wait for each other in different calls, from a thread of each rank.
 
     Attributes:
-        announced: announcements that this rank has begun, and questions.
-        waiting_since_s: since when it waits for an announcement of the others, by `time.monotonic`; None: it does not.
+        announced: the number of handshakes that this rank has begun.
+        waiting_since_s: start of the current wait for a handshake, by `time.monotonic`; None if there is none.
     """
 
     def __init__(self) -> None:
         self.announced = 0
         self._rank = 0
-        self._name = ""  # in the store; the same on all ranks
+        self._name = ""  # prefix of keys in the store, equal on all ranks
         self.waiting_since_s: float | None = None
-        self._written = 0  # the last announcement of which this rank has written that it waits in it
-        self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that waits in vain, and why
+        self._written = 0  # the last handshake written as a wait
+        self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that cannot complete, and the reason
 
     def watch(self, communicator: Communicator, look: Callable[[Any, str], None]) -> None:
-        """Begins to look; later calls do nothing.
+        """Starts the watchdog; later calls do nothing.
 
         Args:
-            look: a method of the caller that calls this object's method of the same name.
+            look: a method of the caller that calls this object's `look`.
         """
         if self._name or communicator.group is None:
             return
@@ -101,16 +101,17 @@ class MismatchWatchdog:
                 found.explain(error)
             return True
 
-        _c10d_logger.addFilter(explain)  # torch logs the errors of its collectives where it raises them
+        _c10d_logger.addFilter(explain)  # torch logs a collective's error when it raises it
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
     def look(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
-        """Writes a long wait of this rank; where this rank does not wait, finds out whether it is waited for in vain.
+        """Records a long wait of this rank; or checks whether this rank is blocked in a collective that cannot
+        complete.
 
         Args:
             store: a store that only this thread uses.
-            name: a name that nothing else has in the store, the same on all ranks.
-            answer: announces a failure to a rank that waits for this one, and returns what both then raise.
+            name: a unique prefix of keys, equal on all ranks.
+            answer: announces a failure to the waiting rank, and returns the error that both then raise.
         """
         self._name = name
         if (since_s := self.waiting_since_s) is not None:
@@ -135,15 +136,15 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Writes that this rank is about to raise."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        """Records that this rank is about to raise."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
-        """Raises the reason for a collective that broke because a rank did not come.
+        """Raises the reason for a collective that failed because a rank did not join it.
 
         Raises:
-            PeerFailure: names that rank, and its reason.
+            PeerFailure: names that rank and its reason.
         """
         frame = _collective_in(traceback.walk_tb(error.__traceback__))
         if frame is None:
@@ -151,7 +152,7 @@ class MismatchWatchdog:
         if self._found is not None and self._found[0] is frame:
             raise self._found[1] from error
         other = None
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             other = self._behind(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.announced)
         if other is not None:
             raise PeerFailure({other.rank: other.reason}) from error
@@ -161,7 +162,7 @@ class MismatchWatchdog:
         store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.announced, reason, begun))))
 
     def _behind(self, store: Any, frame: FrameType, what: str, announced: int) -> _Stopped | None:
-        """Reads which other rank has stopped before a collective, at an announcement; None: none has."""
+        """Returns the record of a rank that stopped before this collective, at a handshake; None if there is none."""
         if not store.check([self._name + what]):
             return None
         other: _Stopped = from_plain(_Stopped, json.loads(store.get(self._name + what).decode()))
@@ -171,7 +172,7 @@ class MismatchWatchdog:
 
 
 def _begun(group: dist.ProcessGroup) -> int:
-    """Counts the collectives that this rank has begun in a group; 0 if its back ends do not count them."""
+    """Returns the number of collectives that this rank has begun in a group; 0 if its back ends do not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
@@ -179,10 +180,10 @@ def _begun(group: dist.ProcessGroup) -> int:
 
 
 def _collective_in(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
-    """Finds a collective that needs all ranks of its group."""
+    """Returns the frame of a collective that needs all ranks of its group."""
     for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        for there, names in _TOGETHER.items():  # a few times a second: without calls
+        for there, names in _TOGETHER.items():  # runs a few times a second: no helper calls
             if file.endswith(there) and name.startswith(names):
                 return frame
         if file.endswith(_ANNOUNCEMENTS) and name == _READ:

@@ -1,11 +1,11 @@
-"""Makes operations on sharded tables collective: a rank that runs one alone gets an error at once, on all ranks.
+"""Announces reads of sharded tables, so that a read on one rank alone raises at once on all ranks.
 
-    rank 0   asks for a norm: a question          rank 0, rank 1   raise the same error
-    rank 1   calls the model: an announcement
+    rank 0   computes a norm: announces it        rank 0, rank 1   raise the same error
+    rank 1   calls the model: announces that
 
 Contract
-    A question travels as an announcement does, so that it meets what another rank is about to do instead. A few
-    numbers travel with it; what is longer, or on a device, by a collective of its own behind it.
+    A question uses the exchange of announcements, so that it matches whatever another rank announces instead. It
+    carries a few numbers. More numbers, or those on a device, use a separate collective after it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from embrace_fx.runtime.ranks.failure import place_of_main_thread
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question to a sharded table.
+    """A read of a sharded table that all ranks must do together.
 
     Attributes:
-        what: "norm of the sharded words.weight"; the same on all ranks.
-        value: this rank's numbers; None: what is asked for is no reduction.
-        reduce_op: how the numbers of all ranks are reduced.
+        what: "norm of the sharded words.weight"; equal on all ranks.
+        value: this rank's numbers; None if the read is not a reduction.
+        reduce_op: the reduction over ranks.
     """
 
     what: str
@@ -38,22 +38,22 @@ class Question:
 
     @property
     def hash(self) -> int:
-        """A number that other questions do not have."""
+        """A hash of the question."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def alone(self) -> str:
-        """Informs the others that this rank asks alone."""
+        """Returns the error for a rank that reads alone."""
         return _ALONE.format(self.what, place_of_main_thread())
 
     def numbers(self, most: int) -> tuple[int, ...]:
-        """Returns this rank's numbers as whole ones of 64 bits; none: they are more than so many, or on a device."""
+        """Returns this rank's numbers as 64-bit integers; empty for numbers on a device, or more than `most`."""
         value = self.value
         if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
             return ()
         return tuple(value.detach().reshape(-1).to(_wide(value)).view(torch.int64).tolist())
 
     def answer(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the numbers of all ranks; None: they have not come with the question."""
+        """Reduces the numbers of all ranks; None if they were not sent with the question."""
         value = self.value
         if value is None or not numbers[0]:
             return None

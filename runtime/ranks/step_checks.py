@@ -1,4 +1,4 @@
-"""Checks that what ranks announce of a step is the same on all of them."""
+"""Checks that all ranks announce the same step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval
 
 
 def check_activities(activities: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks call the model for different things; `activities`: of every rank."""
+    """Raises `PeerFailure` if ranks call the model in different modes.
+
+    Args:
+        activities: the activity of every rank.
+    """
     if len(set(activities)) > 1:
         raise PeerFailure(
-            {r: f"ranks do different things: this one is {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
+            {
+                rank: f"ranks call the model in different modes: this one is {_ACTIVITIES[activity]}"
+                for rank, activity in enumerate(activities)
+            }
         )
 
 
 def check_programs(programs: Sequence[int]) -> None:
-    """Raises `PeerFailure` where ranks are about to launch other collectives than rank 0."""
+    """Raises `PeerFailure` if a rank is about to launch other collectives than rank 0."""
     others = [rank for rank, program in enumerate(programs) if program != programs[0]]
     if others:
         raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
@@ -44,8 +51,9 @@ _DONE_ALONE = (
 
 
 def check_steps(everyone: Sequence[Announcement], communicator: Communicator) -> None:
-    """Raises `PeerFailure` where ranks have taken different numbers of optimizer steps, or done different things with
-    their parts of tables."""
+    """Raises `PeerFailure` if ranks have taken different numbers of optimizer steps, or have not done the same ops on
+    their parts of tables.
+    """
     if len({(each.steps, each.deeds) for each in everyone}) == 1:
         return
     steps, deeds = [each.steps for each in everyone], [each.deeds for each in everyone]

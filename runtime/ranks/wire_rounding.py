@@ -1,10 +1,11 @@
-"""Rounds gradients and rows for the wire, keeps what rounding leaves out, and measures its error.
+"""Rounds gradients and rows for the wire, with error feedback, and measures the error.
 
 Contract
-    A rank adds what it has left out of a gradient to the next one that it sends (error feedback). Of a bucket it keeps
-    everything; of rows it keeps those of the last batch, and adds them where the next batch reads the same rows. The
-    rest is lost, because keeping it would take a whole table. No state dict holds what is kept, and a change of the
-    plan drops it. A GradScaler changes its scale untold: in that step, what is added is still of the old scale.
+    A rank adds the rounding error of a gradient to the next one that it sends (error feedback). For a bucket it keeps
+    the whole error. For rows it keeps the errors of the last batch, and adds them if the next batch reads the same
+    rows; other errors are lost, because keeping them would take a whole table. State dicts do not contain the errors,
+    and a change of the plan drops them. If a GradScaler changes its scale, the error added in that step still has the
+    old scale.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from embrace_fx.runtime.kernels import column_widths, join_columns, split_column
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, encode, rounded
 
 MEASURED_EVERY = 16
-"""One rounding in so many is measured, because that takes another pass over the values."""
+"""Interval of roundings whose error is measured, because that takes another pass over the values."""
 
 
 @dataclass
 class _Error:
-    """Sums of squares of errors and of values, over the roundings that were measured."""
+    """Sums of squared errors and squared values, over the measured roundings."""
 
     calls: int = 0
     of_errors: float | Tensor = 0.0
@@ -38,13 +39,13 @@ class _Error:
 
     @property
     def relative(self) -> float | None:
-        """Root mean square of the error, relative to the values'."""
+        """Returns the root mean square error relative to the values."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
 @dataclass
 class Rounding:
-    """One model's format on the wire, and what its rounding has left out on this rank.
+    """The wire formats of a model, and the rounding errors that this rank keeps.
 
     Attributes:
         form: the format of tables' rows, their gradients, and dense gradients.
@@ -55,7 +56,7 @@ class Rounding:
     _errors: dict[str, _Error] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drops what rounding has left out."""
+        """Drops the kept errors."""
         self._left.clear()
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
@@ -64,11 +65,11 @@ class Rounding:
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Puts gradients of rows, rounded already, into their form on the wire."""
+        """Converts rounded row gradients to their form on the wire."""
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """The op `embrace::round_rows`."""
+        """Implements the op `embrace::round_rows`."""
         kept = self._left.get(table)
         wanted = rows.float()
         if kept is not None and kept[0].numel():
@@ -84,7 +85,7 @@ class Rounding:
         return sent.to(rows.dtype)
 
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
-        """Rounds a dense gradient, or a mean of it, to its form on the wire; keeps what that leaves out."""
+        """Rounds a dense gradient, or a mean of it, to its form on the wire; keeps the error."""
         kept = self._left.get(name)
         wanted = flat.float() if kept is None else flat.float() + kept[1]
         coded = encode(wanted, pieces, self.form)
@@ -104,12 +105,12 @@ class Rounding:
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def report(self) -> str:
-        """Reports what is rounded, and this rank's error; "" if nothing is."""
+        """Returns lines about the rounded values and this rank's error; "" if nothing is rounded."""
         lines = []
         for kind, made_good in (
             ("rows", ""),
-            ("gradients of rows", ", which the next gradient makes good of a row that is read again"),
-            ("buckets", ", which the next gradient makes good"),
+            ("gradients of rows", "; the next gradient of the same row corrects it"),
+            ("buckets", "; the next gradient corrects it"),
         ):
             error = self._errors.get(kind, _Error()).relative
             off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
@@ -118,5 +119,5 @@ class Rounding:
 
 
 def _finite(left: Tensor) -> Tensor:
-    """Replaces inf and nan by zero in what is left out, so that the next gradient is finite."""
+    """Replaces inf and nan in an error by zero, so that the next gradient is finite."""
     return left.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in their own thread, and signals the end of each."""
+"""A thread that runs jobs in order and signals the end of each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
-        # A daemon: at the end of the interpreter a job may wait for a rank that is gone.
+        # A daemon, because a job may wait for a dead rank when the interpreter exits.
         threading.Thread(target=_serve, args=(self._jobs,), name=f"embrace_fx {name}", daemon=True).start()
-        # Not at the end of the interpreter, where jobs may still be under way: the thread ends with it.
+        # Not at interpreter exit: jobs may still be running, and the daemon thread ends with the process.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
         """Returns the future of a job's result, or of its error."""
-        end: Any = torch._C.Future([])  # of the methods of `torch.futures.Future`, each is two calls of Python
+        end: Any = torch._C.Future([])  # each method of `torch.futures.Future` would add a Python call
         self._jobs.put((job, end))
         return end
 
@@ -35,7 +35,7 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         job, end = next_
         try:
             result = job()
-        except Exception as error:  # for the caller of wait()
+        except Exception as error:  # raised by the caller's wait()
             end._set_unwrap_func(partial(_raise, error))
             end.set_result(error)
         else:
@@ -48,7 +48,7 @@ def _raise(error: Exception, _: object) -> None:
 
 
 class Ending:
-    """Has the end of a future, as a collective's work has its own."""
+    """Wraps a future with the interface of a collective's work."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

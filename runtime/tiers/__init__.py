@@ -1,1 +1,1 @@
-"""Tables beyond memory: a working set of rows in memory, all others in a file, or in a device's host."""
+"""Tables beyond memory: a working set of rows in memory, and the other rows in a file or, for CUDA, in host memory."""

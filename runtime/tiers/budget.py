@@ -1,8 +1,8 @@
-"""Bytes of memory that a table beyond memory takes at most, by its rows and those of them that are in memory.
+"""Computes the maximum memory of a table beyond memory from its rows and slots.
 
-Records are in memory twice only in buffers that a working set has from the first. Of 32 parts of its slots, three leave
-for the file, two are read, by two threads, one begins, two take what they have skipped, and for one the allocator keeps
-what it has given; of a device as many leave as four of them, and one of twelve come.
+Besides the slots, only fixed buffers hold records. With slots in 32 parts, three parts may wait to be written, two be
+read by two threads, one be initialized, two apply deferred steps, and one stay with the allocator. On a device, four
+parts may wait to be written, and a twelfth of the slots may be arriving.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from embrace_fx.runtime.tiers.record_log import NUMBER_BYTES, block_size
 from embrace_fx.runtime.tiers.records import Column, Records
 
 PLACE_BYTES = 4
-"""Of a row, where it is."""
+"""Bytes per row, for its location."""
 SLOT_BYTES = 2 * 8 + 3 * 4 + 1 + 24 + 8 + 7 + 24
-"""Of a slot, besides its columns: what tells of it; what is made as slots are emptied; a row that waits to be read; of
-the quarter at most that come, their numbers; and what is made of those that are looked for at once, as many."""
+"""Bytes per slot besides its columns: bookkeeping, temporaries of evictions, a row waiting to be read, numbers of
+arriving rows (at most a quarter of the slots), and temporaries of a lookup of as many rows."""
 LEAVING, OTHERS = 3, 6
-"""Parts of records that wait to be written; others."""
+"""Parts of the slots whose records may wait to be written, and parts in other buffers."""
 _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
-"""Of all slots, so many parts, of at least and at most so many rows."""
+"""The number of parts of the slots, and the minimum and maximum rows of a part."""
 
 
 def part_of(slots: int) -> int:
-    """Returns the rows that are read, written or moved at once."""
+    """Returns the number of rows that are read, written or moved at once."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Bytes of memory for each of a table's rows."""
+    """Returns the bytes of memory per row of the table."""
     return PLACE_BYTES + NUMBER_BYTES / block_size(Records(columns).nbytes, rows)
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Bytes of memory for a row that is there, and for its share of buffers."""
+    """Returns the bytes of memory per slot, including its share of buffers."""
     of_columns = sum(column.nbytes for column in columns.values())
     return of_columns + SLOT_BYTES + Records(columns).nbytes * (LEAVING + OTHERS) / _PARTS
 
 
 def own_bytes(columns: Mapping[str, Column]) -> int:
-    """Bytes of memory of a working set, besides."""
+    """Returns the bytes of memory of a working set that do not depend on its slots."""
     return Records(columns).nbytes * (LEAVING + OTHERS) * _FEWEST + 128
 
 
 def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Bytes of memory that slots of a table take at most."""
+    """Returns the bytes of memory of a table with so many rows and slots, at most."""
     return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + own_bytes(columns)

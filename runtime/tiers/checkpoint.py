@@ -1,12 +1,12 @@
-"""Saves and loads models with tables beyond memory: a file of rows by rank and table, and one of all else.
+"""Saves and loads models with tables beyond memory: one file of rows per rank and table, and one for everything else.
 
-A rank writes its columns of the rows that differ from their first values, ascending, some at a time, with the steps
-that they have skipped. A loading rank reads the files of all ranks whose columns it needs, side by side. No whole table
-is in memory.
+A rank writes its columns of the rows that differ from their first values, in ascending order and blocks, with their
+deferred steps. A loading rank reads the files of all ranks whose columns it needs in parallel. No rank holds a whole
+table in memory.
 
 Contract
-    `checkpoint.pt`, which names the other files, is renamed into place last: if the processes end before, the earlier
-    checkpoint remains. All ranks share the folder; any number of ranks may load it.
+    `checkpoint.pt` lists the other files and is renamed into place last, so that the earlier checkpoint stays valid if
+    the processes die before. All ranks share the folder. Any number of ranks may load it.
 
 Shape legend: K rows; a rank's columns of them.
 """
@@ -42,7 +42,7 @@ REST = "checkpoint.pt"
 def save(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Writes model and optimizers into a folder. Collective; no update may be pending.
+    """Writes model and optimizers into a folder. Collective; requires that no update is pending.
 
     Raises:
         TierError: a rank cannot write; on every rank.
@@ -51,7 +51,7 @@ def save(
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
-    room = f"room for a checkpoint in {folder}"
+    room = f"Saving the checkpoint in {folder}"
     with _together(communicator, room):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
@@ -72,19 +72,19 @@ def save(
 def load(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Reads a checkpoint that `save` wrote on any number of ranks. Collective; no update may be pending.
+    """Reads a checkpoint that `save` wrote on any number of ranks. Collective; requires that no update is pending.
 
     Raises:
-        TierError: the checkpoint is missing, broken, or of another model; on every rank.
+        TierError: the checkpoint is missing, damaged or of another model; on every rank.
     """
     beyond = _beyond(state)
-    with _together(communicator, f"a checkpoint of this model in {folder}"):
+    with _together(communicator, f"Loading the checkpoint in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check(rest, state, optimizers)
         for name, table in beyond.items():
             if name in rest["tables"]:
                 _load_table(table, rest["tables"][name], folder, communicator)
-            else:  # saved before it was placed
+            else:  # the checkpoint is from before the table was placed
                 _load_whole(table, rest["model"].pop(name), _take_state(rest, table, optimizers), communicator)
     model.load_state_dict(rest["model"], strict=False)
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
@@ -102,7 +102,7 @@ def load(
 
 
 def _is_of_elements(value: Any) -> bool:
-    """Tells whether state lies where its parameter does; counters stay with the host."""
+    """Returns whether state is on its parameter's device. Counters stay on the host."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -115,7 +115,7 @@ def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, comm
 
 
 def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
-    """Loads a table, and its optimizer's state, that a checkpoint has as tensors."""
+    """Loads a table and its optimizer state from a checkpoint that contains them as tensors."""
     own = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank))
     table.memory.forget(table.rows)
     of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}
@@ -129,7 +129,7 @@ def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, An
 
 
 def _take_state(rest: dict[str, Any], table: TieredTable, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Takes the state of a table out of what a checkpoint has of optimizers."""
+    """Removes a table's state from a checkpoint's optimizer states and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.parameter:
@@ -143,13 +143,17 @@ def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Opti
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
     if saved != beyond:
-        raise TierError(f"tables beyond memory {saved}, where this model has {beyond}; name the same in table_memory")
+        raise TierError(
+            f"its tables beyond memory are {saved}, but this model's are {beyond}; pass the same names in table_memory"
+        )
     names = {*rest["model"], *saved}
     if missing := sorted(set(state.names).difference(names)):
-        raise TierError(f"no {', '.join(missing)}")
+        raise TierError(f"it lacks {', '.join(missing)}")
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     if groups != [each["sizes"] for each in rest["optimizers"]]:
-        raise TierError(f"optimizers over {[each['sizes'] for each in rest['optimizers']]} parameters, not {groups}")
+        raise TierError(
+            f"its optimizers have {[each['sizes'] for each in rest['optimizers']]} parameters, not {groups}"
+        )
 
 
 def _beyond(state: ModelState) -> dict[str, TieredTable]:
@@ -161,7 +165,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """Returns an optimizer's options, and its state by numbers of parameters without tables beyond memory."""
+    """Returns an optimizer's options, and its state by parameter index, without tables beyond memory."""
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
@@ -185,22 +189,22 @@ def _put(rest: dict[str, Any], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _together(communicator: Communicator, expected: str) -> Iterator[None]:
-    """Opens a context of what each rank does by itself, at whose end every rank raises the first failure of any."""
+def _together(communicator: Communicator, action: str) -> Iterator[None]:
+    """Opens a context for local work, at the end of which every rank raises the first failure of any rank."""
     failure = None
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        failure = f"expected {expected}, found {error}"
+        failure = f"{action} failed: {error}"
     for rank, text in communicator.reports(failure).items():
-        raise TierError(f"{text}. The checkpoint before is whole. (rank {rank})")
+        raise TierError(f"{text}. The previous checkpoint is intact. (rank {rank})")
 
 
 # -- the rows of a table -----------------------------------------------------------------------------------------------
 
 
 def _save_rows(table: TieredTable, path: Path) -> int:
-    """Writes this rank's rows to a file; returns their number. No update may be pending."""
+    """Writes this rank's rows to a file; returns their number. Requires that no update is pending."""
     count = 0
     with path.open("wb") as file:
         for rows, records in table.moved():
@@ -215,12 +219,12 @@ def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range],
     """Replaces all rows of a table by those of a checkpoint; returns their number.
 
     Args:
-        paths: the files that ranks have written.
+        paths: the files of the ranks that saved.
         cuts: the columns in each file.
         own: this rank's columns.
 
     Raises:
-        TierError: a file is broken.
+        TierError: a file is damaged.
     """
     shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
     needed = [k for k in shared if shared[k]] or [0]
@@ -231,7 +235,7 @@ def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range],
         for chunk in zip(*chunks, strict=True):
             (rows, *others), parts = zip(*chunk, strict=True)
             if not all(torch.equal(each, rows) for each in others):
-                raise TierError(_BROKEN.format(paths[0].parent, "files of different rows"))
+                raise TierError(_BROKEN.format(paths[0].parent, "the files contain different rows"))
             values = {key: parts[0][key] for key in columns}
             for key in [key for key, column in columns.items() if column.size]:
                 pieces = [
@@ -247,16 +251,16 @@ def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range],
 def _chunks(
     columns: Mapping[str, Column], path: Path, width: int, part: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields rows (K,) of a file and their columns (K, ...), a part at a time."""
+    """Yields rows (K,) of a file and their columns (K, ...), in blocks."""
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
     data = torch.empty(records.nbytes * part, dtype=torch.uint8, device="cpu")
     while size := file.readinto(data.numpy().data):
         if size % records.nbytes:
-            raise TierError(_BROKEN.format(path, "a record cut short"))
+            raise TierError(_BROKEN.format(path, "the last record is incomplete"))
         read = data[:size].view(-1, records.nbytes)
         if bool((wrong := records.wrong(read)).any()):
-            raise TierError(_BROKEN.format(path, f"other bytes in {int(wrong.sum())} records"))
+            raise TierError(_BROKEN.format(path, f"{int(wrong.sum())} records have a wrong checksum"))
         yield records.rows(read), records.unpack(read)
 
 

@@ -1,10 +1,10 @@
-"""The slots of a working set by the next use of their rows: those without a known one first, then the farthest.
+"""Chooses the rows to evict: first rows without a known next use, then those with the farthest.
 
 Contract
-    A slot's mark is the last call that used it or, where a later step is known to, one above all calls, the lower the
-    farther that step. Slots that stay have marks above these, and nobody's have the highest.
+    A slot's mark is the number of the last call that used it. If a later step is known to use it, the mark is above all
+    call numbers, and lower for a farther step. Pinned slots have higher marks, and free slots have the highest.
 
-Shape legend: S slots; K of them.
+Shape legend: S slots; K some of them.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from torch import Tensor
 
 _FREE = torch.iinfo(torch.int64).max
 _SOON = _FREE // 2
-"""A slot's mark, less the number of its next known step; more than it: of slots that stay."""
+"""A mark is this minus the slot's next known step. Pinned slots have higher marks."""
 _KNOWN = _SOON // 2
-"""Marks above this: slots whose next step is known."""
+"""Slots whose next step is known have marks above this."""
 _SHARE = 64
-"""Slots emptied at a time, those least recently used: a 64th of all."""
+"""At least this fraction of the slots, a 64th, is evicted at a time."""
 
 
 class EvictionPolicy:
-    """The marks of slots.
+    """The marks of the slots.
 
     Attributes:
-        step: the number of the one that has begun.
+        step: the number of the current step.
     """
 
     def __init__(self, slots: int) -> None:
         self._marks = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
         self.step, self._call = 0, 0
-        self._before, self._began = 0, 0  # the last calls before the step before this one, and before this one
+        self._before, self._began = 0, 0  # the last calls before the previous step and before this one
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Returns the bytes of memory of the marks."""
         return self._marks.nbytes
 
     def begin_step(self, number: int) -> None:
-        """Begins a step: what has been read for earlier ones may go."""
+        """Begins a step. Rows read ahead for earlier steps may be evicted."""
         self.step = number
         self._before, self._began = self._began, self._call
 
@@ -54,31 +54,30 @@ class EvictionPolicy:
         self._marks.index_copy_(0, slots, torch.where(known, marks, self._call))
 
     def keep(self, slots: Tensor) -> None:
-        """Has slots (K,) stay until they may go again."""
+        """Pins slots (K,)."""
         marks = self._marks.index_select(0, slots)
         self._marks.index_copy_(0, slots, torch.where(marks > _SOON, marks, marks + _SOON))
 
     def let_go(self, slots: Tensor) -> None:
-        """Has slots (K,) go when they would if they had not stayed."""
+        """Unpins slots (K,) and restores their marks."""
         marks = self._marks.index_select(0, slots)
         self._marks.index_copy_(0, slots, torch.where(marks > _SOON, marks - _SOON, marks))
 
     def expect(self, slots: Tensor, due: int) -> None:
-        """Marks slots (K,) that step number `due` will use."""
+        """Marks slots (K,) as used by step `due`."""
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def give_back(self, slots: Tensor) -> None:
-        """Marks slots (K,) as free: they hold no row any more."""
+        """Marks slots (K,) as free."""
         self._marks.index_fill_(0, slots, _FREE)
 
     def first_to_go(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Returns slots (K,) of about `count` rows that go first, and whether there may be others that may go, too.
+        """Returns slots (K,) of about `count` rows to evict first, and whether there may be more.
 
         Args:
-            due: they are not used before that step, and have not been since the step before this one; None: they may
-                be.
+            due: if given, returns only slots not used before that step, nor since the step before the current one.
         """
-        # Of an earlier step: their gradients may be still to come, so that they go when others do that were used then.
+        # Rows read for an earlier step may have pending gradients, so treat them as used by the current call.
         self._marks.masked_fill_((self._marks > _SOON - self.step) & (self._marks <= _SOON), self._call)
         marks, slots = self._marks.topk(max(count, len(self._marks) // _SHARE), largest=False)
         if due is None:

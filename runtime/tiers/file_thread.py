@@ -1,12 +1,12 @@
-"""Records at rest, read and written by threads, in the order in which they are asked for.
+"""Reads and writes a table's records in threads, in the order of the calls.
 
 Contract
-    What is read sees what was written before it was asked for. Rows that have been read come into slots which nobody
-    else touches meanwhile. An error comes to whoever waits for what has failed, or asks for anything after it.
-    On the host a thread reads what a disk has to be waited for. What the page cache holds or takes comes and goes at
-    once: a thread would take Python's lock from the one that trains, and a processor, for as long. Once a write has had
-    to wait, the thread has the next ones. What leaves a device is there once the device has come so far: a thread of
-    its own waits for that, and reads wait for writes of the same records alone.
+    A read sees all earlier writes. No other code accesses a slot while a read fills it. An error is raised when the
+    caller waits for the failed operation or calls any later one.
+    For slots on the host, the thread handles reads that need the disk. Reads and writes that the page cache serves run
+    in the calling thread, because a thread would hold the GIL and a core just as long. After a write that had to wait,
+    the thread handles the next writes. For slots on a device, a second thread waits for the copies from the device, and
+    reads wait only for writes of the same records.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from embrace_fx.runtime.tiers.slots import Leave, Slots
 from embrace_fx.vocabulary.operation_id import OperationId, storage_id
 
 _LEAVING = 8
-"""Of a device's slots, which part waits to be written: it may be that they have not left yet."""
+"""Divisor of a device's slots: the maximum share that may wait to be written."""
 _LATE_S, _BY_THREAD = 4e-3, 32
-"""A write of a part that takes longer had to wait; so many of the next ones are the thread's."""
+"""Seconds after which a write counts as having waited, and the number of following writes for the thread."""
 _FIRST_BYTES = 64
-"""Bytes of memory in which an element of first values is computed."""
+"""Bytes of temporary memory per element of first values."""
 
 
 class Come(NamedTuple):
-    """Rows that have come into slots.
+    """The result of reading rows into slots.
 
     Attributes:
-        arrivals: what the slots' `arrive` takes.
-        taken: the fewest steps that any of them has taken.
+        arrivals: arguments for the slots' `arrive`.
+        taken: the minimum of the rows' applied steps.
     """
 
     arrivals: Sequence[Any]
@@ -54,14 +54,14 @@ class Come(NamedTuple):
 
 
 class FileThread:
-    """The thread of a table's records, and of a device the one that waits for what leaves it.
+    """The thread that reads and writes a table's records. For a device, a second thread handles writes.
 
     Args:
         table: its name.
-        slots: into which rows come.
-        count: how many slots there are.
-        recorder: returns the recorder of reads, writes, and waits for them.
-        streams: of the device; None: slots are the host's.
+        slots: the slots to fill.
+        count: the number of slots.
+        recorder: returns the recorder of reads, writes and waits.
+        streams: the device's streams; None if the slots are on the host.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class FileThread:
         self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows", start)
         if streams is not None:
             self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", start)
-        self._writes: deque[tuple[Future[None], Tensor, range]] = deque()  # with numbers, and where their records are
+        # With record numbers, and positions in the buffer.
+        self._writes: deque[tuple[Future[None], Tensor, range]] = deque()
         self.part = part_of(count)
         self._cached = file.read_cached if streams is None and isinstance(file, RecordFile) else None
         self._most_waiting = self.part * LEAVING if streams is None else max(self.part, count // _LEAVING)
-        self._next = 0  # of those, where the next record will be
-        self._by_thread = 0.0 if streams is None else inf  # the number of next writes that are
+        self._next = 0  # position of the next record in the buffer
+        self._by_thread = 0.0 if streams is None else inf  # the number of following writes for the thread
         self._leaving = self._to_read = self._to_read_here = None
         self._first = self.part
         if streams is None:
@@ -93,21 +94,21 @@ class FileThread:
             rooms = [torch.zeros((n, records.nbytes), dtype=torch.uint8, device="cpu") for n in rows]
             self._leaving, self._to_read, self._to_read_here = rooms
             row_bytes = _FIRST_BYTES * max(1, *records.columns[WEIGHTS].size)
-            self._first = max(1, self.part * records.nbytes // row_bytes)  # rows that begin at once
+            self._first = max(1, self.part * records.nbytes // row_bytes)  # rows to initialize at once
 
     @property
     def waiting(self) -> int:
-        """The number of rows that wait to be written or are being written."""
+        """Returns the number of rows that wait to be written or are being written."""
         return sum(numbers.numel() for _, numbers, _ in self._writes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host's memory that it has for records."""
+        """Returns the bytes of host memory for records."""
         rooms = (self._leaving, self._to_read, self._to_read_here)
         return sum(each.nbytes for each in rooms if each is not None)
 
     def write(self, numbers: Tensor, rows: Tensor, leave: Leave) -> None:
-        """Begins to write rows (K,), a part of them at most, at numbers (K,)."""
+        """Starts writing rows (K,), at most a part, at record numbers (K,)."""
         watch = self._watch(self._writing, rows.numel())
         with span("submit", self._writing):
             at, into = self._room(numbers.numel())
@@ -120,14 +121,14 @@ class FileThread:
             self._writes.append((self._begin_write(write), numbers, at))
 
     def move(self, numbers: Tensor, records: Tensor, only: Tensor) -> None:
-        """Begins to write some of the records (K, B) that have been read, a part at most, at other numbers (L,)."""
+        """Starts writing some of the records (K, B), at most a part, at other numbers (L,)."""
         if numbers.numel():
             at, into = self._room(numbers.numel())
             into = torch.index_select(records, 0, only.nonzero().view(-1), out=into)
             self._writes.append((self._begin_write(partial(self._file.write, numbers, into)), numbers, at))
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Writes at once, or has the thread write, behind what it has to write or where writes have to wait."""
+        """Writes at once, or in the thread if it has pending writes or a recent write had to wait."""
         if self._by_thread or not all(written.done() for written, _, _ in self._writes):
             self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
@@ -135,7 +136,7 @@ class FileThread:
         began = time.perf_counter()
         try:
             write()
-        except Exception as error:  # whoever waits for it is told, as of the thread's
+        except Exception as error:  # raised by a later wait, as for the thread's writes
             written.set_exception(error)
         else:
             written.set_result(None)
@@ -143,8 +144,11 @@ class FileThread:
         return written
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) at ascending numbers (K,), a part of them at most, of rows (K,) or of any; on the
-        host they are good until the next call, or until others are brought."""
+        """Reads the records (K, B) at ascending numbers (K,), at most a part, and checks that they are of rows (K,) if
+        given.
+
+        On the host, the result is valid until the next call or the next `bring`.
+        """
         behind, here = self._behind(numbers), self._to_read_here
         if self._cached is not None and not behind:
             records, there = self._cached(numbers, rows, here)
@@ -158,14 +162,14 @@ class FileThread:
         return self._reader.submit(read).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Copies `count` records, a part at most, which on the host are good until others are written."""
+        """Copies `count` records, at most a part. On the host, the result is valid until the next write."""
         return leave(self._room(count)[1])()
 
     def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables) -> Future[Come]:
-        """Begins to bring rows (K,) into slots (K,).
+        """Starts reading rows (K,) into slots (K,).
 
         Args:
-            numbers: (K,) the numbers of their records; -1: the row has its first values.
+            numbers: (K,) the numbers of their records; -1 for rows with their first values.
         """
         numbers, order = numbers.sort()
         rows, slots = rows.index_select(0, order), slots.index_select(0, order)
@@ -183,7 +187,7 @@ class FileThread:
             return self._reader.submit(self._bring, rows, numbers, slots, initial, begin, taken, watch, behind)
 
     def has_come(self, coming: Future[Come]) -> bool:
-        """Tells whether nobody has to wait for rows that are being brought, and that nothing has failed."""
+        """Returns whether the rows have arrived without an error, so that no wait is needed."""
         if not coming.done() or coming.exception() is not None:
             return False
         return all(map(self._slots.has_come, coming.result().arrivals))
@@ -201,8 +205,7 @@ class FileThread:
         self._await_writes(range(self._most_waiting))
 
     def _room(self, count: int) -> tuple[range, Tensor | None]:
-        """Waits until so many more rows may wait to be written; returns which of all that may those are, and on the
-        host the memory for their records."""
+        """Waits for buffer space for so many records to write; returns the positions and, on the host, the memory."""
         assert count <= self._most_waiting
         first = self._next if self._next + count <= self._most_waiting else 0
         at, self._next = range(first, first + count), first + count
@@ -210,7 +213,7 @@ class FileThread:
         return at, None if self._leaving is None else self._leaving[first : first + count]
 
     def _await_writes(self, at: range) -> None:
-        """Waits until no records wait to be written that are there."""
+        """Waits until no record at these buffer positions is waiting to be written."""
         while self._writes and self._writes[0][0].done():
             self._writes.popleft()[0].result()
         if self._is_taken(at):
@@ -222,7 +225,7 @@ class FileThread:
         return any(each.start < at.stop and at.start < each.stop for _, _, each in self._writes)
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
-        """Returns the writes at any of ascending numbers (K,) that a read has to wait for."""
+        """Returns the pending writes of any of these ascending record numbers (K,), which a read must wait for."""
         pending = [each for each in self._writes if not each[0].done()] if numbers.numel() else []
         found = []
         for written, at, _ in pending:
@@ -234,15 +237,16 @@ class FileThread:
     def _bring_cached(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, int]:
-        """Brings rows (K,) for which no disk has to be waited for; returns the places of the others among them, and the
-        fewest steps that any of these has taken."""
+        """Reads the rows (K,) that are in the page cache; returns the indices of the others, and the minimum of the
+        read rows' applied steps.
+        """
         left, taken = [], torch.iinfo(torch.int64).max
         with self._watch(self._reading, len(rows)):
             for first in range(0, len(rows), self.part):
                 part = slice(first, first + self.part)
                 records, there = read(numbers[part], rows[part], self._to_read_here)
                 steps = self._records.unpack(records)[TAKEN]
-                if not bool(there.all()):  # into slots of those left no row comes as yet
+                if not bool(there.all()):  # slots of the missing rows stay empty for now
                     left.append(there.logical_not().nonzero().view(-1) + first)
                     steps = steps[there]
                 if len(steps):
@@ -264,11 +268,11 @@ class FileThread:
         watch: Watch,
         behind: Sequence[Future[None]],
     ) -> Come:
-        """Brings rows (K,) by ascending numbers (K,), of which the first `begin` have their first values.
+        """Reads rows (K,), sorted by record number, of which the first `begin` have their first values.
 
         Args:
-            taken: at most so many steps have been taken by any.
-            behind: writes to wait for.
+            taken: an upper bound for the minimum of applied steps.
+            behind: writes to wait for first.
         """
         _end(behind)
         arrivals = []

@@ -1,7 +1,7 @@
-"""Computes, from a seed, row and column, the first values of rows that have never been written.
+"""Computes the first values of rows that were never written, from a seed, the row and the column.
 
-The sum of twelve uniform numbers of 16 bits, less its mean, is scaled to variance 1 and is nearly normal. The sums are
-integers, so that the bits are the same in any order and grouping of rows, and on every machine.
+Each value is the sum of twelve uniform 16-bit numbers minus its mean, scaled to variance 1, which is nearly normal. The
+sums are integers, so that the bits do not depend on the machine, or on the order and grouping of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FirstValues:
     """The first values of an embedding layer's rows: normal numbers, and zeros for padding.
 
     Attributes:
-        columns: a rank's columns, of `width` in all.
+        columns: this rank's columns, out of `width`.
     """
 
     columns: range
@@ -41,10 +41,10 @@ class FirstValues:
 
 
 class FirstOfTables:
-    """First values of tables whose rows are numbered one table after the other.
+    """The first values of several tables whose rows are numbered consecutively.
 
     Args:
-        tables: by the first row of each.
+        tables: first row -> the table's first values.
     """
 
     def __init__(self, tables: Mapping[int, FirstValues]) -> None:
@@ -52,7 +52,7 @@ class FirstOfTables:
         self._bounds = torch.tensor([*self.tables][1:], dtype=torch.int64, device="cpu")
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The values (K, d) of rows (K,)."""
+        """Computes the values (K, d) of rows (K,)."""
         if len(self.tables) == 1:
             return next(iter(self.tables.values()))(rows)
         of, tables = torch.bucketize(rows, self._bounds, right=True), list(self.tables.items())
@@ -63,12 +63,12 @@ class FirstOfTables:
         return found
 
     def having(self, first: int, values: FirstValues) -> FirstOfTables:
-        """The same with other values of the table that begins with row `first`."""
+        """Returns a copy with other first values for the table at row `first`."""
         return FirstOfTables({**self.tables, first: values})
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Computes columns of rows (K,) of a table with `width` columns: (K, d) normal numbers."""
+    """Computes this rank's columns of rows (K,) of a table with `width` columns: (K, d) normal numbers."""
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
     total = np.zeros(element.shape, dtype=np.int64)

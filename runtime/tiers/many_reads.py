@@ -1,11 +1,11 @@
-"""Many reads of a file in one call of the system, so that a thread that reads does not hold up one that trains.
+"""Many reads of a file in one system call, so that a reading thread does not delay the training thread.
 
-A call for each record would give Python's lock back and take it again as often, and training would wait for it each
-time. Linux's `io_submit` takes all of them at once; those of a file behind a page cache have been done when it returns.
-Where it is told to wait for no disk (RWF_NOWAIT), reads of what that cache lacks are left.
+One call per record would release and take the GIL as often, and training would wait for it each time. Linux's
+`io_submit` takes all reads at once. Buffered reads are complete when it returns. With RWF_NOWAIT, it skips reads that
+the page cache cannot serve.
 
 Contract
-    Whatever has not been read, where there is no such call or a read has failed, is left to the caller.
+    The caller must do the reads that were skipped or failed, or all if the system call is missing.
 
 Shape legend: K reads.
 """
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.int64]
 
 _CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-"""Numbers of io_setup, io_destroy, io_submit and io_getevents."""
+"""System call numbers of io_setup, io_destroy, io_submit and io_getevents."""
 _AT_ONCE = 256
 _READ, _WITHOUT_WAIT = 0, 8
 _CONTROL = np.dtype("u8, u4, u4, u2, i2, u4, u8, u8, i8, u8, u8")
@@ -37,13 +37,13 @@ _RESULT = "f2"
 
 
 class ManyReads:
-    """Reads of one thread.
+    """The reads of one thread.
 
     Args:
-        waits: for a disk; else what needs one is left.
+        waits: whether to wait for the disk; if not, reads that need it are skipped.
 
     Attributes:
-        calls: the system's; None: there are none, or they have failed.
+        calls: system call numbers; None if they are missing or have failed.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
@@ -57,13 +57,12 @@ class ManyReads:
         if self.calls is not None:
             self._system = ctypes.CDLL(None, use_errno=True).syscall
             if self._call(0, ctypes.c_long(_AT_ONCE), ctypes.byref(self._context)):
-                self.calls = None  # not of this kernel, or too many have been set up
+                self.calls = None  # not supported by the kernel, or too many contexts exist
             else:
                 weakref.finalize(self, self._system, self.calls[1], ctypes.c_ulong(self._context.value))
 
     def __call__(self, descriptor: int, offsets: Numbers, lengths: Numbers, buffers: Numbers) -> Numbers:
-        """Reads `lengths` (K,) bytes at `offsets` (K,) into memory at addresses `buffers` (K,); returns how many bytes
-        of each have been read."""
+        """Reads `lengths` (K,) bytes at `offsets` (K,) to addresses `buffers` (K,); returns the bytes read of each."""
         done = np.zeros(len(offsets), np.int64)
         if self.calls is None:
             return done
@@ -78,7 +77,7 @@ class ManyReads:
                 asked = [ctypes.c_long(begun - ended)] * 2
                 more = self._call(3, self._context, *asked, _at(self._events[ended:]), None)
                 if more < 0 and ctypes.get_errno() != errno.EINTR:
-                    raise OSError(ctypes.get_errno(), "reads that do not end")
+                    raise OSError(ctypes.get_errno(), "reads did not complete")
                 ended += max(more, 0)
             events = self._events[: max(begun, 0)]
             done[events[_NUMBER].astype(np.int64)] = events[_RESULT].clip(min=0)

@@ -1,4 +1,4 @@
-"""Measures the time to read and to write a row: in the directory that a user names, or in a device's host."""
+"""Measures the time to read and to write a row: in the user's directory, or in host memory for a device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
 from embrace_fx.runtime.tiers.records import Records
 
 READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
-"""Number of rows that are read; their distance, so that no row is in another one's page; bytes written in one run."""
+"""The number of rows to read; their distance, so that no two share a page; the bytes of one write."""
 
 
 def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
-    """Returns (ms to read a row, ms to write a row), from the disk: the kernel is told to drop its cache.
+    """Returns (ms to read a row, ms to write a row) on the disk, with the kernel's page cache dropped.
 
     Raises:
-        TierError: rows cannot be written there, or read.
+        TierError: rows cannot be written or read there.
     """
     apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
     file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
@@ -40,11 +40,11 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
 
 
 def row_ms_of_host(records: Records) -> tuple[float, float]:
-    """Returns milliseconds in which a device's host gathers a row into pinned memory, and puts one back."""
+    """Returns (ms to gather a row of host memory into pinned memory, ms to write one back)."""
     apart = -(-APART_BYTES // records.nbytes)
     rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
     packed, took_ms = _packed(rows, records), (0.0, 0.0)
-    for _ in range(2):  # the first time claims memory
+    for _ in range(2):  # the first run allocates memory
         began = time.perf_counter()
         rest.write(rows, packed)
         written = time.perf_counter()

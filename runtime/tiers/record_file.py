@@ -1,13 +1,12 @@
-"""Stores records in a file, or in the memory of a device's host: a row's values and optimizer state together.
+"""Stores records, each a row's values and optimizer state, in a file, or in host memory for a device.
 
 Contract
-    The file has no name: it ends with its process, and cannot be mistaken for a checkpoint. It is as long as all
-    records, but takes disk space only for written ones. A read returns what was written, or raises an error that names
-    the row: a record has a checksum of its bytes, which include the row's number.
-    In the host's memory a row takes room once its record has been written, at the number of the row. A thread gathers
-    what is read into pinned memory, from which the device copies it.
+    The file has no name. It disappears with its process and cannot be mistaken for a checkpoint. Its length covers all
+    records, but only written ones use disk space. A read returns the written bytes or raises an error that names the
+    row: a record has a checksum of its bytes, which include the row id. In host memory, a record's number is its row
+    id, and it uses memory once written. A thread gathers records into pinned memory, from which the device copies them.
 
-Shape legend: K records of B bytes, as `records.py` packs them, at numbers (K,) in the file.
+Shape legend: K records of B bytes, as `records.py` packs them, with numbers (K,) in the file.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from embrace_fx.runtime.tiers.records import Records
 
 
 class TierError(RuntimeError):
-    """A row cannot be read from its file, or written there."""
+    """A row cannot be read from its file or written to it."""
 
 
 class RecordFile:
-    """The records of one table on this rank.
+    """The records of a table on this rank, in a file.
 
     Args:
-        directory: in which the file lies.
+        directory: of the file.
         table: its name, for errors.
-        count: how many records it has room for.
+        count: the maximum number of records.
         records: their columns.
-        pinned: whether what is read is in memory from which a device copies.
+        pinned: whether reads return pinned memory, from which a device copies.
 
     Attributes:
-        reads, cached_reads: by one thread at a time; the latter wait for no disk.
+        reads, cached_reads: each used by one thread at a time. `cached_reads` never waits for the disk.
 
     Raises:
-        TierError: no such file can be made.
+        TierError: the file cannot be created.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class RecordFile:
             os.ftruncate(self.descriptor, count * records.nbytes)
         except OSError as error:
             raise TierError(
-                f"spill_to: no file of {count * records.nbytes:,} bytes, for rows that have moved, can be made in "
-                f"{self._directory!r}: {error}. Make the directory, or name another one."
+                f"spill_to: cannot create a file of {count * records.nbytes:,} bytes in {self._directory!r}: {error}. "
+                "Create the directory, or pass another one."
             ) from error
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at numbers (K,), of which there are some: one write for each run of them.
+        """Writes records (K, B) uint8 at numbers (K,), K > 0, with one write per run of consecutive numbers.
 
         Raises:
-            TierError: some cannot be written.
+            TierError: a write failed.
         """
         cuts = (numbers.diff() != 1).nonzero().view(-1).add_(1).tolist()
         for first, run in zip(numbers[[0, *cuts]].tolist(), records.tensor_split(cuts), strict=True):
@@ -85,19 +84,19 @@ class RecordFile:
         except OSError as error:
             raise TierError(
                 f"writing {records.numel():,} bytes of rows of {self._table} to {self._directory} failed: {error}. "
-                "The last checkpoint is whole. Free some space, name another directory in spill_to, "
+                "The last checkpoint is intact. Free some space, pass another directory as spill_to, "
                 "or raise table_memory."
             ) from error
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads records (K, B) at numbers (K,), ascending, each of which has been written.
+        """Reads records (K, B) at ascending numbers (K,), all of which have been written.
 
         Args:
-            rows: (K,) the rows that they must be of; None: any.
-            into: memory for so many records, or more; None: their own.
+            rows: (K,) the expected row ids; None accepts any.
+            into: memory for at least K records; None allocates it.
 
         Raises:
-            TierError: some cannot be read, or differ from what was written.
+            TierError: a read failed, or a record differs from what was written.
         """
         records = self._room(numbers, into)
         data, (at, places, lengths) = records.numpy().data.cast("B"), self._runs(numbers)
@@ -107,27 +106,26 @@ class RecordFile:
                 self._read_rest(data[places[run] : places[run] + lengths[run]], int(at[run]), int(done[run]))
         except OSError as error:
             raise TierError(
-                f"rows of {self._table} cannot be read from their file in {self._directory}: {error}. Check that "
-                "disk, and go on from the last checkpoint, which is whole."
+                f"rows of {self._table} cannot be read from their file in {self._directory}: {error}. Check the disk, "
+                "and continue from the last checkpoint, which is intact."
             ) from error
         expected = self._records.rows(records) if rows is None else rows
         wrong = self._wrong(records, expected)
         if bool(wrong.any()):
             raise TierError(
-                f"row {int(expected[wrong][0])} of {self._table} is not as it was written to its file in "
-                f"{self._directory} ({int(wrong.sum())} of {numbers.numel()} records that were "
-                "read differ). The disk has changed it, or somebody has: go on from the last checkpoint, on another "
-                "disk."
+                f"row {int(expected[wrong][0])} of {self._table} has changed in its file in {self._directory} "
+                f"({int(wrong.sum())} of {numbers.numel()} records have a wrong checksum). The disk may be faulty: "
+                "continue from the last checkpoint, on another disk."
             )
         return records
 
     def read_cached(
         self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Reads records without waiting for a disk; returns them, and which (K,) are there. `read` has the others.
+        """Reads records without waiting for the disk; returns them and a mask (K,) of those that were read.
 
         Args:
-            numbers, rows, into: as of `read`.
+            numbers, rows, into: as for `read`.
         """
         records, (at, places, lengths) = self._room(numbers, into), self._runs(numbers)
         try:
@@ -144,7 +142,7 @@ class RecordFile:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def _runs(self, numbers: Tensor) -> tuple[Numbers, Numbers, Numbers]:
-        """Finds the runs of ascending numbers (K,): where each begins in the file, and in memory; its bytes."""
+        """Returns the runs of ascending numbers (K,): offsets in the file, offsets in memory, and lengths in bytes."""
         nbytes, found = self._records.nbytes, numbers.numpy().astype(np.int64)
         starts = np.flatnonzero(np.diff(found, prepend=found[:1] - 2) != 1)
         return found[starts] * nbytes, starts * nbytes, np.diff(starts, append=len(found)) * nbytes
@@ -158,15 +156,15 @@ class RecordFile:
             more = os.preadv(self.descriptor, [run[done:]], at + done)
             if more == 0:
                 there = os.fstat(self.descriptor).st_size
-                raise OSError(f"a file of {there:,} bytes, cut off before byte {at + len(run):,}")
+                raise OSError(f"the file has only {there:,} of {at + len(run):,} bytes")
             done += more
 
 
 class HostRecords:
-    """The records of one table on this rank.
+    """The records of a table on this rank, in host memory.
 
     Args:
-        count: how many rows there are.
+        count: the number of rows.
         records: their columns.
     """
 
@@ -176,7 +174,7 @@ class HostRecords:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take once every row has moved."""
+        """Returns the bytes of memory once every row has been written."""
         return self._all.nbytes
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
@@ -184,19 +182,19 @@ class HostRecords:
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads records (K, B) at numbers (K,), whichever rows they are of, into memory of their own."""
+        """Reads records (K, B) at numbers (K,) into new memory, without a check of their rows."""
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 
-    # -- numbers, as of `RecordLog` ------------------------------------------------------------------------------------
+    # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
     def take(self, rows: Tensor) -> Tensor:
-        """Returns the numbers (K,) of rows (K,): their own."""
+        """Returns the record numbers (K,) of rows (K,), which are the row ids."""
         return rows.to(torch.int32)
 
     def give_back(self, numbers: Tensor) -> None:
-        """Does nothing: a row keeps its number."""
+        """Does nothing, because a row keeps its number."""
 
     def lacks(self, count: int) -> bool:
-        """Tells that there is room: each row has its own."""
+        """Returns False, because each row has its own record."""
         return False

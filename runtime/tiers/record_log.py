@@ -1,9 +1,9 @@
-"""Assigns places to records in a file that is written in order, so that a batch of rows needs few writes.
+"""Assigns numbers to the records of a log-structured file, so that a batch of rows needs few writes.
 
 Contract
-    A record is never overwritten: it takes a new number, and the old one is given back. Numbers are in blocks; a block
-    without used numbers is taken again. While fewer than a quarter of the numbers up to the highest are in use, or no
-    block is left, the caller empties the block with the fewest (`sparsest`) by moving its records.
+    A record is never overwritten: it gets a new number, and its old one is freed. Numbers are grouped in blocks, and a
+    block without used numbers is reused. If fewer than a quarter of the numbers up to the highest are in use, or no
+    block is free, the caller empties the block with the fewest records (`sparsest`) by moving them.
 
     block 0  [a . . d]   block 1  [. f . .]   block 2  [i j       take(3) -> 10, 11 and, block 1 emptied, 4
 """
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 
 _SPARE = 1.5
-"""Room in the file, as a multiple of all records: some block then has a third of its numbers free."""
+"""Capacity of the file as a multiple of the records, so that some block has a third of its numbers free."""
 _FEW = 16
-"""Number of blocks up to which they need not be in use to a quarter."""
+"""Number of blocks below which less than a quarter may be in use."""
 
 _BLOCK_BYTES, _BLOCKS = 1 << 18, 64
-"""Most bytes of a block of the file, and the least number of blocks of a file that is not small."""
+"""Maximum bytes of a block, and minimum number of blocks unless the file is small."""
 _FEWEST = 8
-"""Least records of a block."""
+"""Minimum records of a block."""
 NUMBER_BYTES = 14 * _SPARE
-"""Of a record's share of its block: of numbers in use, whether it is full, its place among empty ones; and where the
-sparsest is looked for."""
+"""Bytes of bookkeeping per block: its numbers in use, whether it is full, its place in the list of empty blocks, and a
+temporary of the search for the sparsest."""
 
 
 def block_size(record_bytes: int, records: int) -> int:
-    """Returns the records of a block of a file."""
+    """Returns the number of records per block of a file."""
     return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, records // _BLOCKS))
 
 
 class RecordLog:
-    """The numbers of a file's records.
+    """The record numbers of a file.
 
     Args:
-        records: most numbers in use.
-        at_once: most numbers taken together.
-        block: numbers per block.
+        records: the maximum of numbers in use.
+        at_once: the maximum of numbers taken together.
+        block: the numbers per block.
     """
 
     def __init__(self, records: int, at_once: int, block: int) -> None:
@@ -52,20 +52,20 @@ class RecordLog:
         self._count = 0  # numbers in use
         self._begun = 0  # blocks written so far
         self._empty = array("i")
-        self._next, self._end = 0, 0  # of the block that is being written
+        self._next, self._end = 0, 0  # position in the block being written
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Returns the bytes of memory of the bookkeeping."""
         return self._in_use.nbytes + self._full.nbytes + self._blocks * self._empty.itemsize
 
     @property
     def size(self) -> int:
-        """The number of records that the file has room for."""
+        """Returns the number of records that the file can hold."""
         return self._blocks * self.block
 
     def lacks(self, count: int) -> bool:
-        """Tells whether a block must be emptied before taking `count` numbers; one spare block is kept for that."""
+        """Returns whether a block must be emptied before `take(count)`. One spare block is kept for that."""
         short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
         begins = -(-short // self.block)
         if begins <= 0:
@@ -88,7 +88,7 @@ class RecordLog:
         return numbers_of(found)
 
     def give_back(self, numbers: Tensor) -> None:
-        """Gives numbers (K,) back."""
+        """Frees numbers (K,)."""
         if not numbers.numel():
             return
         blocks, counts = (numbers // self.block).unique(return_counts=True)
@@ -119,5 +119,5 @@ class RecordLog:
 
 
 def numbers_of(runs: Sequence[range]) -> Tensor:
-    """Returns the numbers (K,) of runs, as maps of rows have them."""
+    """Returns the numbers (K,) of several runs."""
     return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

@@ -1,6 +1,6 @@
-"""Packs a row's number and its columns as bytes with a checksum: a record.
+"""Packs a row's id and columns as a record: bytes with a checksum.
 
-Shape legend: K records of B bytes, B a multiple of 8: the checksum, the row, and each column in whole words of 8 bytes.
+Shape legend: K records of B bytes, B a multiple of 8: the checksum, the row id, and each column padded to 8 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN = 0x1E3779B97F4A7C15
-"""An odd number whose multiples are spread over all words."""
+"""An odd number whose multiples are spread over all 64-bit words."""
 WEIGHTS, TAKEN = "weights", "steps taken"
 """Columns that every table has."""
 _WORD = 8
@@ -21,11 +21,11 @@ _HEAD = 2 * _WORD
 
 @dataclass(frozen=True)
 class Column:
-    """What a row has in one tensor.
+    """A tensor with one entry per row.
 
     Attributes:
-        size: of one row.
-        fill: what it begins with.
+        size: the shape of one row's entry.
+        fill: its initial value.
     """
 
     size: tuple[int, ...]
@@ -34,16 +34,16 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Returns the bytes of a row's entry."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def filled(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the column of (count,) rows as they begin."""
+        """Returns the initial values of (count,) rows."""
         return torch.full((count, *self.size), self.fill, dtype=self.dtype, device=device)
 
 
 class Records:
-    """The records of rows with these columns."""
+    """The format of records with these columns."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
@@ -57,11 +57,11 @@ class Records:
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Packs records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
+        """Packs rows (K,) with column values (K, ...) as records (K, B) uint8."""
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """The same on the values' device, without rows and checksums; in memory for records, if that is given."""
+        """Packs columns on the values' device, without row ids and checksums; into given memory if any."""
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
@@ -69,14 +69,14 @@ class Records:
         return records
 
     def sign(self, records: Tensor, rows: Tensor) -> Tensor:
-        """Puts rows (K,) and checksums into records, in place."""
+        """Writes row ids (K,) and checksums into records, in place."""
         words = records.view(torch.int64)
         words[:, 1] = rows
         words[:, 0] = self._sums(words)
         return records
 
     def unpack(self, records: Tensor) -> dict[str, Tensor]:
-        """Returns views (K, ...) of the columns of records."""
+        """Returns views (K, ...) of the records' columns."""
         found = {}
         for key, column in self.columns.items():
             of_column = records[:, self._at[key] : self._at[key] + column.nbytes]
@@ -84,14 +84,14 @@ class Records:
         return found
 
     def rows(self, records: Tensor) -> Tensor:
-        """Returns the rows (K,) of records."""
+        """Returns the row ids (K,) of records."""
         return records.view(torch.int64)[:, 1]
 
     def wrong(self, records: Tensor) -> Tensor:
-        """Tells, (K,), which records differ from what was packed."""
+        """Returns a mask (K,) of the records whose checksum does not match."""
         words = records.view(torch.int64)
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Computes checksums (K,), never 0; each word has its own factor, so that any change of one word is seen."""
+        """Computes checksums (K,), never 0. Each word has its own factor, to detect a change of any one word."""
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

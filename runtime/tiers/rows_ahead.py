@@ -1,8 +1,8 @@
-"""Tells tables beyond memory, some steps ahead, the rows that future batches of all ranks will read.
+"""Prefetches rows of tables beyond memory that upcoming batches of all ranks will read.
 
 Contract
-    At each training call every rank passes the rows that its batch reads some calls later. Ranks gather them in their
-    own thread and process group, for which nothing waits: rows that do not come in time are read later.
+    At each training call, every rank passes the rows that its batch some calls later reads. Ranks gather them in a
+    separate thread and process group. No step waits for the gather: rows that arrive too late are read at the lookup.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class RowsAhead:
-    """Gathers the rows of future batches.
+    """Gathers the rows of upcoming batches.
 
     Args:
-        state: the model's, of whose tables those beyond memory are told.
-        communicator: the ranks'. Making this is collective if there are several.
+        state: the model's state, with tables beyond memory.
+        communicator: of the ranks. With several ranks, the constructor is collective.
     """
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
         self._state = state
         self._number = 0
-        self._to_come: deque[tuple[int, ToCome]] = deque()  # of one rank: what its calls will be, by number
+        self._to_come: deque[tuple[int, ToCome]] = deque()  # on a single rank: number of a coming call -> its batch
         self._coming: deque[tuple[int, Future[list[Tensor]]]] = deque()
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
@@ -43,15 +43,15 @@ class RowsAhead:
             assert communicator.group is not None
             ranks = dist.get_process_group_ranks(communicator.group)
             self._group = communicator.sub_group("rows ahead", [ranks], backend="gloo")
-            # A daemon: a gather that a dead rank blocks must not block this process's exit.
+            # A daemon, because a gather blocked by a dead rank must not block this process's exit.
             threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
 
     def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
         """Begins a step.
 
         Args:
-            leaves: of its batch.
-            coming: that of `ahead` calls later; None: it is not known.
+            leaves: of the current batch.
+            coming: the batch of `ahead` calls later; None if it is not known.
         """
         self._number += 1
         beyond = self._beyond()
@@ -61,7 +61,7 @@ class RowsAhead:
         if self._group is None:
             self._step_alone(leaves, coming, ahead)
             return
-        if ahead == 1:  # the result would come no earlier than the lookup itself
+        if ahead == 1:  # the result would arrive no earlier than the lookup
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
@@ -78,7 +78,7 @@ class RowsAhead:
                         memory.read_ahead(numbers, due)
 
     def end_call(self) -> None:
-        """Ends a call: what the next lookup reads is not known."""
+        """Ends a call: forgets the ids of its lookup."""
         for table in self._beyond().values():
             table.expect(None)
 
@@ -86,7 +86,7 @@ class RowsAhead:
         return {name: table for name, table in self._state.tables.items() if isinstance(table, TieredTable)}
 
     def _step_alone(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
-        """Reads ahead what is known of calls to come; of a device, what had been known a call before."""
+        """Reads ahead the known rows of upcoming calls; on a device, those that were known one call earlier."""
         devices = [table for table in self._beyond().values() if table.needs_host]
         while self._to_come and self._to_come[0][0] <= self._number:
             due, batch = self._to_come.popleft()
@@ -99,9 +99,9 @@ class RowsAhead:
             late = 1 if devices else 0
             if len(self._to_come) > late:
                 due, batch = self._to_come[-1 - late]
-                self._tell(batch.rows(), due)
+                self._read_ahead(batch.rows(), due)
 
-    def _tell(self, rows: Mapping[str, Tensor], due: int) -> None:
+    def _read_ahead(self, rows: Mapping[str, Tensor], due: int) -> None:
         of_sets: dict[WorkingSet, list[Tensor]] = {}
         for name, table in self._beyond().items():
             if (ids := rows.get(name)) is not None and ids.numel():
@@ -111,12 +111,12 @@ class RowsAhead:
 
 
 _Job = tuple[ToCome | None, Mapping[str, tuple[int, range]], int, Future[list[Tensor]]]
-"""A batch to come; by table or row space, the number of its working set and its rows there; how many sets there are;
-and what the rows in each are to be told to."""
+"""An upcoming batch; table or row space -> the index of its working set and its rows there; the number of working sets;
+and the future of the rows in each."""
 
 
 def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
-    """Gathers rows of all ranks, by working set, until it fails: then a rank is gone, which is reported elsewhere."""
+    """Gathers the rows of all ranks, by working set, until a gather fails. The failure is reported elsewhere."""
     size, none = dist.get_world_size(group), torch.empty(0, dtype=torch.int64, device="cpu")
     while True:
         coming, places, sets, found = jobs.get()

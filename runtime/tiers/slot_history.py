@@ -1,12 +1,12 @@
-"""The history of rows beyond memory: steps that a row skips until it is next in memory.
+"""The history of a table beyond memory: the steps that a row defers until it is next in memory.
 
 Contract
-    Where a table in memory has all rows take what they have skipped, here rows in slots do, the history is closed, and
-    another begins: all other rows take the rest of the closed ones once they have come into memory, in the order and
-    over the steps in which they would have taken them there. So bits are the same, and no pass over the file is ever
-    needed. On a device rows take steps without the host's knowing which of them are behind.
+    When a table in memory would apply the deferred steps of all rows, only rows in slots do. The history is then
+    closed, and a new one begins. Other rows apply the closed histories when they arrive in memory, in the same order
+    and groups of steps as a table in memory. The bits are therefore equal, and no pass over the file is needed. On a
+    device, rows apply steps without telling the host which were behind.
 
-Shape legend: S slots of the working set; K of them.
+Shape legend: S slots of the working set; K some of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class _FirstStep:
-    """The first step, which makes a table's state, for rows without gradient; the optimizer itself takes it.
+    """The first step, which creates state, for rows without a gradient. Calls the optimizer itself.
 
     Args:
         counters: the state's counters before the step.
@@ -53,11 +53,11 @@ class _FirstStep:
 
 
 class SlotHistory(History):
-    """The history of a table beyond memory, or of a row space.
+    """The history of a table or row space beyond memory.
 
     Args:
-        rows: in the working set.
-        members: of a space, the histories of its tables.
+        rows: its rows in the working set.
+        members: the histories of a row space's tables.
     """
 
     rows: range
@@ -67,12 +67,12 @@ class SlotHistory(History):
         super().__init__(unit, {each.rows.start: each for each in members})
         self._memory, self.rows, self._tables, self._taken = memory, rows, tuple(members), memory.columns[TAKEN]
         for each in members:
-            each._first = 0  # slots are the space's
+            each._first = 0  # the tables share the row space's slots
         memory.arrived = self.arrived
-        self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # with the number of steps before each
+        self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # (steps before it, history)
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        if self.open is None and self._tables:  # its tables count on from one number
+        if self.open is None and self._tables:  # give its tables a common number of steps
             self.close()
             self._before = max(each._before for each in self._tables)
             for each in self._tables:
@@ -82,7 +82,7 @@ class SlotHistory(History):
     def took_first(
         self, slots: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
     ) -> None:
-        """Records that only the rows in slots (K,) have taken the step that has made state."""
+        """Records that only the rows in slots (K,) have applied the step that created state."""
         self.close()
         self._taken.index_fill_(0, slots, self._before + 1)
         self._add(_FirstStep(optimizer, options, counters))
@@ -96,14 +96,14 @@ class SlotHistory(History):
                 each._add(skipped)
 
     def _add(self, skipped: SkippedSteps | _FirstStep) -> None:
-        """Closes a history: rows in slots take it now, all others before anything else."""
+        """Closes a history: rows in slots apply it now, and other rows when they arrive."""
         before = self._before
         self._closed.append((before, skipped))
         self._before += skipped.count
         self.arrived(self._memory.in_use(self.rows), before)
 
     def arrived(self, slots: Tensor, taken: int) -> None:
-        """Lets rows in slots (K,) take what a table in memory has settled; each has taken so many steps, or more."""
+        """Applies closed histories to rows in slots (K,), each of which has applied at least `taken` steps."""
         for each, own in self._split(slots) if self._tables else ():
             each.arrived(own, taken)
         due = [each for each in self._closed if each[0] + each[1].count > taken]
@@ -124,11 +124,11 @@ class SlotHistory(History):
             self._take(places, [(self._before, self.open)])
 
     def _take(self, slots: Tensor, due: Sequence[tuple[int, SkippedSteps | _FirstStep]]) -> None:
-        """Lets rows in slots (K,) take what they have skipped of histories, which follow on each other."""
+        """Applies consecutive histories to the rows in slots (K,)."""
         memory, taken = self._memory, self._taken
         until = due[-1][0] + due[-1][1].count
         steps = taken.index_select(0, slots)
-        if not steps.is_cuda:  # where it costs nothing to know which
+        if not steps.is_cuda:  # on the CPU, where the selection needs no synchronization
             behind = steps < until
             slots, steps = slots[behind], steps[behind]
             due = [each for each in due if slots.numel() and each[0] + each[1].count > int(steps.min())]
@@ -143,12 +143,12 @@ class SlotHistory(History):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """The closed histories, for a checkpoint. None is open."""
+        """Returns the closed histories for a checkpoint. None may be open."""
         closed = [{"form": type(of).__name__, "before": n, "fields": _plain(vars(of))} for n, of in self._closed]
         return {"steps": self._before, "closed": closed}
 
     def load(self, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Takes over histories as `saved` gave them, in the place of these."""
+        """Replaces the histories by those that `saved` returned."""
         self.close()
         self._closed, self._before = [], saved["steps"]
         device = self._taken.device
@@ -167,7 +167,7 @@ class SlotHistory(History):
 
 
 NO_HISTORIES: Mapping[str, Any] = {"steps": 0, "closed": []}
-"""As `SlotHistory.saved` gives them before any step."""
+"""The result of `SlotHistory.saved` before any step."""
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (*SkippedSteps.__subclasses__(), _FirstStep)}
 
 

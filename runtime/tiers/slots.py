@@ -1,11 +1,11 @@
-"""The values of rows in slots: in memory of the host, or of a device, to which rows come and from which they leave.
+"""The slots that hold rows in memory, on the host or on a device.
 
 Contract
-    Records come and leave in the order in which that is asked for. On a device nothing makes the host wait but the
-    thread that writes what has left. Copies run beside compute, each way on a stream of its own; slots themselves are
-    compute's alone, which puts into them what has come, and gathers what is to leave.
+    Records arrive and leave in the order of the calls. On a device, only the thread that writes records waits for the
+    device. Copies run concurrently with compute, on one stream per direction. Only the compute stream accesses the
+    slots: it writes arrived rows into them and gathers leaving ones.
 
-Shape legend: S slots; K of them, at places (K,) on the host; records (K, B).
+Shape legend: S slots; K some of them, with indices `places` (K,) on the host; records (K, B).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 
 Leaving = Callable[[], Tensor]
-"""Waits for records on their way out, without rows and checksums."""
+"""Waits for a copy of records, without row ids and checksums, and returns them."""
 Leave = Callable[[Tensor | None], Leaving]
-"""Copies records to memory for them; None: to their own."""
+"""Starts copying records to the given memory; None allocates it."""
 
 
 class Arrival(NamedTuple):
-    """Rows that a device has, or will have, beside their slots.
+    """Rows that are being copied to a device.
 
     Attributes:
-        event: behind their copy.
-        copied: places (K,) and what is put there.
+        event: recorded after the copy.
+        copied: slots (K,) and the values for them.
     """
 
     event: Event
@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 
 
 class Slots:
-    """Slots in memory of the host.
+    """Slots in host memory.
 
     Attributes:
         columns: name -> (S, ...).
@@ -50,14 +50,14 @@ class Slots:
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
     def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Copies what is in slots (K,), now, into memory for their records; None: of a device."""
+        """Copies the slots (K,) into memory for records; on a device, `into` is None."""
         assert into is not None
         for key, of_column in self._records.unpack(into).items():
             torch.index_select(self.columns[key], 0, places, out=of_column)
         return lambda: into
 
     def come(self, places: Tensor, records: Tensor) -> Any:
-        """Puts records into slots (K,), by a thread; returns what `arrive` takes."""
+        """Writes records into slots (K,), from a thread; returns the argument of `arrive`."""
         self._put(places, records)
 
     def _put(self, places: Tensor, records: Tensor) -> None:
@@ -65,7 +65,7 @@ class Slots:
             self.columns[key].index_copy_(0, places, values)
 
     def begin(self, places: Tensor, weights: Tensor) -> Any:
-        """The same of rows that begin, of which weights (K, d) are known."""
+        """Writes initial values with weights (K, d) into slots (K,); returns the argument of `arrive`."""
         self._put_first(places, weights)
 
     def _put_first(self, places: Tensor, weights: Tensor) -> None:
@@ -76,22 +76,22 @@ class Slots:
                 column.index_fill_(0, places, self._records.columns[key].fill)
 
     def has_come(self, coming: Any) -> bool:
-        """Tells whether nobody has to wait for it."""
+        """Returns whether `arrive` would not wait."""
         return True
 
     def arrive(self, coming: Any) -> None:
-        """Has whoever reads slots from here on find there what has come."""
+        """Makes later reads of the slots see the arrived rows."""
 
     def to_index(self, places: Tensor) -> Tensor:
-        """Slots (K,) as the columns' ops take them."""
+        """Returns slots (K,) on the columns' device."""
         return places
 
 
 class DeviceSlots(Slots):
-    """Slots in memory of a device.
+    """Slots in device memory.
 
     Args:
-        streams: of the device.
+        streams: the device's streams.
     """
 
     def __init__(self, count: int, records: Records, device: torch.device, streams: Streams) -> None:

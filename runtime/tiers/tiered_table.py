@@ -1,8 +1,8 @@
-"""Tables, and row spaces, with a working set of rows in memory: like others, but rows are addressed by slots.
+"""Tables and row spaces beyond memory, whose rows are addressed by slots of a working set.
 
 Contract
-    Rows are brought into memory when they are looked up or stepped, and get the same bits as in a table in memory that
-    replays skipped steps. Uses of all rows at once (a view, a dense gradient, a state dict) are refused.
+    Rows are read into memory when they are looked up or updated. They get the same bits as in a table in memory with
+    deferred steps. Uses of all rows at once (a view, a dense gradient, a state dict) raise.
 
 Shape legend: V' x d this rank's part; S slots; K rows.
 """
@@ -34,14 +34,14 @@ from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
-    "{asked} needs all rows of {name}, and memory holds only a working set (table_memory), which lookups read and the "
-    "optimizer steps by rows. Call the model, save by save_checkpoint and load by load_checkpoint, or leave the table "
-    "out of table_memory."
+    "{asked} needs all rows of {name}, but only some are in memory (table_memory). Only lookups in the model and "
+    "optimizer steps can access this table. Save it by save_checkpoint and load it by load_checkpoint, or leave the "
+    "table out of table_memory."
 )
 
 
 class FileStorage(LocalStorage):
-    """Replaces a part of which only some rows are in memory; it can be read and written by ids only.
+    """Storage of a part with only some rows in memory, which can be read and written only by ids.
 
     Args:
         like: a tensor of its size, without memory.
@@ -67,7 +67,7 @@ class FileStorage(LocalStorage):
 
 
 class InSlots(Unit):
-    """A table or a row space beyond memory: rows are read and stepped in slots.
+    """A table or row space beyond memory, whose rows are read and updated in slots.
 
     Attributes:
         memory: its working set.
@@ -83,10 +83,10 @@ class InSlots(Unit):
         return self.memory.places(ids, to_write=to_write)
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As of any unit. Where a row cannot be read, others wait for this rank's rows all the same: it raises once.
+        """Returns rows (K, d), after their deferred steps.
 
-        Raises:
-            TierError: a row cannot be read.
+        If a row cannot be read, the error is raised at the next handshake, because other ranks wait for this rank's
+        rows.
         """
         failed_before = self.memory.failure
         self.memory.counts.asked += ids.numel()
@@ -97,12 +97,12 @@ class InSlots(Unit):
 
 
 class TieredTable(InSlots, RowTable):
-    """A table beyond memory. What a `RowTable` takes, and:
+    """A table beyond memory. Takes the arguments of `RowTable`, and:
 
     Args:
         memory: its working set.
-        first: its first row in that.
-        shown: columns of state that the optimizer has made.
+        first: its first row in the working set.
+        shown: state columns that the optimizer has created.
     """
 
     history: SlotHistory
@@ -114,13 +114,13 @@ class TieredTable(InSlots, RowTable):
         self.memory = memory
         self.shown: set[str] = self._with_made(shown)
         self.rows = range(first, first + self.shape[0])
-        self._on_host: Any = WeakTensorKeyDictionary()  # ids of the device -> rows among which they are
+        self._on_host: Any = WeakTensorKeyDictionary()  # device ids -> host rows that include them
         self._expected: Tensor | None = None
         self.history = SlotHistory(self, memory, self.rows)
-        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient, or state,")
+        self.no_dense = REFUSAL.format(name=self.name, asked="A dense gradient or state")
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of rows (K,) in the working set."""
+        """Returns the row numbers of ids (K,) in the working set."""
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
@@ -131,7 +131,7 @@ class TieredTable(InSlots, RowTable):
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Tells among which rows of the host (K,) the ids of the next lookup are; None: that is not known."""
+        """Sets the host rows (K,) that include the ids of the next lookup; None if they are not known."""
         self._expected = rows
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
@@ -143,7 +143,7 @@ class TieredTable(InSlots, RowTable):
             self._on_host[ids] = self._rows_on_host(among)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """The rows among which ids of the device are, as far as the host has been told; else it waits for the ids."""
+        """Returns host rows that include the device ids. Waits for the ids if the host does not know them."""
         if not ids.is_cuda:
             return None
         rows: Tensor | None = self._on_host.get(ids)
@@ -158,7 +158,7 @@ class TieredTable(InSlots, RowTable):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The counters, and the state columns of the working set."""
+        """Returns the counters and the state columns of the working set."""
         return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
 
     def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
@@ -178,22 +178,22 @@ class TieredTable(InSlots, RowTable):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The state's counters, which all rows share."""
+        """Returns the state's counters, which all rows share."""
         return dict(super().state)
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
-        """Adds the state column that exists before the first step, if the optimizer has one."""
+        """Adds the state column that the optimizer creates before the first step, if any."""
         return {*shown, "sum"} if type(self.optimizer) is RowWiseAdagrad else {*shown}
 
     def saved(self) -> dict[str, Any]:
-        """Returns all that a checkpoint holds besides rows; no update may be pending."""
+        """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
         self.flush()
         first = self.memory.initial.tables[self.rows.start]
         of_rows = {"shown": sorted(self.shown), "histories": self.history.saved(), "seed": first.seed}
         return {**of_rows, "counters": self.counters, "padding": first.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what `saved` gave."""
+        """Restores what `saved` returned."""
         initial = self.memory.initial
         first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = initial.having(self.rows.start, first)
@@ -203,7 +203,7 @@ class TieredTable(InSlots, RowTable):
         self.holder.state[self.parameter] = dict(saved["counters"])
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As of a `WorkingSet`; rows are the table's."""
+        """Yields like `WorkingSet.moved`, with the table's row ids."""
         for rows, records in self.memory.moved(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
@@ -214,7 +214,7 @@ class TieredTable(InSlots, RowTable):
 
     @property
     def remark(self) -> str:
-        return "" if self.rows.start else self.memory.told
+        return "" if self.rows.start else self.memory.report
 
     def step_dense(self) -> NoReturn:
         raise RuntimeError(self.no_dense)
@@ -229,15 +229,15 @@ class TieredTable(InSlots, RowTable):
         return self._share(weights), 0, self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Its part of what a working set takes."""
+        """Returns this table's share of a number of bytes of the working set."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
 class JoinedTiers(InSlots, JoinedTable):
-    """Tables beyond memory that travel together; ids are rows of the space.
+    """Tables beyond memory that are exchanged together. Ids are rows of the row space.
 
     Args:
-        members: in one working set, in the order of the space.
+        members: the tables in one working set, in the order of the row space.
     """
 
     members: tuple[TieredTable, ...]
@@ -262,7 +262,7 @@ class JoinedTiers(InSlots, JoinedTable):
 
 
 class _FirstDeferred(SparseUpdate):
-    """The step that makes state: rows without gradient take it when they are next in memory."""
+    """The step that creates state. Rows without a gradient apply it when they are next in memory."""
 
     table: TieredTable
     moves_all = True
@@ -275,9 +275,9 @@ class _FirstDeferred(SparseUpdate):
 
 
 def not_replayable(table: str, kind: type[Optimizer]) -> str:
-    """Makes the error text for an optimizer that must update all rows of a table at each step."""
+    """Returns the error text for an optimizer that must update all rows in each step."""
     return (
-        f"table_memory: {kind.__name__}, under its options, moves every row of {table} in each step, and memory holds "
+        f"table_memory: {kind.__name__}, with its options, changes every row of {table} in each step, but memory holds "
         "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
         "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
     )
@@ -286,10 +286,11 @@ def not_replayable(table: str, kind: type[Optimizer]) -> str:
 def state_columns(
     optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, state: Mapping[str, Any]
 ) -> dict[str, Column]:
-    """Finds the columns of a table's optimizer state; `like` (0, d) are weights of it.
+    """Returns the columns of a table's optimizer state.
 
     Args:
-        state: the state that the optimizer has made already, for the whole table.
+        like: weights (0, d) of the table.
+        state: state that the optimizer has already created, for the whole table.
     """
     if type(optimizer) is RowWiseAdagrad:
         return {"sum": Column((), like.dtype, group["initial_accumulator_value"])}
@@ -308,7 +309,7 @@ def _none_of(value: Any, like: Tensor) -> Any:
 
 
 def _fill(optimizer: Optimizer, value: Tensor | None) -> float:
-    """Returns the first value of a state column, which all rows share."""
+    """Returns the initial value of a state column, which all rows share."""
     if value is None:
         return 0.0
     if value.device.type == "meta":

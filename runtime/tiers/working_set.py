@@ -1,14 +1,15 @@
-"""The rows of a table that are in memory: which they are, and where; all others are at rest, or as they began.
+"""The working set: the rows of a table that are in memory, and the locations of all rows.
 
 Contract
-    Rows have *slots*. A slot holds what the table and its optimizer have of a row, in one tensor for each of them.
-    A row that has never been written takes no room anywhere: its values are computed again.
-    `places` returns slots that hold good until the next call of it, or of `read_ahead`: nothing else moves a row.
-    A thread reads and writes. Maps of rows are the caller's alone: a row has its slot as soon as it begins to come.
-    They are the host's. Slots may be a device's, which then has a copy of where rows are: whoever has ids there alone
-    tells among which rows of the host they are (`places`).
+    A *slot* holds a row's weights and optimizer state, with one tensor per column. A row that was never written is
+    stored
+    nowhere: its values are computed again.
+    The slots that `places` returns are valid until the next call of `places` or `read_ahead`. No other call moves a
+    row. A thread reads and writes rows. Only the calling thread accesses the maps of rows, which are on the host: a row
+    gets its slot as soon as its read starts. If the slots are on a device, a copy of the map is there. A caller with
+    ids on the device must pass host rows that include them (`places`).
 
-Shape legend: V' rows; S slots; K ids, in any order, some the same.
+Shape legend: V' rows; S slots; K ids, in any order, with possible duplicates.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Slots
 
 _AHEAD, _BESIDE = 4, 12
-"""Of all slots, so many parts: as many rows as one of them has come at a time; into a device, where rows that come are
-beside their slots until they are put there."""
+"""Divisors of the slots: the maximum share of rows that arrive at a time, on the host and on a device, where arriving
+rows
+use additional memory until they are in their slots."""
 ROWS_AT_ONCE = 1 << 13
-"""Of all, as one looks at them one after the other."""
+"""Rows per block in a loop over all rows."""
 
 
 @dataclass
 class Counts:
-    """Counts of a working set: steps; rows looked up, brought there, waited for, read and written."""
+    """Counts of a working set: steps; rows looked up, read into slots, waited for, read and written."""
 
     steps: int = 0
     asked: int = 0
@@ -55,13 +57,13 @@ class Counts:
     read: int = 0
     written: int = 0
 
-    def told(self, record_bytes: int) -> str:
-        """Tells of them in a report; a row's record has so many bytes."""
+    def report(self, record_bytes: int) -> str:
+        """Returns a line for a report."""
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
         return (
-            f"{found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB read and "
-            f"{written:,.3f} written a step"
+            f"{found:.1%} of the rows looked up were in memory, {waited:.1%} were waited for; {read:,.3f} MiB read and "
+            f"{written:,.3f} MiB written per step"
         )
 
 
@@ -70,20 +72,20 @@ class WorkingSet:
 
     Args:
         table: its name, or that of a row space, whose rows are numbered one table after the other.
-        rows: of the part.
-        slots: of rows in memory.
-        columns: what there is of a row; weights begin as `initial` says.
-        initial: what rows begin with, by the tables that they are of.
-        directory: where the file is made; None: rows are at rest in the host's memory.
-        recorder: as of `FileThread`.
-        device: where slots are.
+        rows: the number of rows.
+        slots: the number of rows in memory.
+        columns: the columns of a row. Weights have their first values from `initial`.
+        initial: the first values of the tables.
+        directory: of the file; None to store rows in host memory.
+        recorder: as for `FileThread`.
+        device: of the slots.
 
     Attributes:
-        failure: what has gone wrong with the file, for good; the next announcement tells all ranks. "": nothing.
-        initial: as given; another one after a checkpoint has been loaded.
-        columns: name -> (S, ...), the slots' values.
-        arrived: told of slots (K,) into which rows have come, and how many steps any of them has taken at least.
-        row_of: (S,) which row is in a slot; -1: none.
+        failure: a permanent error of the file, which the next handshake reports to all ranks; "" if there is none.
+        initial: replaced when a checkpoint is loaded.
+        columns: name -> (S, ...), the values in the slots.
+        arrived: called with slots (K,) that rows have arrived in, and the minimum of the rows' applied steps.
+        row_of: (S,) the row in each slot; -1 for none.
     """
 
     def __init__(
@@ -115,27 +117,30 @@ class WorkingSet:
         self.counts = Counts()
         self.arrived: Callable[[Tensor, int], None] = lambda slots, taken: None
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
-        # For each row, 0: first values; s + 1: in slot s; -n - 1: at number n of the file.
+        # Per row: 0 if it has its first values; s + 1 in slot s; -n - 1 at record number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
-        # Of a row, on the device, s + 1: in slot s; 0: in none.
+        # The device's copy, per row: s + 1 in slot s; 0 in none.
         self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
         self._next_use = EvictionPolicy(slots)
-        self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")  # of the record of what was read
+        # Per slot, the number of the record it was read from.
+        self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self._job = torch.zeros(slots, dtype=torch.int32, device="cpu")  # the number of the read that fills a slot
-        self._free, self._idle = torch.arange(slots, dtype=torch.int32, device="cpu"), slots  # the first so many are
+        # Per slot, the number of the read that fills it.
+        self._job = torch.zeros(slots, dtype=torch.int32, device="cpu")
+        # The first `_idle` entries are free.
+        self._free, self._idle = torch.arange(slots, dtype=torch.int32, device="cpu"), slots
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
-        self.part = self._thread.part  # rows that are moved at once
-        self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # with the slots into which rows come
-        self._jobs = 0  # number of reads begun
+        self.part = self._thread.part  # rows moved at once
+        self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # reads in flight, with their slots
+        self._jobs = 0  # the number of reads started
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
-        self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and their step
+        self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
     def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Returns the slots (K,) of rows, after bringing missing ones into memory; any, once the file has failed.
+        """Reads missing rows into memory and returns the slots (K,) of rows; arbitrary slots once the file has failed.
 
         Args:
-            among: rows of the host, of which ids (K,) are some, where these are a device's.
+            among: host rows that include the ids (K,), if these are on a device.
         """
         slots: Tensor | None = self._unless_failed(self._hold, ids if among is None else among, to_write)
         if slots is None:
@@ -145,7 +150,7 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls what reads or writes rows; None: the file has failed, of which nobody here would be told."""
+        """Calls a function that reads or writes rows; returns None once the file has failed. Handshakes report it."""
         if self.failure:
             return None
         try:
@@ -155,7 +160,7 @@ class WorkingSet:
             return None
 
     def _hold(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Brings rows (K,) that are missing; so many at once that what is made of their numbers is bounded."""
+        """Reads the missing rows of ids (K,) into slots, in blocks that bound the temporary memory."""
         parts, next_use = ids.split(self._at_once), self._next_use
         next_use.begin_call()
         several = parts if len(parts) > 1 else ()
@@ -183,8 +188,11 @@ class WorkingSet:
         return slots
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Begins to read rows (K,) that step number `due` will look up, and keeps those in memory. What finds no room
-        beside rows whose gradients may be still to come is read at a later call, that of nearer steps first."""
+        """Starts reading rows (K,) that step `due` will look up, and keeps in memory those that are there.
+
+        Rows without room are read at a later call, those of nearer steps first. Rows with pending gradients are not
+        evicted for them.
+        """
         self._unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
@@ -196,8 +204,8 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Begins to read those of rows (K,) for which there is room; returns the others."""
-        self._settle()
+        """Starts reading those of rows (K,) that have room; returns the others."""
+        self._take_arrived()
         left, room = [ids[:0]], self._at_once - sum(slots.numel() for _, slots in self._coming)
         for part in ids.split(self._at_once):
             where = self._where.index_select(0, part)
@@ -214,35 +222,35 @@ class WorkingSet:
         return torch.cat(left)
 
     def begin_step(self, number: int) -> None:
-        """Begins a step: what has been read for earlier ones may go."""
+        """Begins a step. Rows read ahead for earlier steps may be evicted."""
         self._next_use.begin_step(number)
-        self._settle()
+        self._take_arrived()
 
     @property
     def step(self) -> int:
-        """The number of the one that has begun."""
+        """Returns the number of the current step."""
         return self._next_use.step
 
-    def _settle(self) -> None:
-        """Has rows arrive that have come."""
+    def _take_arrived(self) -> None:
+        """Finishes the reads that have completed."""
         while self._coming and self._thread.has_come(self._coming[0][0]):
             self._await_jobs(self._jobs - len(self._coming) + 1)
 
     def wrote(self, slots: Tensor) -> None:
-        """Notes that what is in slots differs from what is at rest of it."""
+        """Marks slots as different from their records in the file."""
         self._dirty.index_fill_(0, slots, True)
 
     def in_use(self, of: range) -> Tensor:
-        """The slots (K,) of rows of a table that have come."""
+        """Returns the slots (K,) with arrived rows of a table."""
         come = self._job <= self._jobs - len(self._coming)
         return (come & (self.row_of >= of.start) & (self.row_of < of.stop)).nonzero().view(-1)
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Slots (K,) as the columns' ops take them."""
+        """Returns slots (K,) on the columns' device."""
         return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Writes rows (K,) that have no slot into the file: columns (K, ...), or what they begin with."""
+        """Writes rows (K,) that have no slot into the file, with columns (K, ...) or their initial values."""
         of = self.records.columns
         for first in range(0, rows.numel(), self.part):
             some = slice(first, min(first + self.part, rows.numel()))
@@ -251,9 +259,10 @@ class WorkingSet:
         self._thread.await_writes()
 
     def moved(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields rows (K,) of a table, ascending, that differ from their first values, with their records (K, B), which
-        are good until the next."""
-        self._land()
+        """Yields rows (K,) of a table that differ from their first values, in ascending order, with their records (K,
+        B), which are valid until the next iteration.
+        """
+        self._drain()
         kept = self._dirty | (self._number >= 0)
         for begin in range(of.start, of.stop, ROWS_AT_ONCE):
             where = self._where[begin : min(begin + ROWS_AT_ONCE, of.stop)].to(torch.int64)
@@ -264,7 +273,11 @@ class WorkingSet:
                     yield found + begin, self._records_of(found + begin, where.index_select(0, found))
 
     def _records_of(self, rows: Tensor, where: Tensor) -> Tensor:
-        """Copies the records of rows (K,), a part of them at most; `where`: (K,) as in the map of rows."""
+        """Copies the records of rows (K,), at most a part.
+
+        Args:
+            where: (K,) entries of the map of rows.
+        """
         slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
         records = self._thread.copy(len(rows), partial(self._slots.leave, slots))
         numbers, order = (-where.index_select(0, stored) - 1).sort()
@@ -274,10 +287,10 @@ class WorkingSet:
         return self.records.sign(records, rows)
 
     def forget(self, of: range) -> None:
-        """Makes rows of a table what they began as."""
+        """Resets the rows of a table to their first values."""
         while self._coming:
-            with suppress(TierError):  # of rows that are forgotten
-                self._land()
+            with suppress(TierError):  # errors of rows that are reset do not matter
+                self._drain()
         with suppress(TierError):
             self._thread.await_writes()
         self.failure = ""
@@ -292,12 +305,12 @@ class WorkingSet:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all its tables."""
+        """Returns the number of rows of all tables."""
         return self._where.numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes where slots are, besides what is made while rows are moved."""
+        """Returns the bytes of memory on the slots' device, without temporaries."""
         columns = sum(each.nbytes for each in self.columns.values())
         if self._on_device is not None:
             return columns + self._on_device.nbytes
@@ -305,21 +318,24 @@ class WorkingSet:
         return columns + sum(each.nbytes for each in maps) + self._log.nbytes + self._thread.nbytes
 
     @property
-    def told(self) -> str:
-        """What it has done, for a report."""
+    def report(self) -> str:
+        """Returns a line for a report."""
         rest = ""
         if isinstance(self.file, HostRecords):
-            rest = f", others in the host's, {self.file.nbytes / 2**20:,.2f} MiB once all have moved"
+            rest = f", others in host memory, up to {self.file.nbytes / 2**20:,.2f} MiB"
         return (
             f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB"
-            f"{rest}; {self.counts.told(self.records.nbytes)}"
+            f"{rest}; {self.counts.report(self.records.nbytes)}"
         )
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
     def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor, whole: Tensor) -> None:
-        """Begins to bring those of rows (K,) that are missing, where others stay that are in slots; `whole`: all rows
-        that the call asks for."""
+        """Starts reading the missing rows of ids (K,) without evicting the others.
+
+        Args:
+            whole: all rows that the call reads, for the error.
+        """
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
         self._next_use.keep(stays := where[~missing].to(torch.int64).sub_(1))
@@ -330,19 +346,19 @@ class WorkingSet:
             nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
                 f"table_memory: a step reads or writes {needed:,} rows of {self._table} at once, which take "
-                f"{nbytes:,} bytes, and memory has room for {self.slots:,}. Raise table_memory, or make batches "
-                "smaller."
+                f"{nbytes:,} bytes, but memory has room for only {self.slots:,} rows. Raise table_memory, or use "
+                "smaller batches."
             )
         if self._on_device is None:
             self._begin(new, self._take(new.numel()))
             return
         self._await_jobs(self._jobs)
-        for some in new.split(self._at_once):  # a device has them twice
+        for some in new.split(self._at_once):  # arriving rows take memory twice on a device
             self._begin(some, self._take(some.numel()))
             self._await_jobs(self._jobs)
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Empties slots until so many are free, or no more may go (`EvictionPolicy.first_to_go`)."""
+        """Evicts rows until `count` slots are free, or no more rows may be evicted."""
         more = True
         while more and (short := count - self._idle) > 0:
             slots, more = self._next_use.first_to_go(min(short, self._at_once), due)
@@ -355,11 +371,11 @@ class WorkingSet:
         return self._free[self._idle : self._idle + count].to(torch.int64)
 
     def _evict(self, slots: Tensor) -> None:
-        """Empties slots; rows that have been written go to the file first."""
+        """Empties slots. Changed rows are written to the file first."""
         self._await(slots)
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
-        self._where.index_copy_(0, rows, -number - 1)  # 0: as it began
+        self._where.index_copy_(0, rows, -number - 1)  # 0 if the row has no record
         if self._on_device is not None:
             self._on_device.index_fill_(0, self._slots.to_index(rows), 0)
         if bool(dirty.any()):
@@ -371,14 +387,14 @@ class WorkingSet:
         self._vacate(slots)
 
     def _vacate(self, slots: Tensor) -> None:
-        """Has nobody's rows in slots."""
+        """Marks slots as free."""
         self.row_of.index_fill_(0, slots, -1)
         self._next_use.give_back(slots)
         self._free[self._idle : self._idle + slots.numel()] = slots
         self._idle += slots.numel()
 
     def _write(self, rows: Tensor, leave: Leave) -> None:
-        """Begins to write rows (K,), a part of them at most, whose records, if any, have been given back."""
+        """Starts writing rows (K,), at most a part, whose previous records have been freed."""
         while self._log.lacks(rows.numel()):
             self._empty_block()
         numbers = self._log.take(rows)
@@ -386,7 +402,7 @@ class WorkingSet:
         self._thread.write(numbers, rows, leave)
 
     def _empty_block(self) -> None:
-        """Moves the records of a block elsewhere, where they are the only ones of their rows."""
+        """Moves the valid records of the sparsest block to other blocks."""
         assert isinstance(self._log, RecordLog)
         for numbers in numbers_of([self._log.sparsest()]).split(self.part):
             records = self._thread.read(numbers.to(torch.int64))
@@ -403,7 +419,7 @@ class WorkingSet:
             self._thread.move(moved, records, only)
 
     def _begin(self, rows: Tensor, slots: Tensor) -> None:
-        """Begins to bring rows (K,) into free slots."""
+        """Starts reading rows (K,) into free slots."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
@@ -418,7 +434,7 @@ class WorkingSet:
         self._job.index_fill_(0, slots, self._jobs)
 
     def _await(self, slots: Tensor) -> None:
-        """Waits for what is coming into slots (K,)."""
+        """Waits for reads into slots (K,)."""
         if self._coming and slots.numel():
             self._await_jobs(int(self._job.index_select(0, slots).max()))
 
@@ -427,7 +443,7 @@ class WorkingSet:
             coming, slots = self._coming.popleft()
             self.arrived(slots, self._thread.await_rows(coming).taken)
 
-    def _land(self) -> None:
-        """Waits for all that is on its way."""
+    def _drain(self) -> None:
+        """Waits for all reads and writes."""
         self._await_jobs(self._jobs)
         self._thread.await_writes()

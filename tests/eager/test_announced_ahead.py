@@ -119,10 +119,10 @@ def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[
     [
         pytest.param(
             "evaluates",
-            ("rank 1: ranks do different things: this one is evaluating", "the same"),
+            ("rank 1: ranks call the model in different modes: this one is evaluating", "the same"),
             marks=pytest.mark.long,
         ),
-        ("skips", ("rank 1: it made another call of the model without a backward", "")),
+        ("skips", ("rank 1: it called the model again without a backward", "")),
     ],
 )
 def test_ranks_that_part_are_named_before_anything_is_applied(mistake: str, expected: tuple[str, str]) -> None:

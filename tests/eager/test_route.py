@@ -120,7 +120,7 @@ def _one_evaluates(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_evaluates_first_is_told() -> None:
     for said in run_ranks(2, _one_evaluates):
-        assert "rank 1: ranks do different things" in said
+        assert "rank 1: ranks call the model in different modes" in said
 
 
 class Labelled(Tied):

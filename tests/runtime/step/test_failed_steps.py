@@ -28,7 +28,7 @@ class Fault:
     others: str
 
 
-WENT_ON = "it made another call of the model without a backward"
+WENT_ON = "it called the model again without a backward"
 FAULTS = {
     2: Fault({1: "in the loss"}, f"PeerFailure: rank 1: .*{WENT_ON}"),
     4: Fault({0: "no backward"}, f"PeerFailure: rank 0: .*{WENT_ON}"),
@@ -42,9 +42,9 @@ FAULTS = {
 RAISED_BY = {
     "in the loss": "IndexError",
     "no backward": "All ranks have given up the previous call",
-    "forward": "MemoryError: none left in the forward.*All ranks have been told",
-    "backward": "MemoryError: none left in the backward.*All ranks have been told",
-    "label": "IndexError: Target 7.*All ranks have been told",
+    "forward": "MemoryError: none left in the forward.*All ranks raise this error",
+    "backward": "MemoryError: none left in the backward.*All ranks raise this error",
+    "label": "IndexError: Target 7.*All ranks raise this error",
     "loader": "LoaderError",
     "evaluation": "MemoryError",
 }

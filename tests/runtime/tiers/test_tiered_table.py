@@ -129,9 +129,9 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
         lambda: parameter.data.index_fill_(0, first, 0),
     )
     for ask in (*reads, *writes, table.open_gradient().memory):
-        with pytest.raises(RuntimeError, match=r"expected rows by ids|dense gradient"):
+        with pytest.raises(RuntimeError, match=r"expected rows by ids|[Dd]ense gradient"):
             ask()
-    with pytest.raises(TierError, match="memory has room for 30"):
+    with pytest.raises(TierError, match="memory has room for only 30 rows"):
         table.look_up(torch.arange(31))
 
 
@@ -155,8 +155,8 @@ def losses_in_memory(tmp_path_factory: pytest.TempPathFactory) -> list[list[floa
 
 FAULTS = {
     "full disk": "writing .* bytes of rows .* File too large",
-    "file cut short": "cut off before byte|as it was written",  # zeros, where it has grown again
-    "changed records": r"row \d+ of table.weight is not as it was written",
+    "file cut short": "the file has only|has changed",  # zeros, where it has grown again
+    "changed records": r"row \d+ of table.weight has changed",
     "device gone": "expected r.* found",
 }
 
@@ -187,7 +187,7 @@ def test_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path)
     (tmp_path / "0" / "rows").mkdir(parents=True)
     (tmp_path / "1").mkdir()
     for outcome in fresh_ranks(2, in_another_folder, str(tmp_path)):
-        assert "on rank 1: spill_to: no file of" in str(outcome.exception)
+        assert "on rank 1: spill_to: cannot create a file of" in str(outcome.exception)
 
 
 def test_rows_read_ahead_leave_room_for_others(tmp_path: Path) -> None:
