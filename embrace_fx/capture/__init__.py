@@ -1,10 +1,10 @@
-"""Captures a model, given one batch, as a `TrainingGraph` of ATen ops. Only this room uses torch's private capture API.
+"""Captures a model with one batch as a `TrainingGraph` of ATen ops. Only this package uses torch's private capture API.
 
-Where no graph holds the model's forward, `CaptureError` names the user's line.
+If the forward cannot be captured, `CaptureError` names the user's line.
 
 Contract
     The model does not run: tensors are fake, so a model on the meta device or larger than memory can be captured.
-    The graph is functional; state that the forward mutates (BatchNorm's statistics) becomes `Mutation` outputs.
+    The graph is functional: state that the forward mutates (BatchNorm's statistics) becomes `Mutation` outputs.
     RNNs stay whole (`KeepRnnWhole`), tables keep their own ops (`embedding`, `_embedding_bag`).
 """
 
@@ -39,18 +39,18 @@ class Captured:
     """A captured graph and the batches it is valid for.
 
     Attributes:
-        graph: forward and backward, or the forward alone where `train` is false.
-        result_spec: how the model's results unflatten.
-        result_constants: results that are not tensors, by their index among the flattened results.
+        graph: forward and backward; only the forward if `train` is false.
+        result_spec: the tree structure of the model's results.
+        result_constants: index among the flattened results -> a result that is not a tensor.
         route: "graph" or "eager".
-        replay: the forward's side effects, and its results from the graph's. Tensors that it reads from objects are
-            inputs behind the batch's flattened arguments.
-        guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
+        replay: runs the forward's side effects, and builds its results from the graph's. Tensors that the forward reads
+            from objects are inputs after the batch's flattened arguments.
+        guard: a Python expression over the batch's tensors, from torch's shape guards; None accepts any shapes.
         guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
-        fakes: the guarded inputs as the graph was traced with them; empty where nothing is guarded.
+        fakes: the guarded inputs of the trace; empty if nothing is guarded.
         conditions: the values of the model, of globals and of closures that must be unchanged.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
-        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
+        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
         names: index among the flattened arguments -> its name as an expression.
         deciding: names of numbers that should be inputs, but must keep their value for the graph to stay valid.
     """
@@ -70,22 +70,22 @@ class Captured:
     deciding: frozenset[str] = frozenset()
 
     def guarded_again(self) -> Captured:
-        """Copies the capture with the guards that have been added since it was made: compiling a graph adds some."""
+        """Copies the capture with all guards added since, because compiling a graph adds some."""
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
     def changed(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Lists the changed values that make the graph invalid for a batch; empty where only its shapes do."""
+        """Returns the changed values that make the graph invalid for a batch; empty if only its shapes do."""
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
         changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
         return changed + self.conditions.values.changed()
 
     @property
     def switches(self) -> bool:
-        """Whether the forward assigns a value that decides which graph is valid next."""
+        """Whether the forward assigns a value that determines the graph of the next call."""
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Lists the graph's inputs for a batch: its flattened arguments, and the values read from objects."""
+        """Returns the graph's inputs for a batch: its flattened arguments, and the values read from objects."""
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
     def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,8 +94,8 @@ class Captured:
         return own if self.replay is None else self.replay(own, args, kwargs)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        for k, value in self.constants.items():  # at every call: without a generator
+        """Returns whether the graph is valid for flattened arguments whose types and dtypes are already checked."""
+        for k, value in self.constants.items():  # a hot path: no generator
             if not agree(leaves[k], value):
                 return False
         if not self.conditions.hold():
@@ -123,11 +123,11 @@ def capture(
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
-        values: names of numbers, and of tensors that are no arguments, that become inputs of the graph; all others
-            are constants.
+        values: names of numbers, and of tensors that are not arguments, to make inputs of the graph. All others are
+            constants.
 
     Raises:
-        CaptureError: no graph holds the forward; the message names the user's line.
+        CaptureError: the forward cannot be captured; the message names the user's line.
     """
     if train:
         _refuse_backward_hooks(model)
@@ -139,7 +139,8 @@ def capture(
         with torch.set_grad_enabled(train), quiet_dynamo():
             leaves = pytree.tree_leaves((own_args, own_kwargs))
             captured = _captured(model, trace(model, own_args, own_kwargs, values=values), leaves)
-            if any(value is UNREAD for value in captured.result_constants.values()):  # returning an argument reads it
+            # An argument that is returned counts as read.
+            if any(value is UNREAD for value in captured.result_constants.values()):
                 traced = trace(model, own_args, own_kwargs, values=values, reads_all=True)
                 captured = _captured(model, traced, leaves)
         _refuse_shared_memory(captured.written, given, type(model).__name__)
@@ -151,7 +152,7 @@ def capture(
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises `RefusedError` where a module has backward hooks: they would run during the capture, and never again."""
+    """Raises `RefusedError` if a module has backward hooks, which would run only during the capture."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RefusedError(
@@ -189,7 +190,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` where the forward writes an argument whose memory another one shares."""
+    """Raises `RefusedError` if the forward writes an argument that shares memory with another one."""
     if (found := shares_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
@@ -199,7 +200,7 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """Raises `CaptureError` where the forward reaches a parameter by another way than the model: it has no values."""
+    """Raises `CaptureError` if the forward reads a parameter that is not the model's, for example in a closure."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(

@@ -1,7 +1,7 @@
-"""Flattens a model's arguments into a graph's inputs: tensors in containers, and in objects.
+"""Flattens a model's arguments, including tensors in containers and objects, to a graph's inputs.
 
-Pytree knows containers. A class whose objects have tensors in their attributes (a dataclass, a Hugging Face
-`BatchEncoding`) is registered with it when the first such object comes; from then on its tensors are leaves.
+Pytree handles containers. A class with tensors in its objects' attributes (a dataclass, a Hugging Face `BatchEncoding`)
+is registered with pytree at its first object, so that its tensors become leaves.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _TAKEN = (
     *(Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex, str, bytes, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, types.EllipsisType),
 )
-"""Types of leaves that torch's capture accepts: tensors, and constants."""
+"""Types of leaves that torch's capture accepts: tensors and constants."""
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the flattened arguments of a call, and their structure: one object for all calls that have the same."""
+    """Returns the flattened arguments of a call and their structure, the same object for calls with equal structure."""
     leaves = [*args, *kwargs.values()]
-    if _IN_NO_CONTAINER.issuperset(map(type, leaves)):  # most calls: pytree would make five Python calls for each
+    if _IN_NO_CONTAINER.issuperset(map(type, leaves)):  # the common case; pytree would make five Python calls each
         names = len(args), *kwargs
         spec = _FLAT.get(names)
         if spec is None:
@@ -64,7 +64,11 @@ def _register(kind: type) -> None:
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:
-    """Raises `RefusedError` where a tensor has a form that no graph holds; `kind`: the class name of the model."""
+    """Raises `RefusedError` if a tensor has a layout that cannot be captured.
+
+    Args:
+        kind: the model's class name.
+    """
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise RefusedError(
@@ -77,23 +81,23 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
             )
         if any(isinstance(getattr(leaf, name, None), Tensor) for name in getattr(type(leaf), "__slots__", ())):
             raise RefusedError(
-                f"{kind}: an argument of type {type(leaf).__name__} keeps its tensors in slots, where they are not "
-                "found. Pass the tensors."
+                f"{kind}: an argument of type {type(leaf).__name__} has tensors in __slots__, which capture does not "
+                "support. Pass the tensors."
             )
 
 
 def check_read(leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` where one of the arguments that a forward of class `kind` reads fits into no graph."""
+    """Raises `RefusedError` if an argument that the forward of class `kind` reads cannot be an input of a graph."""
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
                 f"{kind}: an argument is {_spoken(leaf)}. Pass tensors, numbers and strings, in containers or objects "
-                "with attributes. Keep anything else as an attribute of the model; replacing it is noticed."
+                "with attributes. Store any other object as an attribute of the model."
             )
 
 
 def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """Finds the first (argument that the forward writes, other argument in the same memory), by index; None: none.
+    """Returns (argument that the forward writes, other argument that shares memory), by index; None if there is none.
 
     Args:
         written: indices among `leaves`, the flattened arguments.
@@ -122,7 +126,7 @@ def _spoken(leaf: Any) -> str:
 
 
 def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
-    """Returns Dynamo's names for the flattened arguments of a forward, by index: `L["ids"]`; none where it has none.
+    """Returns Dynamo's names of the flattened arguments of a forward, such as `L["ids"]`, by index.
 
     Args:
         function: the forward, unbound.
@@ -143,18 +147,18 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
     roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
     try:
         paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
-    except Exception:  # raised by an object of the user's; its parts have no names
+    except Exception:  # an error in the user's object: its parts get no names
         return {}
     names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
     return dict(enumerate(names))
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
-    """Finds the arguments that are no tensors and that a forward reads, by index among the flattened ones.
+    """Returns the non-tensor arguments that a forward reads, by index among the flattened arguments.
 
     Args:
-        names: index -> name; an argument without a name counts as read.
-        guards: the names that Dynamo has guarded, which are names that the forward reads; "L[": all are read.
+        names: index -> name. An argument without a name counts as read.
+        guards: the names that Dynamo has guarded, which the forward reads. "L[" means that it reads all.
     """
     every = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     return {
@@ -165,10 +169,10 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Returns whether a graph may take one non-tensor argument for the other: same type, and equal."""
+    """Returns whether a graph may take one non-tensor argument for the other: they have the same type and are equal."""
     if one is other or type(one) is not type(other):
         return one is other
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # comparing arrays, say, gives no single answer
+    except (TypeError, ValueError, RuntimeError):  # comparing arrays, for example, returns an array
         return False

@@ -1,8 +1,8 @@
-"""Has torch apply the pending update of a parameter where it takes a tensor without asking the tensor's class.
+"""Applies pending updates of parameters in functions of torch that do not call `__torch_function__`.
 
     tensor.data = parameter    torch.jit.script(function)(parameter)    torch.func.grad(function)(parameter)
 
-None of these calls `__torch_function__`: each would read what the parameter was before the last step.
+Without this, they would read the parameter's values from before the last step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def close_bypasses() -> None:
 
 
 def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)) -> Any:
-    """Returns a function that applies pending updates, and calls another one.
+    """Returns a function that applies pending updates and then calls another function.
 
     Args:
-        values: (the arguments) -> what may hold parameters.
+        values: (arguments) -> the values that may contain parameters.
     """
 
     @functools.wraps(function)
     def applying(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # it traces what it is about to call
+        if not torch.compiler.is_dynamo_compiling():  # the function is about to be traced
             apply_pending(values(*args, **kwargs))
         return function(*args, **kwargs)
 

@@ -1,12 +1,12 @@
-"""Activation checkpointing: marks the nodes of a traced graph that the user wants recomputed in the backward.
+"""Activation checkpointing: marks the nodes of a traced graph that the user's code recomputes in the backward.
 
-While a model is traced, `torch.utils.checkpoint.checkpoint` (both modes, and the form that Dynamo makes of it) marks
-the nodes of its function instead of saving the function's inputs; `passes/memory` reads the marks. Regions nest, so a
-node has a *path*: the numbers of all regions around it, the outermost first.
+While a model is traced, `torch.utils.checkpoint.checkpoint` (in both modes, and as Dynamo's op) marks the nodes of its
+function instead of saving the function's inputs. `passes/memory` reads the marks. Regions can be nested, so a node has
+a *path*: the numbers of its regions, outermost first.
 
-`node.meta["region"]` of a forward node is its path, () outside of all regions. That of a backward node is the path of
-the forward node it differentiates, or missing where unknown. `node.meta["kept"]` is true of a node that a selective
-policy saves: the innermost region does not recompute it.
+`node.meta["region"]` of a forward node is its path, () outside of all regions. For a backward node it is the path of
+the forward node that it differentiates, or missing if unknown. `node.meta["kept"]` is true for a node that a selective
+policy saves, so that the innermost region does not recompute it.
 
 rewrite: h = relu(addmm(b, x, w)); y = addmm(c, h, v)           of checkpoint(mlp, x) in the first region
      ->  the same nodes, with meta["region"] = (0,); the backward nodes of relu and addmm have (0,) too
@@ -28,7 +28,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def regions_noted() -> Iterator[None]:
-    """Context manager: checkpointed functions run once, and their nodes are marked with their regions."""
+    """Opens a context in which checkpointed functions run once and their nodes are marked with their regions."""
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -41,14 +41,14 @@ def regions_noted() -> Iterator[None]:
 
 
 class _Regions:
-    """Stands for both modes of torch's checkpointing."""
+    """Replaces both modes of torch's checkpointing."""
 
     def __init__(self) -> None:
         self._path: tuple[int, ...] = ()
         self._numbers = itertools.count()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Stands in for `CheckpointFunction.apply`, the reentrant mode."""
+        """Replaces `CheckpointFunction.apply`, the reentrant mode."""
         with self._region(contextlib.nullcontext()):
             return function(*args)
 
@@ -60,14 +60,14 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Stands in for the generator around the function in the mode that is not reentrant."""
+        """Replaces the generator around the function in the non-reentrant mode."""
         forward_context, _ = context_fn()
         with self._region(forward_context):
             yield
 
     @contextlib.contextmanager
     def _region(self, context: Any) -> Iterator[None]:
-        """Opens a region: marks the nodes traced inside it, except those that an inner region has marked."""
+        """Opens a region: marks the nodes traced in it, except those that an inner region has marked."""
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))
         path = self._path
@@ -93,7 +93,7 @@ def mark_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward" and number is not None:
-            # Autograd makes a backward node only for the first node with a sequence number.
+            # Autograd creates a backward node only for the first node with a sequence number.
             differentiated.setdefault(number, node.meta.get("region", ()))
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in differentiated:

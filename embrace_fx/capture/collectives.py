@@ -1,4 +1,4 @@
-"""Refuses a forward with collectives of its own: no graph holds them, and it runs as it is written."""
+"""Detects a forward with its own collectives, which is not captured but runs as written."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FUNCTIONS = frozenset(
     )
     for name in names
 )
-"""Functions that Dynamo would read or replace; it stops at all others by itself."""
+"""Functions that Dynamo would trace or replace. It stops at all others by itself."""
 
 
 class _Refused(UserFunctionVariable):
-    """A collective, as Dynamo sees it."""
+    """A collective during tracing by Dynamo; a call raises."""
 
     def call_function(self, *_: Any) -> NoReturn:
         raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
@@ -39,7 +39,7 @@ class _Refused(UserFunctionVariable):
 
 @contextlib.contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Context manager: Dynamo ends at a forward's first collective."""
+    """Opens a context in which Dynamo stops at a forward's first collective."""
     kind: Any = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
@@ -57,7 +57,7 @@ def collectives_refused() -> Iterator[None]:
 
 
 def check_collectives(graph: fx.Graph) -> None:
-    """Raises `CaptureError` where a traced graph communicates."""
+    """Raises `CaptureError` if a traced graph contains a collective."""
     for node in graph.nodes:
         if op_name(node).partition("::")[0] in _NAMESPACES:
             raise CaptureError(f"torch.distributed.{op_name(node).partition('::')[2]} cannot be captured")

@@ -1,9 +1,9 @@
-"""Replays a forward's side effects: state that it assigns, lists that it fills, prints and logs.
+"""Replays a forward's side effects: assigned state, lists it appends to, prints and logs.
 
-Dynamo keeps side effects out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss stored on a module,
-`print`) and generates code that does them after the graph has run, from its outputs. The graph of such a forward is
-captured with all that the code needs among its outputs, and with tensors that the forward reads from objects among its
-inputs; Dynamo's code runs after each call, as under `torch.compile`.
+Dynamo keeps side effects (`self.h = h.detach()`, a queue, an auxiliary loss stored on a module, `print`) out of the
+graph, and generates code that does them from the graph's outputs after the graph has run. The captured graph therefore
+returns all values that the code needs, and takes tensors that the forward reads from objects as inputs. Dynamo's code
+runs after each call, as under `torch.compile`.
 
 rewrite: self.h = torch.tanh(x @ w + self.h); return self.h.sum()
      ->  graph(w, x, state_0) -> (tanh, sum);   then   model.h = tanh;   return sum
@@ -32,14 +32,14 @@ _NO_CONSTANT = object()
 
 @dataclass
 class Effects:
-    """Side effects of a forward, as Dynamo finds them.
+    """Side effects of a forward that Dynamo has found.
 
     Attributes:
         objects: Dynamo's names of the objects whose attributes or items the forward writes.
         attributes: attribute of such an object -> the constant assigned to it: `L['self'].count` -> 1.
         prints: whether the forward prints or logs.
-        tensor_hooks: whether it hooks tensors.
-        globals: global names that it assigns.
+        tensor_hooks: whether it registers hooks on tensors.
+        globals: names of globals that it assigns.
     """
 
     objects: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Effects:
 
 @contextlib.contextmanager
 def noted_effects() -> Iterator[Effects]:
-    """Opens a context that records the effects of the forward that Dynamo reads in it."""
+    """Opens a context that records the side effects of the forward that Dynamo traces in it."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
 
@@ -80,7 +80,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
-            continue  # made by the forward itself; the object that keeps it is among the written ones
+            continue  # created by the forward itself; the object that stores it is also written
         written = found.store_attr_mutations.get(variable, {})
         if isinstance(variable, variables.NewGlobalVariable) or (isinstance(source, GlobalSource) and written):
             effects.globals += written
@@ -93,7 +93,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises `RefusedError` where effects cannot be replayed at each call."""
+    """Raises `RefusedError` for side effects that cannot be replayed at each call."""
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
@@ -107,10 +107,10 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
 
 
 def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
-    """Returns whether a forward reads an attribute and assigns another constant to it.
+    """Returns whether a forward assigns a new constant to an attribute that it reads.
 
     Args:
-        guards: name -> value, of all that Dynamo has guarded by value.
+        guards: name -> value of everything that Dynamo guards by value.
     """
     set_to = ((name, value) for name, value in effects.attributes.items() if value is not _NO_CONSTANT)
     return any(name in guards and value != guards[name] for name, value in set_to)
@@ -118,15 +118,15 @@ def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReplayedEffects:
-    """Dynamo's code for after the graph: replays the forward's side effects and returns the forward's results.
+    """Dynamo's code for after the graph: replays the side effects and returns the forward's results.
 
     Attributes:
-        run: a function with the forward's arguments, which calls `outputs` in place of the graph.
-        outputs: has the graph's outputs as its last item while `run` runs.
-        model: the object that the forward is a method of; None: the forward is a function.
+        run: a function with the forward's arguments, which calls `outputs` instead of the graph.
+        outputs: its last item is the graph's outputs while `run` runs.
+        model: the object whose method the forward is; None if it is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
-        states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of
-            objects, indices for those among the flattened arguments.
+        states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of objects,
+            indices for those among the flattened arguments.
         switches: whether the forward assigns a constant that it reads.
     """
 
@@ -146,7 +146,7 @@ class ReplayedEffects:
             self.outputs.pop()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
-        """Reads the present values of `states`."""
+        """Returns the current values of `states`."""
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
@@ -157,12 +157,12 @@ class ReplayedEffects:
 def _found(name: str, scope: Mapping[str, Any]) -> Any:
     try:
         return eval(name, dict(scope))
-    except Exception:  # the last call has replaced an object on the way
+    except Exception:  # the last call has replaced an object in the path
         return None
 
 
 def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
-    """Finds the placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
+    """Returns the placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(itself, "L['self']")
@@ -174,10 +174,10 @@ def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
 def replay_of(
     out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
 ) -> ReplayedEffects:
-    """Makes the code that Dynamo has generated for after the graph callable.
+    """Makes Dynamo's generated code for after the graph callable.
 
     Args:
-        out: Dynamo's capture, made with side effects to be replayed.
+        out: Dynamo's capture, with side effects to replay.
         values: the values that Dynamo has guarded.
     """
     outputs: list[Sequence[Any]] = []

@@ -1,4 +1,4 @@
-"""Explains why no graph holds a model: names the user's line, and what Dynamo found there."""
+"""Explains a failed capture: the user's line, and the reason that Dynamo found there."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class CaptureError(RuntimeError):
 
     Attributes:
         raised: the error that a user's line in the forward raises by itself, or None.
-        reason: the user's line and what in it cannot be captured, in one line.
+        reason: the user's line and the reason why it cannot be captured, in one line.
         where: the user's line, as "file:line in function"; "" if it is not known.
-        communicates: the forward has a collective of its own.
+        communicates: whether the forward has its own collective.
     """
 
     raised: Exception | None = None
@@ -42,21 +42,21 @@ class CaptureError(RuntimeError):
 
 
 def _of_message(message: str) -> str:
-    """Returns an error's first sentence, which says what is wrong, without the model's class before it."""
+    """Returns the first sentence of an error, without the leading class name of the model."""
     sentence = " ".join(message.split()).partition(". ")[0]
     return re.sub(r"^\w+: ", "", sentence)
 
 
 class RefusedError(CaptureError):
-    """The model's forward does something at each call that no graph can do."""
+    """The model's forward does something at each call that a graph cannot do."""
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """Makes the error for a failed capture.
+    """Returns the error for a failed capture.
 
     Args:
         error: the error that the capture raised.
-        raised: the error that the forward itself raises on the batch; None: it runs.
+        raised: the error that the forward itself raises on the batch; None if it runs.
     """
     kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
     skipped = _skipped(error)
@@ -67,7 +67,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             f"{_first_lines(raised)}. Check the arguments' names, shapes, types and devices; the plain model should "
             "fail in the same way."
         )
-        failure.reason = ""  # the forward fails without a graph as well
+        failure.reason = ""  # the forward also fails without a graph
         if _is_of_users_code(model, raised):
             failure.raised = raised
         return failure
@@ -89,16 +89,16 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward, where a failed capture suggests it, to find the error that it raises by itself; None: none.
+    """Runs the forward to find the error that it raises by itself, if the failed capture suggests one; None if none.
 
-    The forward runs once, without gradients; buffers and random numbers are restored, and nothing is sent.
+    The forward runs once, without gradients. Buffers and random numbers are restored, and nothing is sent.
     """
     of_forward = isinstance(error, TorchRuntimeError | TypeError | AttributeError | KeyError)
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
     fake = any(isinstance(leaf, FakeTensor) or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in leaves)
     if not (of_forward or "Observed exception" in str(error)):
         return None
-    if fake:  # there are no real inputs to run it on
+    if fake:  # no real inputs to run it with
         return error if of_forward else _observed(error)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -116,7 +116,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _observed(error: Exception) -> Exception | None:
-    """Rebuilds the built-in exception that Dynamo has seen the forward raise."""
+    """Rebuilds the built-in exception that Dynamo has observed in the forward."""
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
     try:
@@ -127,18 +127,18 @@ def _observed(error: Exception) -> Exception | None:
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
-    """Returns whether the user's own code raised the error; the loop may then expect it."""
+    """Returns whether the user's own code raised the error, which the loop may then expect."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
 
 
 class _Sends(Exception):
-    """The forward communicates, which one rank must not do alone."""
+    """The forward communicates, which must not happen on one rank alone."""
 
 
 class _NothingIsSent(TorchDispatchMode):
-    """Ends a forward at its first collective."""
+    """Stops a forward at its first collective."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,13 +149,13 @@ class _NothingIsSent(TorchDispatchMode):
 
 
 def _skipped(error: Exception) -> str:
-    """Returns the name of the function, called by the forward, that Dynamo does not trace; "" where that is not why."""
+    """Returns the function called by the forward that Dynamo does not trace; "" if the error has another reason."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
     return "" if found is None else found[1]
 
 
 def _in_short(error: Exception) -> str:
-    """Returns an error's first line, or the call of a function that Dynamo skips, where that is the reason."""
+    """Returns an error's first line, or the call of a function that Dynamo does not trace."""
     if skipped := _skipped(error):
         return f"calls {skipped}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -163,7 +163,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _collective(error: Exception) -> str | None:
-    """Returns the name of the torch.distributed function, called by the forward, that raised an error."""
+    """Returns the torch.distributed function, called by the forward, that raised the error."""
     files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
     refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
     names = [name for file, _, name in _frames(error) if file in files] if refused is None else [refused[1]]
@@ -171,7 +171,7 @@ def _collective(error: Exception) -> str | None:
 
 
 def _user_line(error: Exception) -> str | None:
-    """Returns the last line of the user's code on an error's way."""
+    """Returns the last line of user code in an error's traceback."""
     if isinstance(error, CaptureError) and error.where:
         return error.where
     own = [frame for frame in _frames(error) if _is_of_user(frame[0])]
@@ -179,7 +179,7 @@ def _user_line(error: Exception) -> str | None:
 
 
 def _frames(error: Exception) -> list[tuple[str, str, str]]:
-    """Lists (file, line, function) of an error's frames: printed by Dynamo, read by Dynamo, or of the traceback."""
+    """Returns (file, line, function) of an error's frames, from Dynamo's text or the traceback."""
     if printed := re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2]):
         return printed
     found = []
@@ -193,9 +193,9 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """Finds the user's line of the last condition, printed by torch as `if x.item() > 0:  # dir/file.py:29 in f`.
+    """Returns the user's line of the last condition, which torch prints as `if x.item() > 0:  # dir/file.py:29 in f`.
 
-    torch shortens the file's path; a module whose file ends with that path has the full one.
+    torch shortens the path. It is completed from the imported module whose file ends with it.
     """
     found = [match for each in conditions if (match := re.search(r"# (\S+):(\d+) in (\S+)", each)) is not None]
     if not found:

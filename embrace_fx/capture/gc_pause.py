@@ -1,4 +1,4 @@
-"""Turns Python's cyclic garbage collection off while a graph is captured and compiled."""
+"""Disables Python's cyclic garbage collection while a graph is captured and compiled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def not_collecting() -> Iterator[None]:
-    """Turns cyclic garbage collection off within a context.
+    """Opens a context without cyclic garbage collection.
 
-    A capture makes millions of objects that live until its end: collections find nothing, and take a sixth of the time.
+    A capture creates millions of objects that live until its end, so collections would find nothing and take a sixth of
+    the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,13 +1,13 @@
-"""Makes the graph that exchanges a model's gradients under the eager route, without the forward.
+"""Builds the graph that exchanges a model's gradients on the eager route, without the forward.
 
-Passes, planner, scheduler and runtime treat it as any training graph: its backward begins with the gradients that
+Passes, planner, scheduler and runtime treat it like any training graph. Its backward begins with the gradients that
 autograd has accumulated, and its forward computes nothing.
 
     def joint(p1, p2, rows_p1, gradient_p1, gradient_p2):
         zero = aten.new_zeros(p1, [])
         return (zero, gradient_p1, gradient_p2)
 
-`rows_p1` is the rows of a table in an earlier step's gradient; the planner prices exchanges for them.
+`rows_p1` are the rows of a table in an earlier step's gradient, for which the planner prices exchanges.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Makes the graph of the gradients of `parameters`: the k-th gradient is tangent k.
+    """Builds the graph of the gradients of `parameters`: the k-th gradient is tangent k.
 
     Args:
         parameters: name -> trained parameter, in the assumed order of the forward.
@@ -77,20 +77,24 @@ def gradient_graph(
 
 
 def as_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Copies the graph with lookups of bags, which a capture of the forward would most likely find."""
+    """Copies the graph with bag lookups, which a capture of the forward would most likely contain."""
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
 def captured_of(graph: TrainingGraph) -> Captured:
-    """Makes a capture, valid for every batch, of a graph of gradients."""
+    """Returns a capture, valid for every batch, of a graph of gradients."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Finds the parameters that are weights of lookup layers; `only_sparse`: of layers with `sparse=True`."""
+    """Returns the parameters that are weights of lookup layers.
+
+    Args:
+        only_sparse: only layers with `sparse=True`.
+    """
     layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    # As they are held: to ask a parametrized layer for its weight may change buffers.
+    # Read `_parameters`, because reading the weight of a parametrized layer may change buffers.
     weights = {id(layer._parameters.get("weight")) for layer in layers if layer.sparse or not only_sparse}
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
 

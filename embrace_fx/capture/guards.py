@@ -1,11 +1,11 @@
-"""Checks at each call, by Dynamo's own guards, that a captured graph is still valid.
+"""Checks at each call, with Dynamo's guards, that a captured graph is still valid.
 
-Dynamo guards on all that the forward has read of the model, of globals and of closures: numbers, functions, objects,
-lengths of lists, hooks, patched methods. Its guard manager, a tree of checks in C++, checks in microseconds that all
-of this is unchanged.
+Dynamo guards everything that the forward has read from the model, globals and closures: numbers, functions, objects,
+lengths of lists, hooks, patched methods. Its guard manager, a tree of checks in C++, verifies in microseconds that it
+is unchanged.
 
-Left out are guards on the batch, on modes, and on parameters and buffers: programs read the values of parameters and
-buffers at each call, and a capture is chosen by the batch and the modes before.
+Guards on the batch, on modes, and on parameters and buffers are left out: programs read parameters and buffers at each
+call, and the batch and modes have already selected the capture.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from embrace_fx.capture.read_values import NO_VALUES, ReadValues
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
-"""Names of values that programs read at each call (parameters, buffers) or that captures are chosen by (training)."""
+"""Names of values that programs read at each call (parameters, buffers) or that select the capture (training)."""
 
 _OF_NUMPY = re.compile(r"^___from_numpy\((.*)\)$")
-"""Dynamo's name for a NumPy value: it is guarded as a tensor, so that its numbers are not guarded."""
+"""Dynamo's name for a NumPy value, which it guards as a tensor, without its numbers."""
 
 _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions for a captured graph to stay valid: Dynamo's guards on all but the batch.
+    """The conditions for a captured graph to stay valid: Dynamo's guards except those on the batch.
 
     Attributes:
-        values: replaces the guards where these do not hold right after the capture.
-        manager: torch's guard manager over a frame's locals; None: `values` are compared.
+        values: replaces the guards if these do not hold right after the capture.
+        manager: torch's guard manager over a frame's locals; None to compare `values`.
         frame: the locals that do not change: the model.
         cells: the forward's closure, name -> cell.
-        kept: the objects whose identity is guarded, kept so that no other object gets the address of a freed one.
-        tensors: tensors that are constants of the graph, compared by identity, and NumPy's numbers, by value.
-        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, say) and its graph holds; no
-            parameters and buffers, whose numbers graphs read at each call.
+        kept: the objects guarded by identity, kept alive so that no other object gets their address.
+        tensors: tensors that are constants of the graph, compared by identity, and NumPy numbers, compared by value.
+        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, for example) and its graph
+            contains; not parameters and buffers, whose numbers graphs read at each call.
     """
 
     values: ReadValues
@@ -68,7 +68,7 @@ class Conditions:
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
     def in_scope(self, name: str, itself: str) -> str:
-        """Turns a name of Dynamo's into an expression over the scope of `values`.
+        """Converts a name of Dynamo's to an expression over the scope of `values`.
 
         Args:
             itself: Dynamo's name for the model.
@@ -79,18 +79,18 @@ class Conditions:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Copies the conditions without those on tensors that are no constants of the graph."""
+        """Copies the conditions without those on tensors that are not constants of the graph."""
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def unchanged(self) -> Conditions:
-        """Copies the conditions without values that have changed since: the forward writes them, or its tracing did."""
+        """Copies the conditions without values that have changed since: the forward or its tracing writes them."""
         written = {id(each) for each in self.numbers.written()}
         own = replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
         return own if own.hold() else replace(own, manager=None, values=self.values.unchanged())
 
 
 def name_in_frame(name: str, itself: str) -> str:
-    """Returns Dynamo's name for an expression over the scope of `values`: the converse of `in_scope`."""
+    """Returns Dynamo's name for an expression over the scope of `values`: the inverse of `in_scope`."""
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", itself))
 
 
@@ -101,7 +101,7 @@ def name_of_model(model: nn.Module) -> str:
 
 
 def traced_function(model: nn.Module) -> types.FunctionType:
-    """Returns the function that Dynamo reads, unbound."""
+    """Returns the unbound function that Dynamo traces."""
     found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
     return found
 
@@ -122,7 +122,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    output.skip_guards_check = True  # the check would need a frame with the batch
+    output.skip_guards_check = True  # this check needs the batch in the frame
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Checks(is_kept, code, output)
     manager = checks.guard_manager
@@ -132,14 +132,14 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 
 
 class _Checks(CheckFunctionManager):
-    """Guards that live no longer than their owner.
+    """Guards that do not outlive their owner.
 
-    Torch's own guards register with each guarded object to learn of its end, so that a guarded class or module of a
-    library would keep them for ever. These guards keep the guarded objects instead.
+    Torch's guards register with each guarded object to learn of its end, which keeps guards on a library's class or
+    module alive forever. These guards hold references to the guarded objects instead.
 
     Args:
-        is_kept: name of a guarded value -> whether to guard it. Torch's own filter, `guard_filter_fn`, first makes
-            all guards, even those on a thousand parameters, and then makes the remaining ones again.
+        is_kept: name of a guarded value -> whether to guard it. Torch's own filter, `guard_filter_fn`, would first
+            build all guards, even on a thousand parameters, and then build the remaining ones again.
     """
 
     def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class _Checks(CheckFunctionManager):
 
 
 def _value(builder: Any, guard: Any) -> object:
-    """Reads the guarded value; None where it cannot be read: the guard is on its absence."""
+    """Returns the guarded value; None if it cannot be read, because the guard is on its absence."""
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # reading an absent value may raise anything

@@ -1,4 +1,4 @@
-"""Frees memory that torch would keep of every capture until the process ends."""
+"""Frees memory of captures that torch would keep until the process ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 MOST_RESULTS = 4_000
-"""Most cached results of operations on fake tensors, about 200 bytes each; a model has some hundreds."""
+"""Maximum number of cached results of fake tensor operations, about 200 bytes each; a model has some hundreds."""
 
 
 @contextlib.contextmanager
 def capture_metrics() -> Iterator[None]:
-    """Opens Dynamo's metrics context, which reading a forward needs, without the record that ends it.
+    """Opens Dynamo's metrics context, which tracing needs, without the record at its end.
 
-    Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error where
-    the configuration holds functions.
+    Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error if the
+    configuration contains functions.
     """
     metrics = get_metrics_context()
     record, metrics._on_exit = metrics._on_exit, lambda *_: None
@@ -33,15 +33,15 @@ def capture_metrics() -> Iterator[None]:
 
 
 def forget_captures() -> None:
-    """Empties torch's caches of entries from earlier captures that nobody uses."""
+    """Removes unused entries of earlier captures from torch's caches."""
     _forget_shapes()
     _forget_texts()
 
 
 def _forget_shapes() -> None:
-    """Empties torch's caches over symbolic sizes.
+    """Clears torch's caches over symbolic sizes.
 
-    These caches belong to the class and keep the sizes of every capture, with their fake tensors, for ever. Up to
+    These caches are class attributes and keep the sizes of every capture, with their fake tensors, forever. Up to
     `MOST_RESULTS` results of operations are kept, because the next capture of a model finds most of its own there.
     """
     if FakeTensorMode.cache_info().size > MOST_RESULTS:
@@ -52,10 +52,10 @@ def _forget_shapes() -> None:
 
 
 def _forget_texts() -> None:
-    """Drops the generated code of graph modules that no longer live.
+    """Removes the generated code of graph modules that no longer exist.
 
-    Torch keeps the code of every graph module, for tracebacks, for ever. Each module has its own class, whose forward
-    knows the name of its code.
+    Torch keeps the code of every graph module forever, for tracebacks. Each module has its own class, whose forward has
+    the name of the code.
     """
     texts = fx.graph_module._loader.eval_cache
     for name in set(texts).difference(_living(fx.GraphModule)):
@@ -64,7 +64,7 @@ def _forget_texts() -> None:
 
 
 def _living(base: type) -> Iterator[str]:
-    """Yields the names of the code of all living graph modules."""
+    """Yields the code names of all existing graph modules."""
     classes: list[type] = base.__subclasses__()
     for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)

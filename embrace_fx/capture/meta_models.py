@@ -1,8 +1,8 @@
-"""Lets models on the meta device be captured as if they were on the CPU.
+"""Captures models on the meta device as if they were on the CPU.
 
-A model as large as a paper's does not fit into the memory of the machine that plans for it. On the meta device it takes
-no memory, but many operations have no kernel there (recurrent layers under autocast), and the batch is elsewhere. Fake
-tensors have a device and take no memory, and capture needs no values of parameters.
+A large model may not fit into the memory of the machine that plans for it. On the meta device it uses no memory, but
+many operations have no meta kernel (recurrent layers under autocast), and the batch is on another device. Fake tensors
+have a device and use no memory, and a capture needs no parameter values.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.utils import _pytree as pytree
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is on the meta device."""
+    """Returns whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
 
 
 @contextlib.contextmanager
 def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Makes a twin of `model` with fake tensors on the CPU as parameters and buffers, and a batch to capture it with.
+    """Yields a copy of `model` with fake CPU tensors as parameters and buffers, and a batch to capture it with.
 
-    Tied parameters stay tied. The twin can be captured inside the context.
+    Tied parameters stay tied. The copy is valid inside the context.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    twin = copy.deepcopy(model)  # on the meta device: no memory is copied
+    twin = copy.deepcopy(model)  # on the meta device, so no memory is copied
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     for module in twin.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                setattr(module, name, fake(tensor))  # recurrent layers update their own list of weights
+                setattr(module, name, fake(tensor))  # lets recurrent layers update their list of weights
     leaves = pytree.tree_map_only(Tensor, lambda leaf: fake_mode.from_tensor(leaf, static_shapes=True), batch)
     with fake_mode:
         yield twin, leaves

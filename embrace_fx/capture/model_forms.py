@@ -12,21 +12,21 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.result_objects import open_objects
 
 STATES = "__states"
-"""The keyword of a traced module for the values that its graph reads from objects."""
+"""Keyword argument of a traced module, for the values that its graph reads from objects."""
 
 
 class OpenResults(nn.Module):
-    """A module with the names of Dynamo's graph, whose results are trees of tensors, each with its own memory.
+    """A module with the parameter names of Dynamo's graph, whose results are trees of tensors with separate memory.
 
     Args:
-        states: positions, among the inputs of Dynamo's graph, of the values that come as `STATES`; an item is None
-            for a value that the graph does not read. Results are then the graph's own, not the forward's. None: the
-            forward has no effects to be replayed.
+        states: positions, among the inputs of Dynamo's graph, of the values passed as `STATES`; an item is None for a
+            value that the graph does not read. Results are then the graph's own, not the forward's. None if the forward
+            has no side effects to replay.
     """
 
     def __init__(self, graph: Any, states: tuple[int | None, ...] | None = None) -> None:
         super().__init__()
-        self._graph = [graph]  # in a list: as a submodule it would give each parameter a second name
+        self._graph = [graph]  # in a list, because a submodule would give each parameter a second name
         self._states = states
         self._parameters = graph._parameters
         self._buffers = graph._buffers
@@ -35,13 +35,14 @@ class OpenResults(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields each module once. Tracing replaces parameters by tensors, by name, and puts them back; with a second
-        name it would take the tensors for parameters, and leave them there."""
+        """Yields each module once. Tracing replaces parameters by tensors, by name, and then restores them. With a
+        second name it would save the tensors as parameters and leave them there.
+        """
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph node by node, because only then ATen nodes inherit the user's lines."""
+        """Runs the graph node by node, so that ATen nodes inherit the user's lines."""
         given, graph, effects = kwargs.pop(STATES, ()), self._graph[0], self._states is not None
         arguments = inspect.signature(graph.forward).bind(*args, **kwargs).arguments.values()
         inputs = [*graph._dynamo_bytecode_flatten(*arguments)] if effects else [*arguments]

@@ -1,7 +1,7 @@
-"""Finds changes of a model's modules and parameters since its programs were built.
+"""Detects changes of a model's modules and parameters since its programs were built.
 
-Modules and their methods decide what the forward does, parameters and their dtypes what is exchanged. Captures
-themselves guard all else that the forward reads.
+Modules and their methods determine the forward; parameters and their dtypes determine the exchanges. Captures guard
+everything else that the forward reads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from embrace_fx.runtime.tables.model_state import ModelState
 
 OTHER_PARAMETERS = (
-    "the model's parameters have changed since compile(): {} came, went or was replaced. Gradients are exchanged only "
-    "for the original ones. Change layers, resize embeddings, tie weights and parametrize before the first call, or "
-    "compile the changed model again"
+    "the model's parameters have changed since compile(): {} was added, removed or replaced. Gradients are exchanged "
+    "only for the original ones. Change layers, resize embeddings, tie weights and parametrize before the first call, "
+    "or compile the changed model again"
 )
 CONVERTED = (
     "the dtype of {} has changed since the first call. Convert the model before the first call, or compile it again"
@@ -37,12 +37,13 @@ class ModelWatch:
         self.note()
 
     def note(self) -> None:
-        """Records the present modules and methods."""
+        """Records the current modules and methods."""
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
         kinds = {type(module): None for module in self._modules}
-        self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # have no Python methods
+        # Modules without Python methods.
+        self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]
         self._were = self._now()
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())
@@ -51,8 +52,8 @@ class ModelWatch:
         self._look(self._gradients())
 
     def note_parameters(self) -> None:
-        """Records the present parameters, after tables have been placed or loaded."""
-        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # keeps their ids in use
+        """Records the current parameters, after tables have been placed or loaded."""
+        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # keeps their ids from being reused
         self._ids, self._keys = [*map(id, self._held)], self._keys_now()
         self._names = self._named()
 
@@ -75,7 +76,7 @@ class ModelWatch:
         return any(self._trains)
 
     def modes(self) -> tuple[bool, ...]:
-        """Reads which modules are in training mode, and which parameters take gradients: of one kind of calls."""
+        """Returns which modules are in training mode and which parameters require gradients."""
         return (*[module.training for module in self._modules], *self._trains)
 
     def modules_changed(self) -> bool:
@@ -83,19 +84,19 @@ class ModelWatch:
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Makes the error for a model whose parameters, or their dtypes, have changed; None: they are the same."""
+        """Returns the error for a model whose parameters, or their dtypes, have changed; None if they are the same."""
         if (name := self._other()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
-        """Maps old names to new ones, where parameters are what they were, under other names; empty: they are not."""
+        """Maps old parameter names to new ones; empty if the parameters themselves have changed, or nothing has."""
         now = self._named()
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
         return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
 
     def _other(self) -> str | None:
-        """Returns the name of a parameter that was added, removed or replaced; None: none was."""
+        """Returns the name of a parameter that was added, removed or replaced; None if none was."""
         same = [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids
         if same and self._keys_now() == self._keys and self._now() == self._were:
             return None
@@ -104,7 +105,7 @@ class ModelWatch:
         return next(found, None)
 
     def _converted(self) -> str | None:
-        """Returns the name of a parameter whose dtype has changed; None where none has."""
+        """Returns the name of a parameter whose dtype has changed; None if none has."""
         now = self._gradients()
         if now == self._gradients_were:
             return None
@@ -113,9 +114,9 @@ class ModelWatch:
         return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
 
     def _gradients(self) -> list[tuple[bool, torch.dtype, bool]]:
-        """Reads what decides about each parameter's gradient: whether it trains, its dtype, its hooks."""
+        """Returns what determines each parameter's gradient: whether it trains, its dtype, its hooks."""
         found = self._state.parameters()
-        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked`, to save a Python call for each
+        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call each
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
@@ -127,13 +128,13 @@ class ModelWatch:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root(self) -> tuple[Any, ...]:
-        """Reads the model's own forward and hooks; captures guard those of its submodules."""
+        """Returns the model's own forward and hooks; captures guard those of its submodules."""
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
 
     def _keys_now(self) -> list[str]:
-        """Reads the names that modules give their parameters."""
+        """Returns the names that modules give their parameters."""
         return [*chain.from_iterable(map(_keys, self._parameters))]
 
     def _named(self) -> dict[str, int]:
@@ -141,4 +142,5 @@ class ModelWatch:
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_keys, _values = methodcaller("keys"), methodcaller("values")  # methods: TorchScript's modules have another dict
+# Copied per call, because TorchScript's modules have another dict.
+_keys, _values = methodcaller("keys"), methodcaller("values")

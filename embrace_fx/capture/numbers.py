@@ -1,6 +1,6 @@
-"""Makes numbers that a forward reads inputs of its graph: an annealed temperature, the count of steps.
+"""Makes numbers that a forward reads inputs of its graph, such as an annealed temperature or a step count.
 
-Dynamo makes Python's numbers constants of the graph. Named numbers get a symbol instead, as sizes do: conditions on
+Dynamo makes Python numbers constants of the graph. Here, named numbers get a symbol instead, like sizes: conditions on
 them are guarded, and each call passes their values to the graph.
 
 rewrite: return x.sum() * weight   ->   graph(x, batch_1) -> mul(sum(x), batch_1)      weight is an argument, or global
@@ -22,7 +22,7 @@ Symbol = SymInt | SymFloat
 
 @contextlib.contextmanager
 def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
-    """Context manager: Dynamo makes inputs of the numbers that it calls by these names: `L['self'].scale`."""
+    """Opens a context in which Dynamo makes the numbers of these names, such as `L['self'].scale`, inputs."""
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
@@ -42,13 +42,13 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Finds the symbols that Dynamo has given to the named numbers; a number whose value it has read has none."""
+    """Returns the symbols that Dynamo has given to the named numbers. A number whose value it has read has none."""
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Finds the positions of numbers among a Dynamo graph's inputs; replaces tensors made of a float by the float."""
+    """Returns the positions of numbers among the inputs of Dynamo's graph. Tensors made from floats become floats."""
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if node._dynamo_source.name not in symbols:
@@ -62,6 +62,6 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Names the numbers that must keep their value for the graph to stay valid."""
+    """Returns the names of numbers that must keep their value for the graph to stay valid."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -1,8 +1,8 @@
 """Replays a forward's prints and logs at each call, after the graph has run.
 
 Dynamo defers `print` of tensors, constants and formatted strings until the graph has run. This module also defers
-prints of containers and of numbers that `.item()` reads, also in functions that the forward calls; and calls of
-loggers' methods, of `logging.info` and its like, and of `warnings.warn`.
+prints of containers and of `.item()` results, including those in called functions; and calls of loggers' methods,
+`logging.info` and the like, and `warnings.warn`.
 
 rewrite: print("norm", x.norm().item()); return x.sum()  ->  graph(x) -> (norm, sum);   then   print("norm", norm)
 """
@@ -22,10 +22,10 @@ from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariabl
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
-"""Prefixes of the names of methods that write to a log; libraries add their own, such as `warning_once`."""
+"""Prefixes of names of logging methods, which include libraries' own, such as `warning_once`."""
 
 _HEEDED = {"flush", "stacklevel", "category"}
-"""Options of `print`, logs and warnings that do not change the text, or are passed on."""
+"""Options of `print`, logs and warnings that do not change the text, or can be passed on."""
 
 _AS_THEY_ARE = (
     variables.TensorVariable,
@@ -39,17 +39,19 @@ _AS_THEY_ARE = (
 
 @contextlib.contextmanager
 def put_off() -> Iterator[None]:
-    """Context manager: Dynamo defers what the forward prints and logs."""
+    """Opens a context in which Dynamo defers the forward's prints and logs."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_as_now(each) for each in (*args, *category)]
-        in_region = tx.output.current_tracer.parent is not None  # checkpointed: its values are not known outside
+        # In a checkpointed region, whose values are not known outside.
+        in_region = tx.output.current_tracer.parent is not None
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
             _cannot(self.value)
-        tx.output.root_tx.debug_locals.append((self, args))  # of the forward: Dynamo forgets those of called functions
+        # The forward's locals; Dynamo drops those of called functions.
+        tx.output.root_tx.debug_locals.append((self, args))
         return variables.ConstantVariable.create(None)
 
     def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,15 +73,15 @@ def put_off() -> Iterator[None]:
 
 def _cannot(function: Any) -> NoReturn:
     torch._dynamo.exc.unimplemented(
-        gb_type="cannot be put off",
+        gb_type="cannot be deferred",
         context="",
-        explanation=f"{getattr(function, '__name__', function)} of containers, with options, or in a region of its own",
+        explanation=f"{getattr(function, '__name__', function)} of containers, with options, or in checkpointed code",
         hints=[],
     )
 
 
 def _as_now(value: Any) -> Any:
-    """Turns a list into its text now, because the forward may change the list before it is printed."""
+    """Formats a list now, because the forward may change it before it is printed."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

@@ -1,7 +1,7 @@
-"""Records the constants of a captured graph: values read besides the batch, parameters and buffers.
+"""Records the constants of a captured graph: values that it reads besides the batch, parameters and buffers.
 
-`self.temperature`, the `p` of a Dropout, a number in a global dict: the graph holds their values at the capture. Each
-call compares them with the present ones; where one has changed, the graph is invalid and the forward is captured again.
+Examples are `self.temperature`, the `p` of a Dropout, and a number in a global dict. The graph contains their values at
+the capture. Each call compares them with the current values. If one has changed, the forward is captured again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
-"""Dynamo's name for an attribute of the class; the instance may later get its own."""
+"""Dynamo's name for a class attribute, which an instance attribute may hide later."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Changed:
 
     Attributes:
         name: an expression, `L['self'].scale`, or `L['weight']` for an argument.
-        before, now: the value at the capture, and the present one.
+        before, now: the value at the capture, and the current one.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Changed:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """Expressions, and their values at the capture.
+    """Expressions and their values at the capture.
 
     Attributes:
         names: the expressions.
         code: the compiled tuple of all expressions.
         scope: the names in the expressions.
-        values: numbers and texts, compared by value, tuples item by item, anything else by identity.
+        values: numbers and texts, compared by value; tuples, compared by item; other values, compared by identity.
     """
 
     names: tuple[str, ...]
@@ -81,19 +81,19 @@ class ReadValues:
         return ReadValues.of([name for name in self.names if name not in names], self.scope)
 
     def of_arrays(self) -> ReadValues:
-        """Copies only the tensors and NumPy values: of these Dynamo guards only the type."""
+        """Copies only the tensors and NumPy values, of which Dynamo guards only the type."""
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
-        """Copies the values without those that have changed since: the forward writes them, or its tracing did."""
+        """Copies the values without those that have changed since, because the forward or its tracing writes them."""
         now = _evaluated(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
         return ReadValues._made(same, self.scope)
 
     def changed(self) -> list[Changed]:
-        """Lists the values that have changed."""
+        """Returns the values that have changed."""
         now, before = _evaluated(self.names, self.scope), zip(self.names, self.values, strict=True)
         return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
@@ -101,7 +101,7 @@ class ReadValues:
         """Returns whether all values are unchanged."""
         try:
             now = eval(self.code, self.scope)
-        except Exception:  # an attribute has gone, a list has become shorter
+        except Exception:  # an attribute was removed, or a list became shorter
             return False
         return all(map(_same, self.values, now))
 
@@ -113,7 +113,7 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
     """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
     Args:
-        constants: input of the graph -> the tensor that it stands for.
+        constants: input of the graph -> its tensor.
     """
     made = {node: {node} for node in constants}
     read: set[fx.Node] = set()
@@ -127,24 +127,25 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Turns an expression that reads a class's attribute into one that reads the instance's, which may hide it. A
-    property stays, because reading it runs code that may write (spectral normalisation moves its buffers)."""
+    """Rewrites an expression for a class attribute to one for the instance's, which may hide it. A property stays,
+    because reading it runs code that may write (spectral normalisation updates its buffers).
+    """
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
-    except Exception:  # refers to an object of the trace, which is gone
+    except Exception:  # the expression refers to an object of the trace that no longer exists
         return whole
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
 def spoken(name: str) -> str:
-    """Returns an expression in a user's notation: `L['self'].scale` -> `self.scale`."""
+    """Returns an expression as users write it: `L['self'].scale` -> `self.scale`."""
     name = re.sub(r"^L\['(\w+)'\]|^[GC]\['(\w+)'\](\.cell_contents)?", r"\1\2", name)
     return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 
 
 def _evaluated(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Evaluates those expressions that can be; some refer to an object that the trace has made, which is gone."""
+    """Evaluates the expressions, except those that refer to objects of the trace that no longer exist."""
     found = {}
     for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
         with contextlib.suppress(Exception):

@@ -1,13 +1,13 @@
 """Flattens a model's results into a graph's outputs.
 
-A model may return tensors in objects that pytree does not know, such as a cache of keys.
+A model may return tensors in objects that pytree does not know, such as a key-value cache.
 
-While the forward is traced, `open_objects` replaces each such object by a pytree node of its attributes; unflattening
-that node makes an object of the same class with the same attributes. So the compiled model returns the same objects as
-the model, and nothing is registered for the user's classes.
+While the forward is traced, `open_objects` replaces each such object by a pytree node with its attributes. Unflattening
+that node creates an object of the same class with the same attributes. The compiled model thus returns the same objects
+as the model, and the user's classes are not registered.
 
 A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `open_objects`
-copies them, so that each has its own gradient: autograd would take them for one value, or for an input.
+copies them so that each has its own gradient. Autograd would otherwise treat them as one value, or as an input.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class _Opened:
 
 @dataclass(frozen=True, eq=False)
 class _Constant:
-    """A part of a result that is the same for every batch."""
+    """A part of a result that is equal for every batch."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        # The forward is traced more than once; the traces' results must compare equal, unlike new objects.
+        # The forward is traced more than once, and the traces' results must compare equal, unlike new objects.
         return isinstance(other, _Constant) and type(self.value) is type(other.value)
 
     def __hash__(self) -> int:
@@ -56,7 +56,7 @@ def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False
     Args:
         inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
             them, or with another result, is copied.
-        every: copies results that need no gradient as well.
+        every: whether to copy results that need no gradient, too.
     """
     return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs, every))
 
@@ -79,7 +79,7 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 
 def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
-    """Finds the ids of results that need a gradient (or `every` one) and share memory with another one or an input."""
+    """Returns the ids of results that need a gradient, or all if `every`, and share memory with a result or input."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory, tensors), *set(others)])

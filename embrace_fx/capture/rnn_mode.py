@@ -1,4 +1,4 @@
-"""Keeps recurrent layers whole while a model is traced to ATen; torch would unroll them in time.
+"""Keeps recurrent layers whole while a model is traced to ATen, where torch would unroll them over time.
 
 Under `KeepRnnWhole()` a call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` (what `torch.nn.LSTM`, `GRU` and `RNN`
 call, in plain Python and in a Dynamo graph) becomes one `embrace::rnn_layer` per layer and direction, with torch's own
@@ -32,12 +32,12 @@ CELLS: dict[Callable[..., Any], str] = {
 
 
 class KeepRnnWhole(TorchFunctionMode):
-    """Makes every recurrent network one op per layer and direction while active; all other calls pass unchanged.
+    """A mode that makes every recurrent network one op per layer and direction. Other calls pass unchanged.
 
     Args:
-        kernel: the kernel of every layer; None: the fastest for each (`choose_kernel`). "loop" can compute any layer.
-            Use it where only shapes matter: Dynamo runs each call on fake tensors, cannot handle values of unknown size
-            inside of it (a fused kernel's workspace), and without this mode would unroll it.
+        kernel: the kernel of every layer; None chooses the fastest for each (`choose_kernel`). "loop" supports any
+            layer. Use it if only shapes matter: Dynamo runs each call on fake tensors and cannot handle values of
+            unknown size in it (a fused kernel's workspace), and would unroll the call without this mode.
     """
 
     def __init__(self, kernel: str | None = None) -> None:
@@ -53,10 +53,10 @@ class KeepRnnWhole(TorchFunctionMode):
 
 
 def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-    """Computes `torch.lstm` and its like by one op per layer and direction.
+    """Computes `torch.lstm` and the like with one op per layer and direction.
 
-    A graph calls this in place of torch's functions, so that tracing the graph needs no mode, which would be called at
-    every function and every access to a tensor.
+    A graph calls this instead of torch's functions, so that tracing the graph needs no mode, which would intercept
+    every function and every tensor access.
     """
     # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
@@ -68,7 +68,7 @@ def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> An
 
 @dataclass(frozen=True)
 class _Stack:
-    """Options that all layers of one recurrent network share."""
+    """The options shared by all layers of a recurrent network."""
 
     cell: str
     kernel: str | None
@@ -93,7 +93,7 @@ def _network(
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
-    # Kernels need contiguous memory, time first; with the copy made here, the backward reads the same copy.
+    # Kernels need contiguous memory, time first. Copying here lets the backward read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
     output, *states = _layers(stack, input_TBI, hx, params)
     return (output.transpose(0, 1) if batch_first else output, *states)
@@ -102,7 +102,7 @@ def _network(
 def _layers(
     stack: _Stack, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Computes output, h_n and, of an LSTM, c_n of all layers."""
+    """Computes output, h_n and, for an LSTM, c_n of all layers."""
     is_lstm = stack.cell == "lstm"
     h0 = (hx[0] if is_lstm else hx).unbind(0)  # type: ignore[union-attr]
     c0 = hx[1].unbind(0) if is_lstm else [None] * len(h0)
@@ -125,12 +125,12 @@ def _layers(
 def _layer(
     stack: _Stack, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
 ) -> list[Tensor]:
-    """Computes output, h_n and, of an LSTM, c_n of one layer and direction."""
+    """Computes output, h_n and, for an LSTM, c_n of one layer and direction."""
     projected = len(weights) in (3, 5)
     kernel = stack.kernel or choose_kernel(stack.cell, _autocast(input), projected, stack.batch_sizes is not None)
     input, weights = _autocast(input), [_autocast(weight) for weight in weights]
-    # Eager autocast narrows the inputs of matrix products and fused kernels. A state that elementwise code carries
-    # from step to step keeps its dtype: the cell of an LSTM, the hidden state of a GRU.
+    # Eager autocast narrows the inputs of matrix products and fused kernels. State that element-wise code carries from
+    # step to step keeps its dtype: the cell of an LSTM, the hidden state of a GRU.
     if kernel != "loop" or projected or stack.cell.startswith("rnn_"):
         h0 = _autocast(h0)
     if c0 is not None and kernel != "loop":
@@ -143,7 +143,7 @@ def _layer(
 
 
 def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> str:
-    """Chooses the fastest kernel that can compute this layer: "cudnn", "mkldnn" or "loop".
+    """Returns the fastest kernel that supports this layer: "cudnn", "mkldnn" or "loop".
 
     The choice does not depend on the batch, so that a captured graph keeps its kernel.
     """
@@ -157,7 +157,7 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor as a matrix product under the active autocast would (float64 stays)."""
+    """Casts a tensor like a matrix product under the active autocast (float64 stays)."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -1,4 +1,4 @@
-"""Turns a trace of AOTAutograd's into a module whose inputs and outputs have roles, without nodes only for autograd."""
+"""Converts AOTAutograd's trace to a module whose inputs and outputs have roles, without nodes only for autograd."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ class Joint:
 
 
 def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> Joint:
-    """Gives a traced graph's inputs and outputs roles and readable names; drops nodes that nothing reads.
+    """Gives a traced graph's inputs and outputs roles and readable names; removes unused nodes.
 
     Args:
         constants: indices of flattened arguments that are constants of the graph.
 
     Raises:
-        CaptureError: an input or output has no role: views of each other, mutated parameters that are computed with.
+        CaptureError: an input or output has no role, because of views of each other, or mutated parameters that the
+            forward also reads.
     """
     first_names = _first_names(model)
     module = _flat_module(joint)
@@ -73,7 +74,7 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
         if is_input and role.index not in constants:
             batch[role.index] = node
         else:
-            module.graph.erase_node(node)  # another value needs another capture
+            module.graph.erase_node(node)  # another value requires another capture
     of_results = _set_output_roles(module, first_names)
     _drop_identities(module)
     module.graph.eliminate_dead_code()
@@ -100,7 +101,7 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer to the first of its names (tied ones have several)."""
+    """Maps every name of a parameter or buffer to its first name (tied ones have several)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -110,7 +111,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
-    """Copies a graph with plain placeholders and one tuple of outputs, in place of (primals, tangents)."""
+    """Copies a graph with plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -137,8 +138,8 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
             return Tangent(index)
     raise CaptureError(
-        f"The graph has an input that is no parameter, buffer, batch tensor or output gradient: {desc}. Return tensors "
-        "that are not views of each other or of an argument (`.clone()` them)."
+        f"The graph has an input that is not a parameter, buffer, batch tensor or output gradient: {desc}. Return "
+        "tensors that are not views of each other or of an argument (`.clone()` them)."
     )
 
 
@@ -197,7 +198,7 @@ def _drop_unread_state(module: fx.GraphModule) -> None:
 
 
 def _rename(module: fx.GraphModule) -> None:
-    """Names placeholders after their roles, so that a printed graph can be read."""
+    """Names placeholders after their roles to make printed graphs readable."""
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue

@@ -1,7 +1,7 @@
 """Traces a model with a batch of fake tensors into one ATen graph of forward and backward.
 
-Dynamo reads the bytecode of the model's forward into a torch-level graph, which AOTAutograd traces with its backward
-into one ATen graph. Tied parameters stay tied.
+Dynamo traces the forward's bytecode to a torch-level graph, which AOTAutograd traces with its backward to one ATen
+graph. Tied parameters stay tied.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model: its graph, and all else that a call needs.
+    """A traced model: its graph, and everything else that a call needs.
 
     Attributes:
-        joint: forward and backward, or the forward alone, as AOTAutograd leaves it: inputs and outputs have
-            descriptors, and constants of the batch are inputs too.
-        out_spec: how the model's results unflatten.
-        replay: the forward's side effects, done from the graph's results; None: there are none.
-        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
-        names: index -> Dynamo's name for a flattened argument.
+        joint: forward and backward, or only the forward, from AOTAutograd: inputs and outputs have descriptors, and
+            constants of the batch are inputs too.
+        out_spec: the tree structure of the model's results.
+        replay: runs the forward's side effects from the graph's results; None if there are none.
+        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
+        names: index -> Dynamo's name of a flattened argument.
         symbols: name of a number that is an input -> its symbol.
     """
 
@@ -72,7 +72,7 @@ def private_copies(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copies the batch's tensors without values, because the capture marks dimensions on them.
 
-    Each copy begins at the start of its own storage: batches cut out of one long tensor have varying offsets.
+    Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
@@ -91,7 +91,7 @@ def private_copies(
 def quiet_dynamo() -> Iterator[None]:
     """Opens a context with Dynamo's options for a capture, and without its warnings.
 
-    Numbers are constants, and only marked sizes vary, regardless of what Dynamo has seen of other models.
+    Numbers are constants, and only marked sizes vary, regardless of other models that Dynamo has traced.
     """
     options = {
         "allow_rnn": True,
@@ -101,23 +101,22 @@ def quiet_dynamo() -> Iterator[None]:
         "assume_static_by_default": True,
     }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
-        # Where warnings are errors, Dynamo would fail on warnings by torch. About autograd functions:
+        # If warnings are errors, torch's own warnings would make Dynamo fail. The first is about autograd functions:
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # under Python 3.13.0
-        # About cached functions, which Dynamo traces into:
+        # This one is about cached functions, which Dynamo traces into:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
         yield
 
 
 _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 7}
-"""Lookup -> the position of its argument `sparse`."""
+"""Lookup function -> the position of its argument `sparse`."""
 
 
 def _keep_whole(read: fx.GraphModule) -> None:
-    """Makes Dynamo's graph, and its nested ones, call `whole` for RNNs, and lookups with dense gradients.
+    """Makes Dynamo's graph and nested graphs call `whole` for RNNs, and lookups without sparse gradients.
 
-    A sparse gradient has another layout, and ATen graphs hold none. `meta["custom"]` marks the lookups that asked for
-    one, for the passes.
+    ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
         kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)
@@ -138,7 +137,7 @@ def _keep_whole(read: fx.GraphModule) -> None:
 
 
 UNREAD = "an argument that the forward does not read"
-"""Replaces such an argument, which may be anything, while a graph is traced."""
+"""Replaces an argument that the forward does not read while a graph is traced."""
 
 
 def trace(
@@ -153,7 +152,7 @@ def trace(
 
     Args:
         values: names of the values that become inputs.
-        reads_all: whether all arguments count as read, also those that Dynamo has not guarded.
+        reads_all: whether all arguments count as read, including those that Dynamo has not guarded.
     """
     itself = name_of_model(model)
     names = {name_in_frame(name, itself): name for name in values}
@@ -162,8 +161,8 @@ def trace(
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _keep_whole(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
-    # Only guards needed these, and guards exist by now. C++ owns the objects that a fake tensor's sizes refer to, these
-    # sizes included: they would keep their own tensors, and all of the capture, for ever.
+    # Only the construction of guards needed these fake tensors. C++ owns the sizes that they refer to, and the sizes
+    # refer back to them, so that they would keep the whole capture alive forever.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
@@ -198,7 +197,7 @@ def _without_unread(
 def _with_states(
     model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], itself: str
 ) -> tuple[OpenResults, list[Any], ReplayedEffects]:
-    """Makes inputs of the values that a forward reads from objects.
+    """Makes the values that a forward reads from objects inputs of the graph.
 
     Args:
         symbols: Dynamo's name of a number that is an input -> its symbol.
@@ -218,13 +217,13 @@ def _with_states(
 
 
 def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[str | int]:
-    """Lists, for each number that is an input, its index among the flattened arguments or its expression."""
+    """Returns, for each number that is an input, its index among the flattened arguments or its expression."""
     of_arguments = {name: k for k, name in read.names.items()}
     return [of_arguments.get(name, read.conditions.in_scope(name, itself)) for name in symbols]
 
 
 def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> AsSeen:
-    """Finds the tensors of the model and of globals whose numbers Dynamo's graph reads."""
+    """Returns the tensors of the model and of globals whose numbers Dynamo's graph reads."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
     return numbers_read(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
@@ -232,13 +231,13 @@ def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> AsSeen:
 
 @dataclass
 class _Read:
-    """A forward as Dynamo has read it.
+    """A forward traced by Dynamo.
 
     Attributes:
         gm: Dynamo's graph.
-        args, kwargs: the batch, with `UNREAD` in place of arguments that the forward does not read.
-        constants: index among the flattened arguments -> an argument that is no tensor and that the forward reads.
-        names: index -> Dynamo's name for a flattened argument.
+        args, kwargs: the batch, with `UNREAD` for arguments that the forward does not read.
+        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
+        names: index -> Dynamo's name of a flattened argument.
     """
 
     gm: fx.GraphModule
@@ -252,15 +251,15 @@ class _Read:
 
 
 def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Makes Dynamo read a forward.
+    """Traces a forward with Dynamo.
 
-    Dynamo runs every call on fake tensors to find shapes; an unrolled RNN would fix its number of steps. The mode
-    that prevents it takes half of Dynamo's time on top, so that it is used only where an RNN is called.
+    Dynamo runs every call on fake tensors to find shapes, and an unrolled RNN would fix its number of steps. The mode
+    that prevents it takes half of Dynamo's time on top, so it is used only for models that call an RNN.
     """
     has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
     if not has_rnns:
         found = _read_by_dynamo(model, args, kwargs, reads_all)
-        if not _calls_rnns(found.gm):  # a function may be called without a module
+        if not _calls_rnns(found.gm):  # a model may call an RNN function without a module
             return found
     with KeepRnnWhole(kernel="loop"):
         return _read_by_dynamo(model, args, kwargs, reads_all)
@@ -272,7 +271,7 @@ def _calls_rnns(read: fx.GraphModule) -> bool:
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Captures as `dynamo_graph_capture_for_export` does, with side effects to be replayed."""
+    """Captures like `dynamo_graph_capture_for_export`, with side effects to replay."""
     with (
         collectives_refused(),
         noted_effects() as effects,
@@ -282,7 +281,7 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         dynamo_timed("fullgraph_capture"),
     ):
         out = fullgraph_capture(model, args, kwargs)
-    # The end of a compiled frame removes this name; a capture has no frame, and would keep the graph for ever.
+    # The end of a compiled frame removes this name. A capture has no frame and would keep the graph forever.
     if out.backend_input is not None:
         out.graph_capture_output.f_globals.pop(out.backend_input.backend_id, None)
     guarded = {"L["} if reads_all else {guard.name for guard in out.graph_capture_output.output_graph.guards}
@@ -297,11 +296,11 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _trace_joint(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: TracingContext
 ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
-    """Returns what AOTAutograd makes of a module and a batch, and the structure of the module's results."""
+    """Returns AOTAutograd's graph of a module and a batch, and the tree structure of the module's results."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(regions_noted())
-        # As `torch.compile` does: generates no Python code for graphs that are only traced.
+        # As in `torch.compile`: generate no Python code for graphs that are only traced.
         stack.enter_context(_use_lazy_graph_module(True))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         check_collectives(joint.graph_module.graph)

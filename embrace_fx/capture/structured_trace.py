@@ -1,4 +1,4 @@
-"""Writes graphs and reports into torch's structured trace, where `tlparse` shows them."""
+"""Writes graphs and reports to torch's structured trace, for `tlparse`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch._logging._internal import trace_log, trace_structured
 
 
 def log_graph(name: str, module: fx.GraphModule) -> None:
-    """Writes a graph's text into torch's structured trace."""
+    """Writes a graph's text to torch's structured trace."""
     log_text(name, lambda: module.print_readable(print_output=False, include_stride=False, include_device=False))
 
 
 def log_text(name: str, text: Callable[[], str]) -> None:
-    """Writes a report into torch's structured trace; its text is made only where the trace is on.
+    """Writes a report to torch's structured trace, building its text only if the trace is enabled.
 
-    Before its first report torch's handler has no folder, and would build the text and then drop it.
+    Before the first report, torch's handler has no folder, and would build the text only to drop it.
     """
     if all(getattr(handler, "root_dir", "") is None for handler in trace_log.handlers):
         return

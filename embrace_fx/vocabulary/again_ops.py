@@ -1,7 +1,7 @@
-"""Ops for recomputing: they repeat the forward's random draws, and keep state as the forward read it.
+"""Ops for recomputation: they repeat the forward's random draws, and copy state that the forward overwrites.
 
-A chain of draws is repeated between `begin_replay` and `end_replay`, from the state that `random_state` saved before
-the forward drew them. The three ops have the tag of random ops, so that nothing moves them past a draw.
+Random draws are repeated between `begin_replay` and `end_replay`, from the generator state that `random_state` saved in
+the forward. The three ops are tagged as random, so that no pass moves them past a draw.
 
     forward   state = random_state(cpu); noise = bernoulli(x, 0.9)
     backward  now = begin_replay(state, cpu); noise_again = bernoulli(x_again, 0.9); end_replay(now, cpu)

@@ -1,4 +1,4 @@
-"""Detects tensors that were written since they were recorded, by torch's version counter."""
+"""Detects writes to tensors by torch's version counter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class AsSeen:
-    """Tensors, and how often each had been written when it was recorded."""
+    """Tensors with their version counters at the time of recording."""
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
 
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
-        """Records the tensors among some values, without those made in inference mode, whose writes are not counted."""
+        """Records the tensors among some values, except inference tensors, which have no version counter."""
         found = tuple([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
         return AsSeen(found, tuple(map(_VERSION, found)))
 
@@ -29,20 +29,20 @@ class AsSeen:
         """Records tensors.
 
         Raises:
-            RuntimeError: one was made in inference mode.
+            RuntimeError: a tensor was created in inference mode.
         """
         found = tuple(tensors)
         return AsSeen(found, tuple(map(_VERSION, found)))
 
     def written(self) -> list[Tensor]:
-        """Lists the tensors that have been written since."""
+        """Returns the tensors that have been written since."""
         now = tuple(map(_VERSION, self.tensors))
         if now == self.writes:
             return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
-        """Returns whether the values have the same tensors, unwritten since."""
+        """Returns whether the values contain the same tensors, unwritten since."""
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 

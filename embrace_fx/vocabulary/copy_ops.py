@@ -1,12 +1,12 @@
 """Ops that offload a value between the forward and the backward, and reload it.
 
-One op begins a copy and another awaits it, so that compute runs meanwhile. The results of all four have the meta data
-of the value; only the result of `await_reload` may be read as a tensor.
+One op starts a copy and another waits for it, so that compute runs in between. The results of all four ops have the
+value's shape and dtype, but only the result of `await_reload` may be read as a tensor.
 
     forward   h = relu(x); leaving = offload(h); ...; stored = await_offload(leaving)      # the memory of h is free
     backward  coming = reload(stored); ...; h_back = await_reload(coming); ...             # the memory is taken again
 
-`launch` is the id of a copy as text, for people who read the graph; the id itself is `node.meta["launch"]`.
+`launch` is the copy's id as text, for readers of the graph; the id itself is `node.meta["launch"]`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 
 @op("offload", "(Tensor value, str launch) -> Tensor")
 def _(value: Tensor, launch: str) -> Tensor:
-    """Begins to copy a value out of memory, which is held until the copy has ended."""
+    """Starts copying a value out of memory. The memory is held until the copy has ended."""
     return torch.empty_like(value)
 
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def _(leaving: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied out, and frees its memory; the result takes none."""
+    """Waits until a value is copied out, and frees its memory. The result uses no memory."""
     return torch.empty_like(leaving)
 
 
 @op("reload", "(Tensor stored, str launch) -> Tensor")
 def _(stored: Tensor, launch: str) -> Tensor:
-    """Allocates memory, and begins to copy a value back into it."""
+    """Allocates memory, and starts copying a value back into it."""
     return torch.empty_like(stored)
 
 
@@ -48,10 +48,10 @@ def _(coming: Tensor, launch: str) -> Tensor:
 
 
 def offload_id(value: str) -> OperationId:
-    """Makes the id of the copy that offloads the value of this node."""
+    """Returns the id of the copy that offloads this node's value."""
     return OperationId("offload", value, lane="offload")
 
 
 def reload_id(value: str) -> OperationId:
-    """Makes the id of the copy that reloads the value of this node."""
+    """Returns the id of the copy that reloads this node's value."""
     return OperationId("reload", value, lane="reload")

@@ -1,15 +1,14 @@
-"""Decides which optimizers may step a table in shards, and what a step does to rows without gradient.
+"""Decides which optimizers may update sharded tables, and how a step treats rows without a gradient.
 
 Rules
-    A table can be sharded under every *element-wise* optimizer, whose update of an element depends on that element
-    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). torch's own classes in
-    `ELEMENT_WISE` promise this, and any class with `element_wise = True`. Others keep tables whole, because no trial
-    could show that a class never clips, skips or adapts by the values of all elements.
-    "exact": the optimizer's own semantics. Where its formula leaves rows without gradient and their state unchanged
-    (SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam), only rows with gradient are
-    updated.
-    "lazy": rows without gradient stay unchanged under any optimizer, and the step counter advances once per step for
-    the whole table (SparseAdam's semantics; the modified Adam of EmbRace, arXiv 2110.09132).
+    A table can be sharded under every *element-wise* optimizer, whose update of an element depends only on that
+    element: each rank runs the optimizer's own step on its shard. torch's classes in `ELEMENT_WISE` are element-wise,
+    and so is any class with `element_wise = True`. Other optimizers keep tables whole, because no trial could prove
+    that a class never clips, skips or adapts by the values of all elements. "exact": the optimizer's own semantics. If
+    its formula does not change rows without a gradient or their state (SGD without momentum and weight decay, Adagrad
+    without weight decay, SparseAdam), only rows with a gradient are updated. "lazy": rows without a gradient stay
+    unchanged under any optimizer, and the step counter advances once per step for the whole table (SparseAdam's
+    semantics; the modified Adam of EmbRace, arXiv 2110.09132).
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from torch.optim import (
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 RowUpdates = Literal["exact", "lazy"]
-"""What a step does to rows without gradient: the optimizer's own update, or nothing."""
+"""How a step treats rows without a gradient: the optimizer's own update, or no update."""
 
 RowUpdatesOption = Literal["exact", "sweep", "replay", "lazy"]
-"""The user's option: "exact" is a sweep or a replay, whichever is predicted to be faster."""
+"""The user's option. "exact" updates all rows at each step or defers updates, as is predicted to be faster."""
 
 
 Moving = Literal["", "lazy", "sweep", "replay", "either"]
-"""How rows without gradient are updated: never, by the formula (""), or by request ("lazy"); all at each step
-("sweep"), each when it is next read ("replay"), or as is faster ("either")."""
+"""How rows without a gradient are updated: never, by the optimizer's formula ("") or the user's choice ("lazy"); all at
+each step ("sweep"); each when it is next read ("replay"); or the faster of these two ("either")."""
 
 STILL = ("", "lazy")
 
@@ -55,20 +54,19 @@ def semantics(asked: RowUpdatesOption) -> RowUpdates:
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam}
 )
-"""torch's optimizers whose update of an element depends on that element alone, under all options."""
+"""torch's optimizers that are element-wise under all options."""
 
 
 def needs_whole(kind: type[Optimizer]) -> str:
-    """Explains why tables stay whole under an optimizer class; "": it can step them in shards.
+    """Returns the reason why tables stay whole under an optimizer class; "" if they can be sharded.
 
-    A user's class promises to be element-wise by an attribute `element_wise` of that class itself, which classes
-    derived from it do not inherit.
+    A user's class is element-wise if it has its own attribute `element_wise = True`. Subclasses do not inherit it.
     """
     if kind in ELEMENT_WISE or kind is RowWiseAdagrad or vars(kind).get("element_wise"):
         return ""
     if kind.__module__.startswith("torch.optim.") or "element_wise" in vars(kind):
         return f"{kind.__name__} is not element-wise: it needs whole tables"
     return (
-        f"{kind.__name__} does not promise to be element-wise, so tables stay whole; where its update of an element "
+        f"{kind.__name__} does not promise to be element-wise, so tables stay whole; if its update of an element "
         f"depends on that element alone, set {kind.__name__}.element_wise = True"
     )

@@ -1,7 +1,7 @@
 """The `embrace::` ops of communication that overlaps the next step: submissions, awaits, updates.
 
-`launch` is the id of a launch (`embrace_fx.vocabulary.operation_id.OperationId`) as text, for people who read the
-graph; the id itself is `node.meta["launch"]`.
+`launch` is a launch's id (`embrace_fx.vocabulary.operation_id.OperationId`) as text, for readers of the graph; the id
+itself is `node.meta["launch"]`.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 """
@@ -18,41 +18,41 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, for cutting rows later."""
+    """Submits the AllGather of the next batch's ids. Keeps `ids` (R,), this batch's by table, to split rows later."""
     return empty_as(ids[0], (0,))
 
 
 @op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Waits for the next batch's ids; cuts this batch's rows into prior and delayed ones, the next one's into early and
-    late ones.
+    """Waits for the next batch's ids. Splits this batch's rows into prior and delayed, and the next batch's into early
+    and late.
 
     Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
-    5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
-    batch, as a late row. Row 2 is delayed. Row 9 is early.
+    5 is prior: each rank sends its gradient at once, and its owners update the row before they look it up for the next
+    batch, as a late row. Row 2 is delayed, and row 9 is early.
     """
     return empty_as(ids[0], (0,))
 
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks up own columns of a part of a batch's rows and submits their AlltoAll, in `dtype`.
+    """Looks up this rank's columns of some of a batch's rows and submits their AlltoAll, in `dtype`.
 
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the forward's own batch or, for early rows in a
-    backward, of the batch before. The result is an empty tensor.
+    `ids` (R,) and `counts` (N,) are results of `unpack_ids` for the forward's batch; for early rows, which a backward
+    submits, for the backward's batch. The result is an empty tensor.
     """
     return empty_as(shard, (0,))
 
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for a part of the rows this rank reads: flat (k * D,), blocks by the rank they came from."""
+    """Waits for some of the rows that this rank reads: flat (k * D,), in blocks by the sending rank."""
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins the parts that arrived into all columns of the rows this rank reads, flat (U * D,), row after row."""
+    """Joins the received parts into the rows that this rank reads, flat (U * D,), row after row."""
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -69,39 +69,39 @@ def _(
     scale: float,
     launch: str,
 ) -> Tensor:
-    """Submits a part of the gradients (U, D) of the rows this rank reads to the owners of their columns.
+    """Submits some of the gradients (U, D) of the rows that this rank reads, to the owners of their columns.
 
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_rows` and `scale` those of `coalesce`. The result
-    is an empty tensor, which stands for the gradient in flight among the outputs of the backward.
+    `ids` (R,) and `counts` (N,) are results of `unpack_ids`; `padding_rows` and `scale` are as for `coalesce`. The
+    result is an empty tensor that represents the gradient in flight among the backward's outputs.
     """
     return empty_as(rows, (0,))
 
 
 @op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 def _(shard: Tensor, table: str, launch: str) -> Tensor:
-    """Waits for a part of a shard's row gradients, applies the last step's update by them, and returns the shard."""
+    """Waits for some of a shard's row gradients, applies the last step's update with them, and returns the shard."""
     return shard.view(shard.shape)
 
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the AllReduce, in place, of elements `start` to `start + length` of a packed bucket, or the sparse
-    exchange of a whole bucket, as the plan says. The result is the same memory, in flight."""
+    """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket, or the sparse exchange
+    of a whole bucket if the plan has one. The result shares the bucket's memory."""
     return flat
 
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def _(value: Tensor, launch: str) -> Tensor:
-    """Waits for a chunk, and returns `value`: the bucket itself, or a parameter to be updated from it."""
+    """Waits for a chunk and returns `value`: the bucket, or a parameter that the chunk updates."""
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
 
 
 @op("hand_over", "(Tensor flat, int bucket) -> Tensor")
 def _(flat: Tensor, bucket: int) -> Tensor:
-    """Leaves a bucket in flight to the optimizer and the next forward; no node reads `flat` afterwards.
+    """Passes a bucket in flight to the optimizer and the next forward. No later node reads `flat`.
 
-    The result is an empty tensor, which stands for the gradients among the outputs of the backward.
+    The result is an empty tensor that represents the gradients among the backward's outputs.
     """
     return empty_as(flat, (0,))
 

@@ -1,4 +1,4 @@
-"""Gives an object that stands for another one methods that call the other one's, and its memory."""
+"""Makes proxy objects call the methods, and share the memory, of the objects that they represent."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ READ_MEMORY = (
     "storage",
     "__dlpack__",
 )
-"""Methods of a tensor that read its memory without torch's dispatcher."""
+"""Tensor methods that read memory without torch's dispatcher."""
 
 
 def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -> None:
-    """Gives a class methods that call the same methods of the objects that its instances stand for.
+    """Adds methods to a proxy class that call the same methods of the represented object.
 
     Args:
-        find: (instance, name of the method) -> the object that it stands for.
+        find: (proxy, method name) -> the represented object.
     """
     for name in names:
         setattr(kind, name, _forwarded(name, find))
@@ -40,9 +40,10 @@ def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]
 
 
 class NoStorage(torch._C.StorageBase):
-    """Class of the storage of a tensor that has no memory of its own, so that no other tensor is given that storage.
+    """Storage class of a tensor without memory of its own, so that no other tensor can use that storage.
 
-    torch asks no class in `Tensor.untyped_storage(part)`; what then takes a storage refuses this one by its name.
+    `Tensor.untyped_storage(part)` does not dispatch to the class. Functions that take a storage reject this one by its
+    name.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -52,19 +53,19 @@ class NoStorage(torch._C.StorageBase):
 
 
 NoStorage.__name__ = (
-    "a shard, or a gradient in flight, has no memory of its own: call full_tensor() of a shard, on every rank, or "
-    "clone() of a gradient"
+    "a shard, or a gradient in flight, has no memory of its own. Call full_tensor() of the shard on every rank, or "
+    "clone() of the gradient"
 )
 
 
 def share_memory(kind: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
-    """Has `tensor.data = stand_in` share the memory of what an instance of a class stands for.
+    """Makes `tensor.data = proxy` share the memory that the proxy represents.
 
-    The setter asks no class: it copies the stand-in's own fields, which have no memory, and the next read of the tensor
-    would end the process. It asks one op before whether it may; there the stand-in gets that memory.
+    The setter does not dispatch: it copies the proxy's own fields, which have no memory, and the next read would abort
+    the process. Before that it calls one op that does dispatch, whose kernel here sets the proxy's memory.
 
     Args:
-        find: (instance, references to it meanwhile, from Python and C++) -> a tensor with the memory.
+        find: (proxy, reference count during the call, from Python and C++) -> a tensor with the memory.
     """
     _MEMORY_OF[kind] = find
 
@@ -73,7 +74,7 @@ _MEMORY_OF: dict[type[Tensor], Callable[[Any, int], Tensor]] = {}
 
 
 def _may_share(tensor: Tensor, data: Tensor) -> bool:
-    """Answers `_has_compatible_shallow_copy_type`, where one of the two is of a class that dispatches."""
+    """Implements `_has_compatible_shallow_copy_type` for tensors of a registered class."""
     find = _MEMORY_OF.get(type(data)) if type(tensor) not in _MEMORY_OF else None
     memory = None if find is None else find(data, sys.getrefcount(data) + data._use_count())  # type: ignore[attr-defined]
     with torch._C._DisableTorchDispatch():
@@ -84,5 +85,5 @@ def _may_share(tensor: Tensor, data: Tensor) -> bool:
     return may
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels last as long as it does
+_LIBRARY = torch.library.Library("aten", "IMPL")  # keeps the kernel registered
 _LIBRARY.impl("_has_compatible_shallow_copy_type", _may_share, "PythonTLSSnapshot")

@@ -1,8 +1,8 @@
 """The training graph: one FX graph of a model's forward and backward, with the meaning of every input and output.
 
 Contract
-    A graph's placeholders and outputs have a *role*: plain data that says what the value is in the user's model.
-    Passes read and write roles, never names. `TrainingGraph` is a value: a pass copies it (`edit`), returns the copy.
+    Each placeholder and output has a *role*: plain data that says what the value is in the user's model. Passes read
+    and write roles, never names. `TrainingGraph` is a value: a pass edits a copy (`edit`) and returns it.
 
 Roles are stored in `node.meta["role"]` of each placeholder and in `node.meta["roles"]`, one per value, of the output.
 """
@@ -34,7 +34,7 @@ Values = dict[str, Any]
 """Name of a `Saved` role -> the value that a phase saves for later ones."""
 
 LateModule = _LazyGraphModule
-"""A graph module whose Python code is generated when it is first called or read."""
+"""A graph module that generates its Python code when it is first called or read."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that an earlier phase saves for a later one (only in a partitioned graph)."""
+    """A value that a phase saves for a later phase (only in a partitioned graph)."""
 
     name: str
 
@@ -91,14 +91,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """The new value of state that the forward mutates (BatchNorm's running mean, a batch tensor written in place)."""
+    """The new value of state that the forward mutates: BatchNorm's running mean, or a batch tensor written in place."""
 
     of: Parameter | Buffer | BatchInput
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The dense gradient of a parameter (averaged over ranks once communication is placed) or of a batch tensor."""
+    """The dense gradient of a parameter or of a batch tensor; averaged over ranks once communication is inserted."""
 
     of: Parameter | BatchInput
 
@@ -118,21 +118,23 @@ class GradientOfRows:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The parameters that the gradient belongs to."""
+        """Returns the parameters that the gradient belongs to."""
         return self.members or (self.table,)
 
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """The part (V', D) of a table's dense gradient that an output layer gives the rows that this rank owns; the mean
-    over ranks. Rows of lookups come beside it, as `GradientOfRows`."""
+    """The dense gradient (V', D) from an output layer of the table rows that this rank owns: the mean over ranks.
+
+    The gradient from lookups is a separate `GradientOfRows`.
+    """
 
     table: str
 
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """The gradients of a bucket's parameters, which the launcher is still reducing."""
+    """The gradients of a bucket's parameters, whose reduction is in flight."""
 
     bucket: int
     parameters: tuple[str, ...]
@@ -140,14 +142,14 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The row gradient, in flight to its owners, of a table or of a row space with these members."""
+    """The row gradient of a table, or of a row space with these members, in flight to its owners."""
 
     table: str
     members: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The parameters that the gradient belongs to."""
+        """Returns the parameters that the gradient belongs to."""
         return self.members or (self.table,)
 
 
@@ -155,11 +157,11 @@ OutputRole = Result | Mutation | Gradient | GradientOfRows | GradientOfShard | P
 
 
 FROM_GRADIENT = "gradient"
-"""The kind of a lookup that no graph shows. Its rows follow from the table's gradient: the rows that are not zero, or
-those of a sparse one."""
+"""The kind of a lookup that is not in the graph. Its rows are taken from the table's gradient: those that are not zero,
+or those of a sparse gradient."""
 
 SPARSE_LOOKUP = "embrace_fx: sparse"
-"""Key in `meta["custom"]` of a node that a lookup with `sparse=True` has made."""
+"""Key in `meta["custom"]` of nodes that a lookup with `sparse=True` created."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +170,15 @@ class TableUse:
 
     Attributes:
         lookup: name of the lookup node (`embedding`, `_embedding_bag`).
-        backward: names of the nodes that make this lookup's share of the table's gradient.
+        backward: names of the nodes that compute this lookup's share of the table's gradient.
         ids: name of the node that computes the ids.
-        padding_idx: the row that gets no gradient, -1 for none.
+        padding_idx: the row without a gradient, -1 for none.
         kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", or `FROM_GRADIENT`.
-        constant_ids: the ids do not depend on the batch (position and type tables).
-        ids_from_batch: the ids depend only on the batch (and random draws), not on parameters or other ranks.
-        scale_grad_by_freq: gradients are divided by the id's count in the batch.
+        constant_ids: whether the ids do not depend on the batch (position and type tables).
+        ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks.
+        scale_grad_by_freq: whether gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
-        sparse: it asks for a sparse gradient (`sparse=True`).
+        sparse: whether the lookup requests a sparse gradient (`sparse=True`).
     """
 
     lookup: str
@@ -193,10 +195,10 @@ class TableUse:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding weight and all that the graph does with it.
+    """An embedding weight and its uses in the graph.
 
-    `use` is "sparse" (only lookups), "dense" (only matmuls and the like: no lookup reads it) or "mixed" (both: a tied
-    softmax). A table's gradient has few rows only when its use is sparse.
+    `use` is "sparse" (only lookups), "dense" (no lookup, only matmuls and the like) or "mixed" (both: a tied softmax).
+    A table's gradient has few rows only if its use is sparse.
     """
 
     parameter: str
@@ -215,11 +217,11 @@ class Table:
 
     @property
     def has_sparse_gradient(self) -> bool:
-        """Whether autograd makes its gradient sparse (COO): each lookup asks for it, and nothing else adds to it."""
+        """Whether autograd makes the gradient sparse (COO): all uses are lookups that request it."""
         return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
 
     def with_dense_gradient(self) -> Table:
-        """Copies it, as looked up without asking for sparse gradients."""
+        """Copies the table with lookups that do not request sparse gradients."""
         return replace(self, uses=tuple(replace(use, sparse=False) for use in self.uses))
 
 
@@ -227,14 +229,16 @@ class Table:
 class TrainingGraph:
     """A graph module whose placeholders and outputs have roles.
 
-    `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds the graphs
-    that run: "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations,
-    saved), "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient
-    comes from. `varied`: the phase that is of another variant than the steady one; None: no phase is.
-    `memory_limit`: bytes that a step may hold; None: no limit.
-    `expected`: numbers in place of data-dependent sizes; equal on all ranks. `spaces`: name of a parameter -> the
-    row space that it is, where tables have become one. `promised`: index of a result that is hidden states -> the
-    logits that are made of them when they are read.
+    Attributes:
+        module: the joint forward and backward. After `Partition` it is only for reading.
+        phases: the graphs that run after `Partition`: "unique" (batch -> rows read), "ids" (their exchange -> routing),
+            "forward" (-> results, mutations, saved), "backward" (tangents, saved -> gradients).
+        results_behind: parameter -> the results that its gradient depends on.
+        varied: the phase of a non-steady variant; None if there is none.
+        memory_limit: maximum bytes that a step may hold; None for no limit.
+        expected: numbers to use for data-dependent sizes, equal on all ranks.
+        spaces: parameter name -> the row space that joins its tables.
+        promised: index of a result that is hidden states -> the logits computed from them when they are read.
     """
 
     module: fx.GraphModule
@@ -248,7 +252,7 @@ class TrainingGraph:
     promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:
-        """Returns the tables of a row space; of anything else, ()."""
+        """Returns the tables of a row space; () for any other parameter."""
         space = self.spaces.get(parameter)
         return () if space is None else space.tables
 
@@ -275,9 +279,9 @@ class TrainingGraph:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared.
+    """Copies the graph and node meta. Shares the module's attributes (constants) and fake values.
 
-    The copy's Python code is generated when it is first called or read, because most graphs never run.
+    The copy generates its Python code when it is first called or read, because most graphs never run.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -308,13 +312,13 @@ def parameters_of(module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
-    """Maps each parameter to its dense gradient, where a module returns one."""
+    """Maps each parameter to its dense gradient, if the module returns one."""
     found = ((role.of, node) for node, role in outputs_of(module) if isinstance(role, Gradient))
     return {of.name: node for of, node in found if isinstance(of, Parameter)}
 
 
 def written_by(module: fx.GraphModule) -> frozenset[Parameter | Buffer | BatchInput]:
-    """Lists the parameters, buffers and batch tensors that a module writes."""
+    """Returns the parameters, buffers and batch tensors that a module writes."""
     return frozenset(role.of for _, role in outputs_of(module) if isinstance(role, Mutation))
 
 
@@ -323,10 +327,11 @@ def reached(
     following: Callable[[T], Iterable[T]],
     joins: Callable[[T, set[T]], bool] = lambda each, found: True,
 ) -> set[T]:
-    """Walks from some nodes to those that follow, and on from these; returns all, the first ones included.
+    """Returns all nodes reachable from `starts`, which are included.
 
     Args:
-        joins: (node, those found so far) -> whether it is walked to; asked anew from each node that it follows.
+        following: returns the successors of a node.
+        joins: (node, nodes found so far) -> whether to visit the node; called again for each predecessor.
     """
     found = set(starts)
     waiting = list(found)
@@ -358,7 +363,7 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter of a captured graph to the results that its gradient comes from; to all where to none."""
+    """Maps each parameter of a captured graph to the results that its gradient depends on; to all if none is found."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}
@@ -372,12 +377,12 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns a node's line in the user's source, `file:line in function`, or its name where the capture kept none."""
+    """Returns a node's line in the user's source, `file:line in function`; its name if the capture recorded none."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     for frame in reversed(frames):
         file, line, function = (part.strip() for part in frame.split(",")[:3])
         file = file.removeprefix("File ").strip('"')
-        if not file.startswith(_OWN):  # torch 2.11 records a mode's call of the function as well
+        if not file.startswith(_OWN):  # torch 2.11 also records calls by torch function modes
             return f"{file}:{line.removeprefix('line ')} {function}"
     return f"node {node.name}"

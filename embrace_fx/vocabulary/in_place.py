@@ -1,7 +1,7 @@
-"""Finds ops of a functional graph that may write into an input that they are the last to read, as eager code would.
+"""Finds ops of a functional graph that may write their result into an input, as eager in-place code would.
 
-A pointwise op may write into its first input if no other node can see that input: an op of this phase made it in new
-memory, this op is its only user, and the result has its shape, dtype and strides.
+A pointwise op may write into its first input if no other node reads that memory: an op of this phase allocated it, this
+op is its only user, and the result has the same shape, dtype and strides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 
 
 def written_into(node: fx.Node) -> int | None:
-    """Returns the position of the argument that a node may write into; None: it needs new memory."""
+    """Returns the index of the argument that a node may write into; None if it needs new memory."""
     if node.target not in IN_PLACE:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):

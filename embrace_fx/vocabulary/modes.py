@@ -1,4 +1,4 @@
-"""Runs code as torch runs it where no mode is on, inside of whichever modes its caller is in."""
+"""Runs code without the torch modes of its caller."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Context manager: ops run eagerly inside, unseen and unchanged by the caller's modes.
+    """Opens a context in which ops run eagerly, without the caller's modes.
 
-    It leaves modes of functions and of the dispatcher (fake tensors, proxies, counters, devices), transforms (`vmap`,
-    `grad`), traces of TorchScript, Dynamo and export, autocast, and inference mode. Gradients stay on or off.
+    Disables torch function and dispatch modes (fake tensors, proxies, counters, devices), transforms (`vmap`, `grad`),
+    tracing by TorchScript, Dynamo and export, autocast, and inference mode. Whether gradients are recorded does not
+    change.
     """
     compiler, trace, records = torch.compiler, torch._C._get_tracing_state(), torch.is_grad_enabled()
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    functions = [_pop_mode() for _ in _get_current_function_mode_stack()]  # first, because they see what guards do
-    if trace is not None:  # within a kernel it may not even be set to what it is
+    # First, because they would intercept the guards below.
+    functions = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    if trace is not None:  # inside a kernel, setting the state may raise even if unchanged
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     compiler._is_compiling_flag = compiler._is_exporting_flag = False
     try:

@@ -1,4 +1,4 @@
-"""The typed identity of an operation, which graphs, schedules, launchers and recordings of all ranks share."""
+"""Typed ids of operations, shared by graphs, schedules, launchers and recordings, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Literal, NamedTuple
 
 Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload", "storage"]
 CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
-"""The communication classes, which share the wire."""
+"""The communication classes, which share the network."""
 URGENT: tuple[Lane, ...] = ("ids", "embedding")
-"""The classes that the next forward waits for first: their streams have a high priority."""
+"""The classes that the next forward waits for first. Their streams have a high priority."""
 COPIES: tuple[Lane, ...] = ("offload", "reload", "storage")
-"""Lanes of copies out of memory and back: one each way for saved values, one for rows of tables beyond memory."""
+"""Lanes of copies out of memory and back: two for saved values, one per direction, and one for rows of tables beyond
+memory."""
 LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
-"""Where an operation runs: on the rank's processor, on the wire, or between memory and storage."""
+"""Where an operation runs: on the rank's processor or device, on the network, or between memory and storage."""
 
 Kind = Literal[
     "backward",  # compute of a block's gradients
     "forward",  # compute of a block
     "update",  # a bucket's parameters, or a table's rows, are updated
     "rows",  # rows of the shard are looked up, or received rows joined
-    "own",  # the training loop's own code
+    "own",  # code of the training loop
     "loader",  # the next batch is read
-    "ids",  # the next batch's ids, AllGather
-    "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
-    "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
+    "ids",  # AllGather of the next batch's ids
+    "gradients",  # AlltoAll of a table's row gradients: all, or the prior ones
+    "lookups",  # AlltoAll of looked-up rows: all, late or early
     "all_reduce",  # a chunk of a bucket
     "positions",  # scored positions of an output layer over a sharded table, or what was computed of them
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
     "offload",  # a saved value is copied out of memory
     "reload",  # a saved value is copied back
     "read",  # rows of a table beyond memory are read
-    "write",  # rows of a table beyond memory are written behind
+    "write",  # rows of a table beyond memory are written
 ]
 
 HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]
@@ -62,19 +63,19 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "backward": {"whole": "backward {what}"},
     "forward": {"whole": "forward {what}"},
 }
-"""The text of operations; others are shown by `what` alone."""
+"""Format strings of ids; ids without one show only `what`."""
 
 
 class OperationId(NamedTuple):
-    """The identity of an operation in graphs, schedules, launchers and recordings; equal on all ranks.
+    """The id of an operation in graphs, schedules, launchers and recordings; equal on all ranks.
 
-    It is a tuple because hashing one calls no Python code: launchers and recorders look ids up a hundred times a step.
+    A tuple, because its hash runs no Python code: launchers and recorders look ids up a hundred times per step.
 
     Attributes:
-        kind: what it does.
-        what: the table, row space or bucket it is for.
+        kind: the kind of operation.
+        what: the table, row space or bucket.
         part: the part of `what`.
-        number: the number of a chunk or a piece, from 0.
+        number: the number of a chunk or piece, from 0.
         lane: where it runs.
     """
 
@@ -85,12 +86,12 @@ class OperationId(NamedTuple):
     lane: Lane = "compute"
 
     def __str__(self) -> str:
-        """Returns the id as text, for display and as a key; the text is never parsed."""
+        """Returns the id as text, for display and as a key. No code parses it."""
         return _SPELLED.get(self.kind, {}).get(self.part, "{what}").format(what=self.what, number=self.number)
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether the operation exists only where the next batch is known: ids, early rows, delayed gradients."""
+        """Whether the operation requires a known next batch: ids, early rows, delayed gradients."""
         return self.part in ("early", "delayed") or self.kind == "ids"
 
 
@@ -98,7 +99,7 @@ IDS = OperationId("ids", "ids", lane="ids")
 """The AllGather of the next batch's ids, of all tables."""
 
 ROW_NORMS = OperationId("all_reduce", "row norms", lane="dense")
-"""The AllReduce, between two steps, of the squares of rows of all tables that row-wise optimizers step."""
+"""The AllReduce, between two steps, of the rows' squares of all tables with a row-wise optimizer."""
 
 
 @cache
@@ -109,19 +110,19 @@ def bucket_name(bucket: int) -> str:
 
 @cache
 def chunk_id(bucket: int, number: int) -> OperationId:
-    """Makes the id of the AllReduce of a bucket's chunk."""
+    """Returns the id of the AllReduce of a bucket's chunk."""
     return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
 
 
 @cache
 def rows_id(table: str, part: Part) -> OperationId:
-    """Makes the id of the AlltoAll of a table's rows: "whole", "early" or "late"."""
+    """Returns the id of the AlltoAll of a table's rows: "whole", "early" or "late"."""
     return OperationId("lookups", table, part, lane="embedding")
 
 
 @cache
 def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
-    """Makes the id of the AlltoAll of a table's row gradients: "whole", "prior", or a piece of the "delayed" ones."""
+    """Returns the id of the AlltoAll of a table's row gradients: "whole", "prior", or a piece of the "delayed" ones."""
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
     return OperationId("gradients", table, part, number, "embedding")
@@ -134,13 +135,13 @@ def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
 
 
 def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
-    """Makes the id of reading, or writing, rows of a table beyond memory."""
+    """Returns the id of reading or writing rows of a table beyond memory."""
     return OperationId(kind, table, lane="storage")
 
 
 @cache
 def compute_id(kind: Kind, what: str) -> OperationId:
-    """Makes the id of a compute operation for a table or a bucket."""
+    """Returns the id of a compute operation for a table or bucket."""
     return OperationId(kind, what)
 
 
@@ -148,15 +149,15 @@ EARLY = OperationId("rows", "early rows", "early")
 END = OperationId("backward", "end of backward", "late")
 BETWEEN = OperationId("update", "optimizer step, next batch", "late")
 START = OperationId("forward", "start of forward", "early")
-"""Compute operations for no particular table or bucket: the begin and end of a backward, the begin of a forward, and
-the time between the two."""
+"""Compute operations without a table or bucket: the start and end of a backward, the start of a forward, and the time
+between backward and forward."""
 
 OPTIMIZER = OperationId("update", "optimizer step", "late")
 OWN_CODE = OperationId("own", "your code", "late")
 LOADER = OperationId("loader", "loader", "late")
-"""The training loop's own operations between a backward and the next call: known once measured."""
+"""Operations of the training loop between a backward and the next call, known once measured."""
 BESIDE = (OWN_CODE, OPTIMIZER, LOADER)
 
 WHOLE_BACKWARD = OperationId("backward", "backward", "late")
 WHOLE_FORWARD = OperationId("forward", "forward", "late")
-"""The phases of a single process, which no communication cuts."""
+"""The phases of a single process, which has no communication."""

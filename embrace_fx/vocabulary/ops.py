@@ -1,7 +1,7 @@
 """Declares every `embrace::` op: its schema, its fake kernel and a worked two-rank example.
 
-Passes insert these ops, and `embrace_fx.runtime` implements them; neither imports the other. Standard collectives stay
-`torch.ops._c10d_functional.*`; `_c10d_functional.wait_tensor` awaits every launch, `embrace::` ones included.
+Passes insert these ops, and `embrace_fx.runtime` implements them; neither imports the other. Standard collectives are
+`torch.ops._c10d_functional.*`. `_c10d_functional.wait_tensor` waits for every launch, including those of `embrace::`.
 
 Shape legend
     N ranks; V rows of the table; D its columns; d the columns this rank owns (torch.chunk layout: the first ranks own
@@ -9,10 +9,10 @@ Shape legend
     of R; T tables that exchange ids.
 
 Groups are named by communication class ("ids", "embedding", "dense"). Lowering maps a class to a process group, so that
-graphs print the same everywhere and can be tested without processes.
+graphs print alike on every rank and can be tested without processes.
 
-A launch and its wait are in one phase. Communication that overlaps the next step is *submitted* instead: the launcher
-launches it in its turn of the schedule, and a later phase *awaits* it, or its update: see `flow_ops`.
+A launch and its wait are in the same phase. Communication that overlaps the next step is *submitted* instead: the
+launcher launches it in the order of the schedule, and a later phase *awaits* it or its update (`flow_ops`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAUNCHES: frozenset[str] = frozenset(
         *HEAD_LAUNCHES,
     }
 )
-"""Ops whose result is in flight: only `wait_tensor` returns the value."""
+"""Ops whose result is in flight. Only `wait_tensor` returns the value."""
 
 SUBMISSIONS: frozenset[str] = frozenset(
     {"embrace::submit_ids", "embrace::submit_rows", "embrace::submit_gradients", "embrace::submit_chunk"}
@@ -53,20 +53,20 @@ SUBMISSIONS: frozenset[str] = frozenset(
 AWAITS: frozenset[str] = frozenset(
     {"embrace::await_ids", "embrace::await_rows", "embrace::update_rows", "embrace::await_chunk"}
 )
-"""Ops that wait until a launch of this window, or of the one before, has ended."""
+"""Ops that wait for a launch of this window or the previous one."""
 
 LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_over", "embrace::update_bucket"})
-"""Ops that neither send nor wait, but belong to communication that overlaps the next step."""
+"""Ops that neither send nor wait, but are part of communication that overlaps the next step."""
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns the op a node calls, as "namespace::name" without overload; "" where it calls none."""
+    """Returns the name of the op that a node calls, "namespace::name" without overload; "" if it calls none."""
     return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 @functools.cache
 def _name_of(op: OpOverload) -> str:
-    """Returns and caches an op's name, which torch makes anew at each of millions of reads."""
+    """Returns an op's name, cached because torch builds it at each of millions of reads."""
     return str(op._schema.name)
 
 
@@ -82,7 +82,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets argument `name` of an ATen call, by position (defaults before it are spelled out)."""
+    """Sets argument `name` of an ATen call, by position. Preceding defaults are passed explicitly."""
     assert isinstance(node.target, OpOverload)
     parameters = node.target._schema.arguments
     position = next(k for k, p in enumerate(parameters) if p.name == name)
@@ -93,33 +93,33 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def draws(node: fx.Node) -> bool:
-    """Returns whether a node takes numbers from a random generator, or sets its state."""
+    """Returns whether a node uses a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def device_of(node: fx.Node) -> torch.device:
-    """Returns the device of a node's result, or of its first one."""
+    """Returns the device of a node's result, or of its first result."""
     results = node.meta["val"]
     first: Tensor = results[0] if isinstance(results, list | tuple) else results
     return first.device
 
 
 def launch_of(node: fx.Node) -> OperationId | None:
-    """Returns the launch that a node submits or awaits; None: neither."""
+    """Returns the launch that a node submits or awaits; None if it does neither."""
     found = node.meta.get("launch")
     assert found is None or isinstance(found, OperationId)
     return found
 
 
 def id_of(node: fx.Node) -> OperationId:
-    """The launch of a node that submits or awaits one."""
+    """Returns the launch of a node that submits or awaits one."""
     found = launch_of(node)
     assert found is not None
     return found
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Returns the first and last + 1 column that `rank` owns, in torch.chunk layout.
+    """Returns the range [first, end) of columns that `rank` owns, in torch.chunk layout.
 
     >>> [own_columns(10, 4, r) for r in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -134,12 +134,12 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 def _(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Turns ids of tables into rows of their row space (`embrace_fx.plan.RowSpace`), int64.
+    """Converts ids of tables to rows of their row space (`embrace_fx.plan.RowSpace`), int64.
 
-    Takes for each of `ids` the number of its table in the space, the table's first row there, and its number of rows.
-    Returns the rows of the first `joined` of them as one tensor (N,), if there are any, and those of each other one, of
-    the shape of its ids. An id outside its table becomes a number outside the space; from it, `RowSpace.outside`
-    finds both.
+    Takes, for each of `ids`, the index of its table in the row space, the table's first row there and its number of
+    rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
+    the shape of its ids. An id outside its table becomes a number outside the row space, which encodes table and id for
+    `RowSpace.outside`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of one of 5 behind it, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
@@ -154,12 +154,12 @@ def _(
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Finds the unique rows this rank reads, and for each id the position of its row.
+    """Returns the unique rows that this rank reads, and for each id the position of its row.
 
     Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
-    With `padding_idx` >= 0 the padding row is always row 0 of `unique`, whether or not the batch holds it, so that
-    the lookups that follow have the static `padding_idx` 0. The other rows are sorted. Ids outside the table raise
-    *not* here but in `all_gather_ids`, on every rank.
+    With `padding_idx` >= 0 the padding row is always row 0 of `unique`, even if the batch does not contain it, so that
+    later lookups have the static `padding_idx` 0. The other rows are sorted. Ids outside the table raise in
+    `all_gather_ids`, on every rank, and not here.
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
     """
@@ -169,10 +169,10 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
 @op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
 def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
-    """Launch: gathers, on every rank, the rows of each table that every rank reads.
+    """Launch: AllGathers the ids of the rows of each table that every rank reads.
 
-    Before the payload is sent, the ranks exchange their sizes and their state, so that an id outside a table (or any
-    failure of a rank) raises on *every* rank and no collective is left waiting.
+    The ranks first exchange sizes and state, so that an id outside a table, or any failure of a rank, raises on *every*
+    rank and no collective is left waiting.
     The awaited value is opaque int64; `unpack_ids` reads it.
     """
     return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
@@ -180,10 +180,9 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
 
 @op("unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
 def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """[ids of table 0 (R,), counts of table 0 (N,) on the host, ids of table 1, counts of table 1, ...], int64.
+    """Returns [ids of table 0 (R,), counts of table 0 (N,) on the host, ids of table 1, counts of table 1, ...], int64.
 
-    `ids` is the concatenation over ranks, in rank order, of the rows each rank reads; `counts[r]` is how many of them
-    are rank r's.
+    `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is the number of rank r's.
 
     Example, two ranks, one table: rank 0 reads [2, 5], rank 1 reads [5] -> ids [2, 5, 5], counts [2, 1] on both.
     """
@@ -197,9 +196,9 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
     """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`).
 
-    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of the own shard (M,), one for each id that it
-    has, in their order; counts (N, grid_rows) on the host: how many of a rank's ids each row of the grid has;
-    order (U,): the positions of the own ids, those of the grid's first row first].
+    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of this rank's shard (M,), one per id in the
+    shard, in the ids' order; counts (N, grid_rows) on the host: the number of each rank's ids in each row of the grid;
+    order (U,): the positions of this rank's ids, sorted by row of the grid].
 
     Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts
     [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
@@ -211,7 +210,7 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
-    """Looks up rows `ids` (R,) of the own columns (V, d): (R, d), grouped by the rank that reads them."""
+    """Looks up rows `ids` (R,) in this rank's columns (V, d): (R, d), grouped by the rank that reads them."""
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
@@ -220,23 +219,24 @@ def _(shard: Tensor, ids: Tensor) -> Tensor:
     "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
 def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
-    """Launch: own columns of all ranks' rows (R, d) -> all columns of the rows this rank reads, flat (U * D,).
+    """Launch: AlltoAll of this rank's columns of all ranks' rows (R, d) -> all columns of this rank's rows, flat (U *
+    D,).
 
-    Rank r gets U_r * d_s elements from each rank s. `join_columns` turns the flat value into rows.
+    Rank r gets U_r * d_s elements from each rank s. `join_columns` converts the flat value to rows.
 
     Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
         rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
         rank 0 receives a0 a1 b0 b1 | a2 a3 b2 b3;            rank 1 receives b0 b1 | b2 b3
 
-    On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
-    from each rank the pieces that it owns; `join_grid` turns the flat value into rows.
+    On a grid with several rows, `columns` (M, d) and `counts` (N, grid_rows) are results of `route_grid`. Each rank
+    sends the pieces that it owns. `join_grid` converts the flat value to rows.
     """
     return empty_as(columns, (unknown_size(),))
 
 
 @op("join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
 def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Joins flat (U * D,), blocks by the rank they came from, into rows (U, D).
+    """Joins flat (U * D,), in blocks by sending rank, into rows (U, D).
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
     """
@@ -245,13 +245,13 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 @op("split_columns", "(Tensor rows, int group_size) -> Tensor")
 def _(rows: Tensor, group_size: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), blocks by the rank they go to: the inverse of `join_columns`."""
+    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_columns`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
 def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """`join_columns` on a grid: flat (U * D,), blocks by rank -> rows (U, D), in the order of the ids.
+    """Joins flat (U * D,), in blocks by sending rank of a grid, into rows (U, D), in the order of the ids.
 
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
     b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
@@ -261,17 +261,17 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
 
 @op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), blocks by the rank they go to: the inverse of `join_grid`."""
+    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_grid`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
 def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
-    """Rounds the gradients (U, D) of the rows `ids` (U,) to `form`, separately for each rank's columns, after adding
-    the residuals that the last rounding of the same rows has left.
+    """Rounds the gradients (U, D) of rows `ids` (U,) to `form`, separately for each rank's columns, after adding the
+    errors of the last rounding of the same rows.
 
-    Example, "int8", one column per rank: the steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] -> [[1, 100]], and
-    when the row comes again with the same gradient [[1.0, 101]].
+    Example, "int8", one column per rank: the quantization steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] ->
+    [[1, 100]]; the next time the row has the same gradient, [[1.0, 101]].
     """
     return torch.empty_like(rows)
 
@@ -281,10 +281,10 @@ def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Te
     "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
 def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
-    """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of all rows, (R * d,).
+    """Launch: the inverse of `all_to_all_rows`: flat (U * D,) by receiving rank -> this rank's columns, (R * d,).
 
-    Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
-    the result is (M * d,), in the order of `route_grid`'s rows.
+    It can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a grid the
+    result is (M * d,), in the order of `route_grid`'s rows.
     """
     return empty_as(flat, (unknown_size(),))
 
@@ -293,7 +293,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
 def _(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
     """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
 
-    Padding rows are left out: they have no gradient.
+    Padding rows are left out because they have no gradient.
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
     """
@@ -303,9 +303,9 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scal
 
 @op("sparse_gradient", "(Tensor gradient, Tensor[] ids, int[] paddings) -> Tensor")
 def _(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
-    """Keeps of a whole table's gradient (V, D) the rows that lookups of `ids` have read, as a sparse tensor (COO).
+    """Returns the rows of a whole table's gradient (V, D) that lookups of `ids` have read, as a sparse tensor (COO).
 
-    Its rows are sorted and unique, and may be zero; a lookup does not count its padding row. Fake values stay dense.
+    The rows are sorted and unique, and may be zero. A lookup's padding row is left out. Fake values stay dense.
 
     Example: gradient [[0], [1], [0], [3]], ids [[3, 2, 3]], paddings [1] -> rows 2 and 3 with values [[0], [3]].
     """
@@ -314,7 +314,7 @@ def _(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tenso
 
 @op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Packs gradients, each times `scale`, one behind the other into one flat tensor."""
+    """Concatenates gradients, each times `scale`, into one flat tensor."""
     return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
@@ -322,7 +322,7 @@ def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns views into the flat tensor with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
-    # A fake `view` goes through torch's Python decomposition, which takes twice as long as this.
+    # Twice as fast as a fake `view`, which uses torch's Python decomposition.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 
@@ -337,9 +337,9 @@ def _strides(shape: Sequence[int]) -> list[int]:
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
 def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
-    """Launch: the mean over ranks of one parameter's packed gradient (rows * width,), without sending its zeros.
+    """Launch: averages one parameter's packed gradient (rows * width,) over ranks without sending its zeros.
 
-    `strategy` is one of `embrace_fx.plan.EXCHANGES`, `scheme` the one of "zen". All ranks get the same bits.
+    `strategy` is one of `embrace_fx.plan.EXCHANGES`; `scheme` is for "zen". All ranks get the same bits.
 
     Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two travel.
     """

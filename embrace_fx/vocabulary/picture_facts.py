@@ -1,4 +1,4 @@
-"""Facts shown beside a schedule's picture: places of tables, DDP's estimated step, other numbers of ranks."""
+"""Facts shown with a schedule's picture: table placements, DDP's estimated step, other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TablePlace:
-    """The parts of a table, by rank.
+    """The placement of a table.
 
     Attributes:
-        parts: each rank's part, in words; a single one where all ranks hold the same.
+        parts: each rank's part, in words; a single entry if all ranks have the same.
         table_bytes: bytes of the whole table.
         memory_share: its share of all parameters' bytes, from 0 to 1.
-        sent_share: its share of the bytes a rank sends in a step, from 0 to 1.
+        sent_share: its share of the bytes that a rank sends in a step, from 0 to 1.
     """
 
     name: str
@@ -36,12 +36,12 @@ class StepOn:
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """Facts beside one schedule.
+    """Facts shown with one schedule.
 
     Attributes:
-        ddp_exposed_ms: time that DDP's AllReduces add to the same compute, estimated: those of tables, whose gradients
-            come last, follow the backward; the backward hides the others as far as it lasts.
-        steps: steps estimated by the cost model, ascending in ranks, the plan's own number among them.
+        ddp_exposed_ms: estimated time that DDP's AllReduces add to the same compute. Those of tables come after the
+            backward, because their gradients come last. The backward hides the others as far as it lasts.
+        steps: steps estimated by the cost model, in ascending number of ranks, including the plan's own number.
     """
 
     ddp_exposed_ms: float

@@ -1,8 +1,8 @@
-"""Turns values into plain data, for files and for messages between ranks, and back, by their type.
+"""Converts values to plain data, for files and messages between ranks, and back, guided by type hints.
 
 Contract
-    Only data of the type that the reader expects is read: text, numbers, tensors of integers, tuples, lists and
-    mappings of them, and dataclasses and named tuples with such fields. Unlike a pickle, none of it is executed.
+    Reading accepts only data of the expected type: text, numbers, integer tensors, tuples, lists and mappings of these,
+    and dataclasses and named tuples with such fields. Unlike unpickling, it executes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
 
 def to_plain(value: Any) -> Any:
-    """Turns a value into JSON's types; a mapping into pairs, because its keys need not be text."""
+    """Converts a value to JSON types. A mapping becomes a list of pairs, because its keys need not be text."""
     if (names := _names(value)) is not None:
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
@@ -38,13 +38,16 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
-    """Makes a value of a type hint from the result of `to_plain`.
+    """Converts the result of `to_plain` back to a value of a type hint.
 
     >>> from_plain(tuple[int, ...], [1, 2], "shape")
     (1, 2)
 
+    Args:
+        where: names the value in errors.
+
     Raises:
-        ValueError: the data is of another type; the message names `where` it is.
+        ValueError: the data has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -59,14 +62,14 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if origin is list and isinstance(value, list):
         return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
     if origin is dict and isinstance(value, list):
-        pair: Any = tuple.__class_getitem__(arguments)  # a hint made here
+        pair: Any = tuple.__class_getitem__(arguments)  # a hint built by this module
         return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
         return _integers(value, where)
     if (names := _names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
         if unknown := value.keys() - names:
-            raise ValueError(f"{where} has {sorted(unknown)}, which is not known")
+            raise ValueError(f"{where} has unknown fields {sorted(unknown)}")
         try:
             found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})
         except TypeError as error:
@@ -83,7 +86,7 @@ _hints = cache(get_type_hints)
 
 
 def _names(value: Any) -> tuple[str, ...] | None:
-    """Lists the fields of a dataclass or named tuple, or of a value of one; None: it is neither."""
+    """Returns the field names of a dataclass or named tuple, or of an instance; None for anything else."""
     if is_dataclass(value):
         return tuple(field.name for field in fields(value))
     kind = value if isinstance(value, type) else type(value)
@@ -91,9 +94,7 @@ def _names(value: Any) -> tuple[str, ...] | None:
 
 
 def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Tries the types of a union in turn, and returns the first that takes the value; the last one reports what is
-    wrong.
-    """
+    """Returns the value as the first type of a union that accepts it. The last type's error is raised if none does."""
     if value is None and NoneType in kinds:
         return None
     *others, last = (kind for kind in kinds if kind is not NoneType)
@@ -119,7 +120,7 @@ def _integers(value: list[Any], where: str) -> Tensor:
 
 
 def write_json(value: Any, path: str | Path) -> None:
-    """Writes a dataclass of dataclasses, tuples, numbers and text, with the name of its class."""
+    """Writes a dataclass of dataclasses, tuples, numbers and text, with its class name."""
     Path(path).write_text(json.dumps({"what": type(value).__name__, "value": to_plain(value)}, indent=1) + "\n")
 
 
@@ -127,8 +128,8 @@ def read_json(kind: type[T], path: str | Path) -> T:
     """Reads a value from a file.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it holds something else; the message says what is wrong.
+        OSError: the file cannot be read.
+        ValueError: the file contains something else.
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:

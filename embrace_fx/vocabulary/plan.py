@@ -1,4 +1,4 @@
-"""The plan: the strategy of every parameter, with its reason and its predicted cost. Plain data, equal on all ranks."""
+"""The plan: the strategy of every parameter, with reason and predicted cost. Plain data, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from embrace_fx.vocabulary.schedule import FULL
 from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps", "vocabulary")
-"""The ways to keep a parameter consistent: "alltoall" shards a table and exchanges its rows by AlltoAll; "vocabulary"
-deals out the rows of a table that an output layer reads, too, and computes each logit where its row is; the others
-exchange the gradient of replicas, "allreduce" densely."""
+"""The ways to keep a parameter consistent. "alltoall" shards a table and exchanges its rows by AlltoAll. "vocabulary"
+shards the rows of a table that an output layer also reads, and computes each logit on the rank that owns the row. The
+others exchange the gradients of replicas, "allreduce" densely."""
 SHARDED = ("alltoall", "vocabulary")
-"""The strategies of tables that are spread over the ranks."""
+"""The strategies of sharded tables."""
 EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", *SHARDED))
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
 BY_ROWS = tuple(name for name in EXCHANGES if name != "omnireduce")
-"""The sparse exchanges that send rows, not blocks: a sparse gradient of autograd stays sparse."""
+"""The sparse exchanges that send rows instead of blocks. They keep autograd's sparse gradients sparse."""
 CANDIDATES = tuple(name for name in STRATEGIES if name not in ("omnireduce", "vocabulary"))
-"""The strategies that "auto" weighs for a table that lookups alone read. "omnireduce" is weighed only where it is asked
-for: neither the cost model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
+"""The strategies that "auto" compares for a table that only lookups read. "omnireduce" must be requested, because
+neither
+the cost model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
 
 LinksAre = Literal["assumed", "given", "probed"]
-"""The origin of a plan's links: the default `Cluster`, the user's, or measured between the ranks."""
+"""The origin of a plan's links: the default `Cluster`, the user's, or a measurement between the ranks."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """N = `rows` x `columns` ranks over one sharded table: rank r * columns + c owns rows r, r + rows, r + 2 rows, ..
-    and of these the columns in chunk c of `columns` (torch.chunk layout).
+    """A grid of N = `rows` x `columns` ranks over one sharded table.
 
-    One row of N columns is the plain layout of column shards. Rows are dealt out one by one, not in ranges, because
-    vocabularies are sorted by frequency: the first range would be read by far the most.
+    Rank r * columns + c owns rows r, r + rows, r + 2 rows, .. and of these the columns in chunk c of `columns`
+    (torch.chunk layout). A grid of one row is the plain layout of column shards. Rows are interleaved rather than in
+    ranges, because vocabularies are sorted by frequency, and the first range would get by far the most reads.
 
     >>> Grid(2, 4).place(6)
     (1, 2)
@@ -56,7 +57,7 @@ class Grid:
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Returns the rows of a table of `num_rows` that a rank owns; row `id` is row `id // rows` of the shard."""
+        """Returns the rows of a table of `num_rows` that a rank owns; row `id` is row `id // rows` of its shard."""
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
@@ -72,11 +73,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy that was weighed for one parameter.
+    """One strategy that was compared for one parameter.
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        scheme: for "zen": "balanced" or "hierarchical"; else "".
         sent_bytes_per_step: as in `Decision`.
         predicted_ms: as in `Decision`; candidates are compared by it.
         memory_bytes: of parameter, gradient and the exchange's buffers, on one rank; without the optimizer's state.
@@ -94,7 +95,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The strategy, with its scheme or grid."""
+        """Returns the strategy with its scheme or grid."""
         return _name(self.strategy, self.scheme, self.grid)
 
 
@@ -105,7 +106,7 @@ def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one parameter is kept consistent.
+    """The strategy of one parameter.
 
     Attributes:
         parameter: its name in the user's model.
@@ -114,11 +115,11 @@ class Decision:
         strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local"
             (each rank has its own).
         reason: why, in one line.
-        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks, without the frames of
+        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks, without framing by
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
-        ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
-        predicted_ms: time of the exchange alone on an idle link; for a table, with the work of a rank's processor in a
-            step, the update of its rows included.
+        ddp_bytes_per_step: the bytes that DDP's dense AllReduce sends for it.
+        predicted_ms: time of the exchange alone on an idle link; for a table, including a rank's compute in a step for
+            lookups and updates of its rows.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
         grid: of shards, where the grid has more than one row; else None.
         candidates: the strategies weighed: `CANDIDATES`, and the one asked for; empty where there was no choice.
@@ -157,26 +158,26 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """The strategy, with its scheme or grid."""
+        """Returns the strategy with its scheme or grid."""
         return _name(self.strategy, self.scheme, self.grid)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions and buckets.
+    """The decisions and buckets for a model.
 
     Attributes:
         world_size: number of ranks.
         decisions: one per parameter, in the model's order.
         buckets: parameters whose gradients are reduced together, in launch order; each of `exchanged` has its own.
         renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
-        links: the links; strategies are compared, and buckets and blocks sized, for them.
+        links: the links for which strategies are compared, and buckets and blocks sized.
         links_are: the origin of the links.
         watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
         history: why earlier plans were replaced, one line each.
-        spaces: tables of `sharded` that are one row space.
-        schedule_name: the schedule that steps follow, one of `SCHEDULES`.
-        chosen_because: why it was chosen, in one line; "": it was not weighed.
+        spaces: row spaces of tables in `sharded`.
+        schedule_name: the schedule of the steps, one of `SCHEDULES`.
+        chosen_because: why the schedule was chosen, in one line; "" if schedules were not compared.
     """
 
     world_size: int
@@ -193,7 +194,7 @@ class Plan:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """Tables whose columns, or rows and columns, are spread over the ranks."""
+        """Returns the sharded tables, by columns or on a grid."""
         return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
 
     @property
@@ -203,17 +204,17 @@ class Plan:
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Those of `row_exchanges` that may overlap the next step."""
+        """Returns those of `row_exchanges` that may overlap the next step."""
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Sharded table -> its grid, where rows are spread too."""
+        """Maps each sharded table to its grid, if that has more than one row."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
     def rows(self) -> dict[str, RowCounts]:
-        """Table or row space -> how many rows a step is expected to read, where known."""
+        """Maps each table or row space to the number of rows that a step is expected to read, if known."""
         found = {d.parameter: d.rows for d in self.decisions if d.rows is not None}
         for space in self.spaces:
             if all(table in found for table in space.tables):
@@ -222,12 +223,12 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, RowMemory]:
-        """Table beyond memory -> its rows in memory, and the prediction for the others."""
+        """Maps each table beyond memory to its rows in memory and the prediction for the others."""
         return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property
     def rows_as(self) -> Format:
-        """The format of sharded tables' rows on the wire; "exact" if it is not narrower than the rows."""
+        """Returns the format of sharded tables' rows on the wire; "exact" if they are not rounded."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy in SHARDED and d.travels_as != "exact"), "exact"
         )
@@ -244,18 +245,18 @@ class Plan:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """Replicas whose gradients are exchanged sparsely."""
+        """Returns the replicas whose gradients are exchanged sparsely."""
         return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
 
     @property
     def sparse(self) -> tuple[str, ...]:
-        """Whole tables whose gradients stay sparse (COO)."""
+        """Returns the whole tables whose gradients stay sparse (COO)."""
         kept = (*BY_ROWS, "local", *(("allreduce",) if self.world_size == 1 else ()))
         return tuple(d.parameter for d in self.decisions if d.sparse and d.strategy in kept)
 
     @property
     def sent_bytes_per_step(self) -> int:
-        """Predicted payload that one rank sends per step, the mean over ranks."""
+        """Returns the predicted payload that one rank sends per step, the mean over ranks."""
         return sum(d.sent_bytes_per_step for d in self.decisions)
 
     def __getitem__(self, parameter: str) -> Decision:
@@ -268,20 +269,20 @@ class Plan:
         return iter(self.decisions)
 
     def digest(self) -> str:
-        """Hashes everything the ranks must agree on."""
+        """Returns a hash of everything that ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
         everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.spaces, self.schedule_name)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:
-        """Prints every strategy weighed for each parameter: its predicted cost, and why it was not chosen."""
+        """Returns a text with all strategies compared for each parameter: predicted cost, and why not chosen."""
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON; `compile(plan=path)` uses it again."""
+        """Writes the plan as JSON, for `compile(plan=path)`."""
         write_json(self, path)
 
     @classmethod
@@ -289,13 +290,13 @@ class Plan:
         """Reads a plan from a file.
 
         Raises:
-            ValueError: there is no such file, or it holds no plan.
+            ValueError: the file is missing or contains no plan.
         """
         try:
             return read_json(cls, path)
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{path} holds no plan that plan.save(path) wrote: {error}. Save it again, from a model that has been "
+                f"{path} is not a plan written by plan.save(path): {error}. Save it again from a model that has been "
                 "called."
             ) from error
 
@@ -307,11 +308,11 @@ class Plan:
 
 
 def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
-    """Raises `ValueError` where a table cannot lie on a grid that was asked for."""
+    """Raises `ValueError` if a table cannot be placed on the requested grid."""
     num_rows, columns = shape
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(
             f"strategy: Grid({grid.rows}, {grid.columns}) does not fit {parameter}. Its rows * columns must be the "
-            f"{world_size} ranks, with at most {columns} columns and no more rows than {num_rows} rows fill evenly. "
-            "Pass another Grid, or 'alltoall' to have one chosen."
+            f"{world_size} ranks, with at most {columns} columns, and rows that torch.chunk makes of {num_rows} rows. "
+            "Pass another Grid, or 'alltoall' to choose one automatically."
         )

@@ -1,4 +1,4 @@
-"""Prints a plan in one line, and a report's advice: how to shard tables, and how to keep the plan."""
+"""Formats a plan as one line, and a report's advice on sharding tables and saving the plan."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
 
 MOST_NAMED = 3
-"""Most tables that a line names; it counts the others."""
+"""Maximum number of tables that a line names; it counts the others."""
 LONGEST = 120 - len("embrace_fx: ")
-"""Most characters of the line, without its prefix."""
+"""Maximum characters of the line, without its prefix."""
 
 
 def summary(plan: Plan) -> str:
-    """Prints the decisions, without predicted times, in one line that names as many tables as fit.
+    """Returns the decisions, without predicted times, as one line that names as many tables as fit.
 
     >>> from embrace_fx.cost.links import Cluster
     >>> tables = [Decision("item", (9000, 8), True, "alltoall", "40 of 9000 rows read", 2048, 288000, 0.4)]
@@ -51,7 +51,7 @@ def _names(names: list[str]) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Advises how to shard the whole table that costs least to shard, and how to reuse the plan."""
+    """Returns advice: the whole table that is cheapest to shard, and how to reuse the plan."""
     whole = [d for d in plan if d.is_table and d.strategy not in (*SHARDED, "frozen")]
     lines = []
     if (cheapest := _cheapest(whole)) is not None:
@@ -63,12 +63,12 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (the table that can be sharded at the least cost, that cost in ms); None: there is none."""
+    """Returns (the table that is cheapest to shard, the added ms per step); None if none can be sharded."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole
         for candidate in decision.candidates
-        # Only candidates rejected for their time: an illegal one's reason is also the decision's.
+        # Skip illegal candidates: their reason is also the decision's.
         if candidate.strategy == "alltoall" and candidate.rejected != decision.reason
     }
     return min(costs_ms.items(), key=lambda item: item[1]) if costs_ms else None

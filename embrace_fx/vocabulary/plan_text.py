@@ -1,4 +1,4 @@
-"""Prints plans: the table of a report, and the strategies weighed."""
+"""Formats plans: the table of a report, and the compared strategies."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ALONE = (
 
 
 LEAST_FOLDED = 3
-"""Least number of dense parameters, with the same strategy and reason, that are folded into one row."""
+"""Minimum number of dense parameters with the same strategy and reason to fold into one row."""
 
 
 def render(plan: Plan, *, folded: bool = False) -> str:
-    """Prints the plan as a table: tables first, then everything else, and the totals against DDP.
+    """Returns the plan as a table: tables first, then other parameters, and the totals against DDP.
 
     Args:
-        folded: dense parameters with the same strategy and reason share a row.
+        folded: whether dense parameters with the same strategy and reason share a row.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
     for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms alone", "reason"):
@@ -72,7 +72,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Lists the parameters that are rounded on the wire, and those that are then still sent exactly."""
+    """Returns lines about parameters that are rounded on the wire, and about those still sent exactly."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
@@ -109,10 +109,10 @@ def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Prints each parameter's candidates as a table: the chosen one is marked, the others have the reason against them.
+    """Returns each parameter's candidates as a table: the chosen one is marked, and the others have a reason.
 
-    The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) stands below its candidates.
-    Parameters that had no choice are left out.
+    The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its candidates.
+    Parameters without a choice are left out.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): candidates, per rank and step")
     for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "reason against it"):
@@ -143,7 +143,7 @@ def explain(plan: Plan) -> str:
 
 
 def _links_text(plan: Plan) -> str:
-    """Prints in one line the links that times are predicted for."""
+    """Returns a line about the links of the predicted times."""
     reached = []
     for name in (None, *COLLECTIVES):
         link = plan.links.link(name)
@@ -160,7 +160,7 @@ def _links_text(plan: Plan) -> str:
 
 
 def _handling_text(plan: Plan) -> str:
-    """Prints in one line how fast a rank's processor is assumed to handle data."""
+    """Returns a line about the assumed speed of a rank's processor."""
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
@@ -168,20 +168,20 @@ def _handling_text(plan: Plan) -> str:
 
 
 NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
-"""Characters per line: least, most, and without a terminal."""
+"""Characters per line: minimum, maximum, and without a terminal."""
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal, within bounds; `NO_TERMINAL` where there is none."""
+    """Returns the width of the terminal, within bounds; `NO_TERMINAL` without a terminal."""
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # no standard output, one that is no file, or no terminal
+    except (AttributeError, OSError, ValueError):  # standard output is closed, not a file, or not a terminal
         return NO_TERMINAL
     return min(max(columns, NARROWEST), WIDEST)
 
 
 def printed(*parts: str | TextTable, widest: int = WIDEST) -> str:
-    """Prints texts and tables one below the other, as wide as the terminal."""
+    """Joins texts and tables, as wide as the terminal."""
     out = io.StringIO()
     console = Console(file=out, width=min(widest, terminal_width()), no_color=True)
     for part in parts:
@@ -190,7 +190,7 @@ def printed(*parts: str | TextTable, widest: int = WIDEST) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Prints bytes with a binary unit.
+    """Formats bytes with a binary unit.
 
     >>> readable_bytes(1536)
     '1.5 KiB'
@@ -203,5 +203,5 @@ def readable_bytes(count: float) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Makes HTML for a notebook that keeps the text's lines."""
+    """Returns HTML for a notebook that keeps the text's lines."""
     return f'<pre style="line-height:1.2;overflow-x:auto">{escape(text)}</pre>'

@@ -1,4 +1,4 @@
-"""Restores the state of random numbers after code that draws some."""
+"""Restores the state of random number generators."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Opens a context that restores the random state of the host, and of one device, at its end.
+    """Opens a context that restores the random state of the host and of one device at its end.
 
-    torch's own uses every GPU of the machine by default: each process would open a CUDA context on all of them.
+    torch's own context handles every GPU of the machine by default, which would create a CUDA context on each.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

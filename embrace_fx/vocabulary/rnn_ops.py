@@ -1,12 +1,12 @@
-"""Ops for one layer and direction of an RNN, LSTM or GRU, and for its backward, which are not unrolled in time.
+"""Ops for one layer and direction of an RNN, LSTM or GRU, and for its backward, without unrolling over time.
 
 Contract
     `embrace::rnn_layer` and `embrace::rnn_layer_backward` are pure: everything the backward needs is an argument. The
     cells compute what the documentation of `torch.nn.LSTM`, `GRU` and `RNN` defines, gates in torch's order.
 
 Shape legend
-    T steps; B sequences; R rows: T * B, or the sum of `batch_sizes` where sequences are packed; I width of the input;
-    H hidden size; P width of the state h: H, or the projection's size where an LSTM has one; G gates of the cell.
+    T steps; B sequences; R rows: T * B, or the sum of `batch_sizes` if sequences are packed; I width of the input;
+    H hidden size; P width of the state h: H, or the projection's size of an LSTM with one; G gates of the cell.
 
 Kernels, chosen at capture and visible in the graph
     "mkldnn": oneDNN's fused LSTM (CPU). "cudnn": cuDNN (CUDA). "loop": one matrix product for the input of all steps,
@@ -73,11 +73,11 @@ def _(
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
         h0: (B, P); `c0`: (B, H), LSTM only.
         weights: as `LayerWeights.of` reads them.
-        batch_sizes: (T,) int64 on the host where the input is packed, else None.
+        batch_sizes: (T,) int64 on the host if the input is packed, else None.
         cell: a key of `GATES`.
-        reverse: from the last step to the first; the output stays in the input's order.
+        reverse: whether to run from the last step to the first. The output stays in the input's order.
         kernel: "mkldnn", "cudnn" or "loop".
-        save: whether a backward will follow; without it only the results are returned.
+        save: whether a backward will follow. If not, only the results are returned.
 
     Returns:
         output (T, B, P) or (R, P) and h_n (B, P) in `h0`'s dtype, c_n (B, H) in `c0`'s; then, with `save`, of
@@ -130,7 +130,7 @@ def _(
 ) -> list[Tensor]:
     """Computes the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
 
-    `results` is all that `rnn_layer` returned under `save`; the gradients of its first results may be None, for zero.
+    `results` are all results of `rnn_layer` with `save`. The gradients of its first results may be None, for zero.
     """
     sources = [*([input] if input_grad else []), h0, *([] if c0 is None else [c0]), *weights]
     return [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
@@ -144,7 +144,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         )
     ctx.num_weights, ctx.num_results = len(weights), 2 if c0 is None else 3
     ctx.mark_non_differentiable(*output[ctx.num_results :])
-    # A missing gradient stays None: zeros of the size of the saved gates would cost as much as the cell.
+    # Keep missing gradients None, because zeros of the size of the saved gates would cost as much as the cell.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, h0, c0, batch_sizes, *weights, *output)
 

@@ -1,4 +1,4 @@
-"""Row spaces: tables below each other as one matrix of rows, which are exchanged, updated and kept as one table."""
+"""Row spaces: tables stacked as one matrix of rows, which are exchanged, updated and stored as one table."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import accumulate
 from types import MappingProxyType
 
 SPACE_BYTES = 2**30
-"""Most bytes of a rank's part of a row space: the rank holds twice as many for a moment when its tables become one."""
+"""Maximum bytes of a rank's part of a row space. The rank briefly holds twice as many when its tables are joined."""
 
 OUTSIDE = 2**48
-"""Unit of the marks that `embrace::join_ids` puts on ids outside of their table; above twice any table's rows."""
+"""Unit of the offsets that `embrace::join_ids` adds to ids outside of their table; above twice any table's rows."""
 
 
 @dataclass(frozen=True)
 class RowSpace:
-    """Sharded tables of one width, dtype and update rule; row of the space = first row of the table + id.
+    """Sharded tables of one width, dtype and update rule. A row's number is its table's first row + id.
 
     Attributes:
         tables: parameter names, in the order of their rows.
-        bounds: first row of each table in the space, and the number of its rows.
-        padding_rows: rows of the space that get no gradient.
+        bounds: the first row of each table, and the total number of rows.
+        padding_rows: rows without a gradient.
     """
 
     tables: tuple[str, ...]
@@ -30,10 +30,10 @@ class RowSpace:
 
     @staticmethod
     def of(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
-        """Makes the space of tables in this order: parameter name -> number of rows.
+        """Creates a row space from tables in this order: parameter name -> number of rows.
 
         Args:
-            paddings: parameter name -> the row without gradient; below 0, there is none.
+            paddings: parameter name -> the row without a gradient; negative for none.
 
         >>> RowSpace.of({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
         RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
@@ -44,7 +44,7 @@ class RowSpace:
 
     @property
     def name(self) -> str:
-        """The name of the space in launches and updates.
+        """Returns the name of the row space in launches and updates.
 
         >>> RowSpace(("user.weight", "item.weight", "shop.weight"), (0, 10, 30, 35)).name
         'user.weight and 2 more'
@@ -52,13 +52,13 @@ class RowSpace:
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
     def outside(self, value: int) -> tuple[str, int]:
-        """Returns the table, and the id outside of it, that `embrace::join_ids` has turned into a number.
+        """Returns the table and the invalid id that `embrace::join_ids` has encoded as a number.
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).outside(25 - 2 * 2**48)
         ('item.weight', 25)
         """
         number = (-value + OUTSIDE // 2) // OUTSIDE
-        if not 1 <= number <= len(self.tables):  # an id beyond all numbers of rows
+        if not 1 <= number <= len(self.tables):  # an id larger than the encoding allows
             return self.name, value
         return self.tables[number - 1], value + number * OUTSIDE
 

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad, which recommenders are trained with: one accumulator per row of a table."""
+"""Row-wise Adagrad, common for recommenders: one accumulator per row of a table."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-NOT_ON_A_GRID = "RowWiseAdagrad steps shards by columns, not on a grid"
+NOT_ON_A_GRID = "RowWiseAdagrad supports shards by columns, not on a grid"
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one number per row as sum of squared gradients: the mean over the row's elements is added.
+    """Adagrad with one sum per row, of the mean squared gradient of the row's elements.
 
         sum[r] += mean(gradient[r]^2)    weight[r] -= lr * gradient[r] / (sqrt(sum[r]) + eps)
 
-    A table of V x D has V numbers of state instead of V x D. Rows without gradient are unchanged. Parameters of one
-    dimension have one number per element, as with Adagrad. In a sharded table the mean is over the whole row: ranks
-    add up the squares of their columns. It equals the exact row-wise Adagrad of FBGEMM and TorchRec without weight
-    decay.
+    A table of V x D has V numbers of state instead of V x D. Rows without a gradient are unchanged. 1D parameters have
+    one number per element, as with Adagrad. For a sharded table the mean is over the whole row: ranks sum the squares
+    of their columns. Equals the exact row-wise Adagrad of FBGEMM and TorchRec without weight decay.
 
     Args:
         params: parameters, or param groups.
@@ -60,8 +59,8 @@ class RowWiseAdagrad(Optimizer):
                     continue
                 if gradient.is_sparse:
                     raise RuntimeError(
-                        "RowWiseAdagrad: a gradient is sparse. Create the table with sparse=False: once compiled, "
-                        "only its rows are sent all the same."
+                        "RowWiseAdagrad does not support sparse gradients. Create the table with sparse=False: a "
+                        "compiled model sends only its rows in any case."
                     )
                 state = self.state[parameter]
                 if not state:
@@ -75,7 +74,7 @@ class RowWiseAdagrad(Optimizer):
 
 
 def new_sums(parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Makes the state of a parameter before its first step, one number per row."""
+    """Returns the initial state of a parameter: one sum per row."""
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device
     )

@@ -1,12 +1,12 @@
-"""A schedule as data: the operations of a step, its launch order, and all times.
+"""Schedules as plain data: the operations of a step, the launch order, and all times.
 
-A *window* lasts from the start of one backward to the start of the next: the backward of step t, the optimizer's
-step, and the forward of step t + 1. The scheduler orders windows, because gradients of t are reduced, applied and read
-inside one. Two windows in a row show what overlaps across a step's boundary.
+A *window* lasts from the start of one backward to the start of the next: the backward of step t, the optimizer's step,
+and the forward of step t + 1. The scheduler orders windows, because the gradients of step t are reduced, applied and
+read inside one. Two consecutive windows show the overlap across a step's boundary.
 
-    StepGraph   operations of a window and their true dependences        what could overlap
-    Schedule    one launch order, with predicted start and end            what is meant to overlap
-    Timeline    measured start and end, of all ranks                      what did overlap
+    StepGraph   operations of a window and their true dependences        possible overlap
+    Schedule    one launch order, with predicted start and end            planned overlap
+    Timeline    measured start and end, of all ranks                      actual overlap
 
 All three are plain data: printed, compared between ranks, tested without a device, drawn.
 """
@@ -25,25 +25,25 @@ from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, 
 from embrace_fx.vocabulary.step_parts import SHARES, Share, share_of
 
 IN_FLIGHT = 1
-"""Launches in flight at once. Two would share the link, so that the one needed first would arrive later; hiding the
-second one's start-up would gain less, because a chunk takes many times a start-up."""
+"""Launches in flight at once. Two would share the link and delay the one needed first. Hiding the second one's latency
+would gain less, because a chunk takes many times the latency."""
 
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-"""The paper's ablation (EmbRace, ICPP 2022, section 4)."""
+"""The schedules of the paper's ablation (EmbRace, ICPP 2022, section 4)."""
 ScheduleOption = ScheduleName | Literal["auto"]
 AUTO, FULL = "auto", "2d"
-"""The option that lets the planner choose, and the schedule that hides most."""
+"""The option to let the planner choose, and the schedule with the most overlap."""
 
 LOOKS_AHEAD: frozenset[str] = frozenset({"vertical", "2d"})
-"""Schedules that cut a batch's rows by what the next batch reads."""
+"""Schedules that split a batch's rows by whether the next batch reads them."""
 INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
-"""Schedules that leave the updates of buckets to the next forward."""
+"""Schedules that defer the updates of buckets to the next forward."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """The pieces of a plan's communication.
+    """The pieces of the communication.
 
     Attributes:
         chunks: for each bucket, the elements of each chunk.
@@ -59,15 +59,15 @@ class Operation:
     """An operation that runs on one lane.
 
     Attributes:
-        name: unique within a window, the same on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
-                It is the text of the id, where there is one.
-        kind: what it does.
+        name: unique within a window and equal on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
+            The text of the id, if there is one.
+        kind: the kind of operation.
         lane: where it runs.
-        duration_ms: its time alone on an idle processor or link.
-        sent_bytes: bytes one rank sends, the mean over ranks; 0 for compute.
-        serves: the parameters, tables or blocks it is for.
-        held_bytes: memory it holds from its end until its last successor has ended (a bucket, rows that arrived).
-        id: its id in a program; None: it is not part of a program.
+        duration_ms: its time on an idle processor or link.
+        sent_bytes: bytes that one rank sends, the mean over ranks; 0 for compute.
+        serves: its parameters, tables or blocks.
+        held_bytes: memory held from its end until its last successor has ended (a bucket, received rows).
+        id: its id in a program; None outside of programs.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Operation:
     def of(
         what: OperationId, duration_ms: float, sent_bytes: int = 0, serves: tuple[str, ...] = (), held_bytes: int = 0
     ) -> Operation:
-        """Makes an operation from its id in a program."""
+        """Creates an operation from its id in a program."""
         return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
 
     @property
@@ -92,7 +92,7 @@ class Operation:
 
     @property
     def share(self) -> Share:
-        """The part of a step that its time counts for or, for communication, that waits for it count for."""
+        """Returns the part of a step that counts the operation's time or, for communication, the waits for it."""
         return share_of(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
@@ -115,7 +115,7 @@ class StepGraph:
 
     Attributes:
         operations: in any order.
-        dependences: between operations, also of different windows.
+        dependences: between operations of one or different windows.
         compute_order: names of the compute operations in the fixed order of the program.
     """
 
@@ -154,10 +154,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time span when a rank's compute lane waits for communication: nothing hides it.
+    """A time span in which a rank's compute lane waits for exposed communication.
 
     Attributes:
-        launch: name of the communication waited for.
+        launch: name of the awaited communication.
         lane: its communication class.
     """
 
@@ -171,16 +171,17 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """The figures of a predicted or measured timeline.
+    """The metrics of a predicted or measured timeline.
 
     Attributes:
         step_ms: time from one window to the next.
         compute_ms: the step's time in compute.
-        exposed_ms: the step's time waiting, by lane; every lane but compute has an entry.
-        communication_ms: busy time of each lane but compute.
-        overlap_ratio: share of communication's and copies' time that compute hides, from 0 to 1; 1 if there is none.
+        exposed_ms: lane -> the step's time waiting for it; every lane but compute has an entry.
+        communication_ms: lane -> its busy time; every lane but compute.
+        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 if there is
+            none.
         shares_ms: the step's time by part (`embrace_fx.vocabulary.step_parts`); the parts add up to a step.
-        held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
+        held_bytes: the maximum sum of `Operation.held_bytes` at any time, on any rank.
     """
 
     step_ms: float
@@ -194,10 +195,10 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class MemoryAt:
-    """The bytes that a rank holds from a moment on.
+    """The bytes that a rank holds from a point in time on.
 
     Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
-    memory in use (of a device's allocator, of the process) since the first moment shown.
+    memory in use (of a device's allocator, or of the process) since the first time shown.
     """
 
     rank: int
@@ -213,8 +214,8 @@ class Timeline:
         spans: in any order.
         waits: in any order.
         world_size: number of ranks that took part, shown or not.
-        dependences: the step's dependences, needed to know how long memory is held; without them none is counted.
-        memory: the bytes that ranks hold, by time, where known.
+        dependences: the step's dependences, which determine how long memory is held. Without them, `held_bytes` is 0.
+        memory: the bytes that ranks hold over time, if known.
     """
 
     spans: tuple[Span, ...]
@@ -224,7 +225,7 @@ class Timeline:
     memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the timeline's figures, medians over windows and ranks."""
+        """Computes the timeline's metrics, medians over windows and ranks."""
         return diagnose(self)
 
 
@@ -235,7 +236,7 @@ class Schedule:
     Attributes:
         name: one of `SCHEDULES`.
         launch_order: names of communication operations.
-        steps: the operations that were ordered.
+        steps: the ordered operations.
         predicted: two windows of the steady state, as on one rank.
         critical_path: (window, name) of the operations of `predicted` that determine its length, in order.
         source: the origin of durations: "cost model" or "profile".
@@ -250,30 +251,30 @@ class Schedule:
 
     @property
     def beside_storage_ms(self) -> float:
-        """Milliseconds of a predicted step without its waits for rows of tables beyond memory."""
+        """Returns the milliseconds of a predicted step without its waits for rows of tables beyond memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
     @property
     def launches(self) -> tuple[OperationId, ...]:
-        """The launch order as ids of a program."""
+        """Returns the launch order as ids of a program."""
         ids = {operation.name: operation.id for operation in self.steps.communications}
         return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the figures of the prediction."""
+        """Computes the metrics of the prediction."""
         return diagnose(self.predicted)
 
     def digest(self) -> str:
-        """Returns the SHA-256, hexadecimal, of what must be equal on all ranks: the name and the launch order."""
+        """Returns the hexadecimal SHA-256 of the name and the launch order, which must be equal on all ranks."""
         return hashlib.sha256("\n".join((self.name, *self.launch_order)).encode()).hexdigest()
 
 
 def diagnose(timeline: Timeline) -> Diagnostics:
-    """Computes the figures of a timeline: medians over the windows and ranks shown, for memory the maximum.
+    """Computes the metrics of a timeline: medians over the windows and ranks shown; for memory, the maximum.
 
-    A step lasts from the first compute operation of a window to the first of the next; in a single window, to
-    the end of its last one. A window without compute is not counted.
+    A step lasts from the first compute operation of a window to the first of the next; in a single window, to the end
+    of its last one. Windows without compute are not counted.
     """
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window)
     for span in timeline.spans:
@@ -307,7 +308,7 @@ _Window = tuple[int, int]  # rank, window
 def _shares(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Computes the mean over ranks of the parts of each rank's window of median length, so that parts add up."""
+    """Returns the mean over ranks of the parts of each rank's window of median length, so that the parts add up."""
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
     for key in lengths:
@@ -331,7 +332,7 @@ def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Computes the lengths of windows that another window follows or, where there are none, of all windows."""
+    """Returns the lengths of windows that are followed by another one, or of all windows if none is."""
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
     following = {
@@ -343,13 +344,13 @@ def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
 
 
 def _peak_held(timeline: Timeline, rank: int) -> int:
-    """Computes the peak bytes held; memory that a window beyond those shown needs is held to the end."""
+    """Returns the maximum of held bytes. Memory needed by a window after those shown is held to the end."""
     ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
     last = max(ends.values())
     readers: dict[str, list[Dependence]] = defaultdict(list)
     for dependence in timeline.dependences:
         readers[dependence.before].append(dependence)
-    changes = []  # (when, bytes): at equal times, freeing comes before allocating
+    changes = []  # (time, bytes): sorted, so that memory is freed before it is allocated at equal times
     for span in timeline.spans:
         if span.rank == rank and span.operation.held_bytes:
             name, held = span.operation.name, span.operation.held_bytes

@@ -1,4 +1,4 @@
-"""Numbers in place of symbolic sizes: from the capture, expected by a plan, or a constant where neither is known."""
+"""Numbers for symbolic sizes: from the capture, expected by a plan, or else a constant."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 UNKNOWN_SIZE = 64
-"""The small number that replaces an unknown size, or an unknown number of rows of a table."""
+"""A small number used for an unknown size, or an unknown number of rows of a table."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows of a table a step is expected to read: the same numbers on all ranks.
+    """The number of a table's rows that a step is expected to read; equal on all ranks.
 
     Attributes:
         own: unique rows of the rank that reads the most.
@@ -27,28 +27,28 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Makes counts for a table that is not in the plan."""
+        """Returns counts for a table that is not in the plan."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
     @classmethod
     def of_all(cls, tables: Sequence[RowCounts]) -> RowCounts:
-        """Adds up the counts of tables without common rows."""
+        """Returns the sum of the counts of different tables."""
         return cls(*(sum(counts) for counts in zip(*((t.own, t.all, t.together) for t in tables), strict=True)))
 
 
 @dataclass(frozen=True)
 class ExpectedSizes:
-    """Numbers in place of a graph's symbolic sizes, for estimates only.
+    """Numbers for a graph's symbolic sizes, used only for estimates.
 
     Attributes:
-        by_symbol: name of the symbol of a data-dependent size -> the number expected.
+        by_symbol: symbol of a data-dependent size -> the expected number.
     """
 
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Returns a number for a size: its hint at capture, else the number expected, else `UNKNOWN_SIZE`."""
+        """Returns a number for a size: its hint at capture, else the expected number, else `UNKNOWN_SIZE`."""
         if isinstance(size, int):
             return size
         if is_known(size):

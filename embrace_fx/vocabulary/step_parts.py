@@ -1,4 +1,4 @@
-"""Parts of a step that reports, pictures and metrics share: the calling thread's time by purpose."""
+"""The parts of a step in reports, pictures and metrics: the calling thread's time by purpose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, Kind, OperationId
 
 Share = Literal[
     "loader",  # the next batch is read
-    "forward",  # of the model, rows looked up included
+    "forward",  # of the model, including lookups
     "backward",  # of the model
-    "optimizer",  # its own step, and the updates of tables and buckets
-    "your code",  # of the training loop, between calls, backward and step
+    "optimizer",  # the optimizer's own step, and updates of tables and buckets
+    "your code",  # the training loop, between calls, backward and step
     "ids",  # waits for ids, and for slower ranks
     "embedding",  # waits for rows of tables or their gradients, or for an output layer over a sharded table
     "dense",  # waits for reduced gradients of everything else
@@ -21,7 +21,7 @@ Share = Literal[
     "offload",  # waits for a saved value to be copied out
     "reload",  # waits for a saved value to be copied back
     "storage",  # waits for rows of tables beyond memory
-    "between",  # nothing of the schedule runs
+    "between",  # no operation of the schedule runs
 ]
 SHARES: tuple[Share, ...] = get_args(Share)
 
@@ -37,10 +37,11 @@ _OF_KIND: Mapping[Kind, Share] = {
 
 @cache
 def share_of(operation: OperationId) -> Share:
-    """Returns the part of a step that an operation's compute counts for or, for communication, waits for it do."""
+    """Returns the part of a step that counts an operation's compute or, for communication, the waits for it."""
     if operation.lane != "compute":
         return operation.lane
-    if operation == BETWEEN:  # with the optimizer and the loader measured apart, the call's work before its forward
+    # Optimizer and loader are measured separately, so this is the call's work before its forward.
+    if operation == BETWEEN:
         return "forward"
-    # The early rows' operation also applies delayed updates, which take far longer than the lookup of early rows.
+    # This operation also applies delayed updates, which take far longer than the lookup of early rows.
     return "optimizer" if operation == EARLY else _OF_KIND[operation.kind]

@@ -1,4 +1,4 @@
-"""Variants of a step, by what the step before knew of its batch and by whether the next batch is known.
+"""Variants of a step, by whether the previous step knew its batch and whether the next batch is known.
 
 Each variant of a forward or backward has its own graph. Variants differ only in what is submitted, awaited and updated.
 """
@@ -19,9 +19,9 @@ class ForwardVariant:
     """A variant of the forward.
 
     Attributes:
-        arrives: "cut": the backward before has cut its gradients, and sent early rows, for this batch; "whole": it has
-            cut nothing, or there was none; "other": it has cut for another batch than the one that came.
-        coming: the next batch is known on all ranks, and its ids are sent.
+        arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
+            it has split nothing, or there was none; "other" if it has split for another batch.
+        coming: whether the next batch is known on all ranks and its ids are sent.
     """
 
     arrives: Arrival = "cut"
@@ -33,7 +33,7 @@ class ForwardVariant:
         return self == ForwardVariant()
 
     def __str__(self) -> str:
-        """Returns the name of its graph; in the steady step under lookahead it is "forward"."""
+        """Returns the name of its graph; "forward" for the steady step under lookahead."""
         arrival = {"cut": "", "whole": ", rows whole", "other": ", another batch"}[self.arrives]
         return f"forward{arrival}{'' if self.coming else ', none coming'}"
 
@@ -43,9 +43,9 @@ class BackwardVariant:
     """A variant of the backward.
 
     Attributes:
-        left: delayed gradients of the backward before are still to be applied.
-        coming: the ids of the next batch are in flight.
-        cut: gradients are cut into prior and delayed ones, and early rows of the next batch are sent.
+        left: whether delayed gradients of the previous backward have not been applied.
+        coming: whether the ids of the next batch are in flight.
+        cut: whether gradients are split into prior and delayed, and early rows of the next batch are sent.
     """
 
     left: bool = True
@@ -58,7 +58,7 @@ class BackwardVariant:
         return self == BackwardVariant()
 
     def __str__(self) -> str:
-        """Returns the name of its graph; in the steady step under lookahead it is "backward"."""
+        """Returns the name of its graph; "backward" for the steady step under lookahead."""
         left = "" if self.left else ", nothing left"
         coming = "" if self.coming else ", none coming"
         return f"backward{left}{coming}{'' if self.cut or not self.coming else ', whole'}"
@@ -69,12 +69,12 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class Varied:
-    """The phase of a graph that belongs to another variant than the steady one.
+    """The phase of a graph whose variant is not the steady one.
 
     Attributes:
         variant: the variant of that phase.
         steady: all launches that a steady step submits, in both phases.
-        into_forward: chunks of buckets are awaited in the forward, not in the backward.
+        into_forward: whether chunks of buckets are awaited in the forward instead of the backward.
     """
 
     variant: StepVariant
@@ -87,4 +87,4 @@ _NEXT = ((True, True), (True, False), (False, False))
 _BACKWARDS = [BackwardVariant(left, coming, cut) for left in (True, False) for coming, cut in _NEXT]
 
 VARIANTS: tuple[StepVariant, ...] = (*_FORWARDS, *_BACKWARDS)
-"""All variants. Gradients are cut by the ids of the next batch; where it is not known, they are whole."""
+"""All variants. Gradients are split by the ids of the next batch; they stay whole if it is not known."""

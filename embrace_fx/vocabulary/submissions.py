@@ -23,7 +23,7 @@ def is_submission(node: fx.Node) -> bool:
 
 
 def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
-    """Yields the launches that modules submit, in their order."""
+    """Yields the launches that modules submit, in order."""
     for module in modules:
         for node in module.graph.nodes:
             launch = launch_of(node)
@@ -61,6 +61,6 @@ def compute_up_to(node: fx.Node) -> OperationId:
 
 
 def overlaps_steps(graph: TrainingGraph) -> bool:
-    """Returns whether communication of this graph's steps overlaps the next step."""
+    """Returns whether the graph has communication that overlaps the next step."""
     handed_over = SUBMISSIONS | AWAITS
     return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)

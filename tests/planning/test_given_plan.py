@@ -62,7 +62,7 @@ def repeat_elsewhere(rank: int, world_size: int, path: Path, case: str) -> None:
 
 
 REFUSALS = {
-    "missing on a rank": r"rank 1: .*nowhere.* holds no plan",
+    "missing on a rank": r"rank 1: .*nowhere.* is not a plan",
     "a strategy too": r"both a plan and strategy=.*Leave one",
     "grown": r"found parameters of the plan or of the model alone: more.bias, more.weight. Save a plan",
 }

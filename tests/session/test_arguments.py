@@ -214,7 +214,7 @@ def test_others_are_refused_with_what_to_do() -> None:
     expected = (
         ("pack_padded_sequence()", "test_arguments.py"),
         ("is a NestedTensor",),
-        ("of type Slotted keeps its tensors in slots",),
+        ("of type Slotted has tensors in __slots__",),
         ("is a sparse tensor",),
         ("is the class Pair", "attribute of the model"),
         ("is a ReLU", "attribute of the model"),

@@ -139,8 +139,8 @@ def _other_parameters(rank: int, world_size: int) -> list[str]:
 def test_a_layer_that_is_replaced_is_named_on_every_rank() -> None:
     for told in run_ranks(2, _other_parameters):
         assert "rank 1: the model's parameters have changed since compile()" in told[0]
-        assert "out.weight came, went or was replaced" in told[0]
-        assert "words.weight came, went or was replaced" in told[1]
+        assert "out.weight was added, removed or replaced" in told[0]
+        assert "words.weight was added, removed or replaced" in told[1]
 
 
 def test_layers_may_change_between_compile_and_the_first_call() -> None:
@@ -163,7 +163,7 @@ def test_weights_tied_after_the_first_call_are_refused() -> None:
     ids_BT = torch.zeros((2, 4), dtype=torch.long)
     compiled(ids_BT)
     model.out.weight = model.inner.weight
-    with pytest.raises(embrace_fx.PeerFailure, match=r"out\.weight came, went or was replaced"):
+    with pytest.raises(embrace_fx.PeerFailure, match=r"out\.weight was added, removed or replaced"):
         compiled(ids_BT)
 
 
@@ -259,7 +259,7 @@ def _stand_ins(rank: int, world_size: int) -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
             compiled(ids_BT).backward()
     some = {"inner.weight": torch.zeros_like(model.inner.weight)}
-    with pytest.raises(embrace_fx.PeerFailure, match=r"inner\.weight came, went or was replaced"):
+    with pytest.raises(embrace_fx.PeerFailure, match=r"inner\.weight was added, removed or replaced"):
         torch.func.functional_call(compiled, some, (ids_BT,))
     compiled(ids_BT).backward()
 

@@ -66,7 +66,7 @@ def test_a_tensor_of_integers_comes_back(dtype: torch.dtype, values: list[int]) 
         (int, True, "it is 'True'"),
         (Inner, {"name": "x", "ratio": "y"}, "it.ratio is 'y'"),
         (Inner, {"name": "x", "ratio": 1.0, "what": "c"}, "it.what is 'c'"),
-        (Inner, {"name": "x", "ratio": 1.0, "__class__": "os"}, "which is not known"),
+        (Inner, {"name": "x", "ratio": 1.0, "__class__": "os"}, "has unknown fields"),
         (tuple[int, int], [1], "it has 1 values, not 2"),
         (dict[str, int], [["a"]], "it has 1 values, not 2"),
         (Tensor, ["float64", ""], "not a tensor of integers"),
