@@ -143,17 +143,16 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
     return None
 
 
-def has_loss(graph: TrainingGraph, parameter: str) -> bool:
-    """Whether a table has a head whose loss is in the graph, not in the loop alone."""
-    value = parameters_of(graph.module).get(parameter)
-    if value is None or value.meta["val"].dim() != 2:
-        return False
+def losses_of(graph: TrainingGraph) -> dict[str, Loss]:
+    """Maps each table whose output layer has its loss in the graph, not in the loop alone, to the loss."""
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
-        return False
-    try:
-        return find_head(graph, parameter).loss is not None
-    except Unmatched:
-        return False
+        return {}
+    found, forward = {}, forward_of(graph)
+    for name, value in parameters_of(graph.module).items():
+        with contextlib.suppress(Unmatched):
+            if value.meta["val"].dim() == 2 and (loss := head_of(graph, value, forward).loss) is not None:
+                found[name] = loss
+    return found
 
 
 def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
@@ -162,17 +161,8 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
     Returns:
         table -> the labels (L,), and the label that is not scored.
     """
-    if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
-        return {}
-    found, forward = {}, forward_of(graph)
-    for name, value in parameters_of(graph.module).items():
-        if value.meta["val"].dim() != 2:
-            continue
-        with contextlib.suppress(Unmatched):
-            loss = find_head(graph, name, forward).loss
-            if loss is not None and labels_from_batch(loss):
-                found[name] = argument(loss.node, "target"), argument(loss.node, "ignore_index")
-    return found
+    losses = {name: loss for name, loss in losses_of(graph).items() if labels_from_batch(loss)}
+    return {name: (argument(o.node, "target"), argument(o.node, "ignore_index")) for name, o in losses.items()}
 
 
 def means_of_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
@@ -188,8 +178,11 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
     Raises:
         Unmatched: it has none, or one of another form.
     """
-    weight = parameters_of(graph.module)[parameter]
-    forward = forward_of(graph) if forward is None else forward
+    return head_of(graph, parameters_of(graph.module)[parameter], forward_of(graph) if forward is None else forward)
+
+
+def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
+    """Finds the head over the table that a node is, as `find_head`."""
     product, as_read = _product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.heads import has_loss
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
@@ -241,7 +240,7 @@ def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
     """Chooses for a parameter that no lookup reads: by default AllReduce, as only the user may know of zeros."""
-    weighed = ("vocabulary",) if has_loss(pricing.findings.graph, fact.name) else ()
+    weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if wanted == "auto" else ("vocabulary", *EXCHANGES)
     priced = pricing.of_dense(fact, ("allreduce", *weighed, *asked))
     assert isinstance(wanted, str)  # grids are for tables
@@ -304,7 +303,7 @@ def _of_table(
 def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced], read: str) -> _Choice | None:
     """Chooses to shard an output layer whose loss is in the graph, where this is clearly faster; None: it is not."""
     head = priced.get("vocabulary")
-    if head is None or head.blocker is not None or not has_loss(pricing.findings.graph, fact.name):
+    if head is None or head.blocker is not None or fact.name not in pricing.losses:
         return None
     in_use = fact.name in pricing.in_use and pricing.in_use[fact.name].strategy == "vocabulary"
     limit_ms = priced["allreduce"].added_ms * (1.0 / CLEARLY if in_use else CLEARLY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod, sqrt
 
 from torch import fx
@@ -17,7 +18,7 @@ from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, with_units
 from embrace_fx.cost.wire import Format, Wire
-from embrace_fx.passes.heads import Unmatched, find_head, head_blocker
+from embrace_fx.passes.heads import Unmatched, find_head, forward_of, head_blocker, losses_of
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner.asked_strategies import Strategy
@@ -183,6 +184,15 @@ class Pricing:
     def cluster(self) -> cost.Cluster:
         return self.links.among(self.world_size)
 
+    @cached_property
+    def losses(self) -> Collection[str]:
+        """The parameters whose output layer has its loss in the graph."""
+        return losses_of(self.findings.graph)
+
+    @cached_property
+    def _forward(self) -> set[fx.Node]:
+        return forward_of(self.findings.graph)
+
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
@@ -247,7 +257,7 @@ class Pricing:
         shorter of both. Each chunk takes three exchanges. K is the number with the shortest sum.
         """
         try:
-            head = find_head(self.findings.graph, fact.name)
+            head = find_head(self.findings.graph, fact.name, self._forward)
         except Unmatched:
             return cost.Exchange(0, 0), HeadPlan(), 0.0
         hidden, expected = head.hidden.meta["val"], self.findings.graph.expected
@@ -278,7 +288,7 @@ class Pricing:
         if self.findings.travels_as != "exact":
             return f"hidden states do not travel as {self.findings.travels_as}"
         norms = NOT_ON_A_GRID if fact.adds_up_norms else None
-        return vocabulary_blocker(self.findings.graph, fact.name) or fact.row_update_blocker or norms
+        return vocabulary_blocker(self.findings.graph, fact.name, self._forward) or fact.row_update_blocker or norms
 
     def _replicas(
         self,
