@@ -47,24 +47,43 @@ def compile(
     The graph is captured at the first call of the result, with that call's batch. Parameters and buffers take rank 0's
     values now, embedding layers at the first call. A second `compile` of the same model closes the first result.
 
-    Args: (`embrace_fx.setup.options.Options` has the details)
+    Args:
         model: any `nn.Module`. It may be on the meta device if its modules have `reset_parameters`.
         optimizer: one, or several. None: the optimizers that step the model's parameters are found at the first step.
         process_group: the ranks that train together: a group, or a one-dimensional mesh. None: the default group, or a
             single process.
-        strategy: "auto", one strategy or grid for every table, or {parameter name pattern: strategy or grid}.
-        schedule: how far communication may run into the next step: "none", "horizontal", "vertical", "2d", or "auto",
-            the fastest by prediction.
-        row_updates: how rows without gradient are updated: "exact" (as the optimizer does), "sweep", "replay", "lazy".
-        backend: "eager" runs ATen ops; "inductor" fuses kernels between communications.
-        cluster: the links between ranks. None: they are measured.
-        plan: a plan, or the path of a saved one, to repeat. None: it is made at the first call.
-        memory_budget: the most that forward and backward may hold, in bytes or, below 1, as a fraction.
-        broadcast_buffers: as in DDP; "once": only in compile().
-        route: "graph" raises if the forward cannot be captured; "eager" never captures; None captures if that pays.
-        rows: the wire format of rows and gradients: "exact", "bf16", "fp16" or "int8".
-        table_memory: the most memory for sharded tables on this rank, in bytes or, below 1, as a share; or by name.
-        spill_to: a directory for rows, and on the CPU for saved values, that do not fit.
+        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a table
+            by columns, an `embrace_fx.Grid` by rows and columns. "allreduce" and the others (docs/strategies.md) keep a
+            parameter whole and exchange its gradient; a pattern may name any parameter.
+        schedule: how far a step's communication may run into the next step. "none": not at all. "horizontal": dense
+            gradients are reduced and applied until the next forward reads the parameters. "vertical": rows that the
+            next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both. "auto": the
+            fastest by prediction, and "2d" if the links are not known.
+        row_updates: "exact": the optimizer's own semantics. If the optimizer moves rows without gradient, either all
+            rows move at each step ("sweep" asks for this), or a row takes the steps that it has skipped when it is next
+            read ("replay"), whichever is predicted to be faster. "lazy": rows without gradient stand still.
+        backend: "eager": compute runs as ATen ops. "inductor": the compute between two communications is compiled into
+            fused kernels; needs a C++ compiler, on CUDA Triton too.
+        cluster: the links between ranks; strategies and the sizes of messages depend on them. None: they are measured
+            if a step sends enough.
+        plan: a plan, or the path of a saved one, to repeat: nothing is measured or decided again. None: the plan is
+            made at the first call.
+        memory_budget: the most that forward and backward may hold at a time, in bytes or, below 1, as a fraction of
+            what they hold if everything is saved. A fraction is relaxed to the least possible. Parameters, optimizer
+            state and the batch come on top. What does not fit is recomputed or offloaded, whichever costs less
+            (docs/memory.md). None: everything is saved, except what the model checkpoints itself.
+        broadcast_buffers: as in DDP, True: forwards read rank 0's buffers. False: each rank keeps its own. "once":
+            ranks start from rank 0's buffers, as with DDP's forward_sync_buffers=False.
+        route: None: the forward is captured if that pays; if it cannot be captured, it runs as written with whole
+            tables (docs/from_ddp.md). "graph": a forward that cannot be captured is an error. "eager": nothing is
+            captured.
+        rows: the wire format of sharded tables' rows, their gradients and AllReduced gradients: "exact", or rounded to
+            "bf16", "fp16" or "int8" (docs/exactness.md). Parameters are not rounded; evaluations read exact rows, and
+            sparse exchanges stay exact.
+        table_memory: the most memory for sharded tables and their optimizer state on this rank, in bytes or, below 1,
+            as a fraction of their rows; for all tables, or by name pattern (docs/memory.md). None: no limit.
+        spill_to: a directory for unnamed files with rows beyond `table_memory` and, for a model on the CPU with a
+            memory budget, saved values. None: a CUDA model uses its host's memory; a model on the CPU spills nothing.
 
     Raises:
         SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
