@@ -14,10 +14,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from embrace_fx.session import ddp_attributes
-from embrace_fx.session.names import StateDict, named
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.names import StateDict, named
 from embrace_fx.vocabulary.plan import Plan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture import capture
@@ -23,10 +23,19 @@ from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.passes.planner.cutting import cuts
 from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.scheduler.schedule_facts import background_of
-from embrace_fx.planning.findings import Read, facts_of, findings_of, reads_of, reported, scored_of, used_parameters
-from embrace_fx.planning.scheduling import cuts, order, rows_beyond_memory
+from embrace_fx.planning.findings import (
+    Report,
+    drawn_ids,
+    facts_of,
+    findings_of,
+    reads_of,
+    scored_of,
+)
+from embrace_fx.planning.scheduling import order, rows_beyond_memory
 from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -97,7 +106,7 @@ class Forecast(Plan):
             )
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
-        found = cuts(self._context, self)
+        found = cuts(self, self._context.state.parameter)
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         beyond = rows_beyond_memory(self, LOADER_AHEAD)
@@ -168,14 +177,23 @@ def plan(  # noqa: PLR0913
     stepping = Stepping(state, announcements, lambda names, reason: None)  # no step reaches it
     for each in optimizers:
         stepping.holders.add(each)
-    graphs, read, scored = zip(*(_measured(model, state, each) for each in batches), strict=True)
-    graph = graphs[0]
-    used = set().union(*map(used_parameters, graphs))
+    captured = [_captured(model, state, each) for each in batches]
+    reports = [
+        Report(
+            tuple(used_parameters(graph)),
+            {},
+            reads_of(state, graph, leaves, rank, ranks),
+            scored_of(state, graph, leaves),
+        )
+        for rank, (graph, leaves) in enumerate(captured)
+    ]
+    graph = captured[0][0]
+    used = frozenset[str]().union(*(report.used for report in reports))
     facts = facts_of(model, stepping.holders, row_updates, used, {})
-    reads = [reported(each, rank, ranks) for rank, each in enumerate(read)]
-    findings = findings_of(graph, facts, reads, ranks, options, scored)
+    findings = findings_of(graph, facts, reports, ranks, options)
     if len(batches) < ranks:
-        findings = replace(findings, sparsity=_extrapolated(graph, read, ranks))
+        drawn = [drawn_ids(state, *each) for each in captured]
+        findings = replace(findings, sparsity=_extrapolated(graph, drawn, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     context = Context(model, stepping, state, announcements, options)
     return Forecast.of(fit_plan(context, planned, findings.sparsity, lambda records: storage), context, graph)
@@ -197,8 +215,8 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     return batches, ranks
 
 
-def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, dict[str, Read], dict[str, int]]:
-    """Captures a batch's graph, and counts the rows that the batch reads of each table, and the positions it scores."""
+def _captured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
+    """Captures a batch's graph; returns it with the batch, flattened."""
     args, kwargs = _arguments(batch)
     parameter = state.any_parameter()
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
@@ -207,8 +225,7 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> tuple[Training
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True).graph)
         else:
             graph = analyse(capture(model, args, kwargs, train=True).graph)
-    leaves = flatten_arguments(args, kwargs)[0]
-    return graph, reads_of(state, graph, leaves), scored_of(state, graph, leaves)
+    return graph, flatten_arguments(args, kwargs)[0]
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -217,12 +234,14 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _extrapolated(graph: TrainingGraph, read: Sequence[Mapping[str, Read]], ranks: int) -> dict[str, Sparsity]:
+def _extrapolated(
+    graph: TrainingGraph, everyone: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
+) -> dict[str, Sparsity]:
     """Extrapolates each table's sparsity to more ranks than batches, if all batches show its rows."""
     found = {}
     for table in graph.tables:
-        drawn = [each[table.parameter].drawn.cpu() for each in read if table.parameter in each]
-        if len(drawn) == len(read):
+        drawn = [each[table.parameter][0].cpu() for each in everyone if table.parameter in each]
+        if len(drawn) == len(everyone):
             shape = table.num_rows, table.embedding_dim, table.dtype.itemsize
             found[table.parameter] = extrapolate(drawn, *shape, world_size=ranks)
     return found

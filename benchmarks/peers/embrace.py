@@ -14,8 +14,7 @@ from torch import Tensor
 import embrace_fx
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
-from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.session import step_pipeline
+from embrace_fx.runtime.launch import launch_queue, profile
 
 STANDSTILL_S = launch_queue.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
@@ -43,7 +42,7 @@ class EmbraceFx:
     def prepare(self, task: Task) -> Training:
         launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
         if task.slow > 1:
-            step_pipeline.PROFILED_AFTER, step_pipeline.PROFILED = SLOW_PROFILE
+            profile.PROFILED_AFTER, profile.PROFILED = SLOW_PROFILE
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(

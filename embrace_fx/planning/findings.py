@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from embrace_fx.cost.sparsity import Sparsity, measure
 from embrace_fx.passes.heads import forward_of, labels_in_batch, means_of_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
+from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable, used_parameters
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
@@ -27,7 +28,7 @@ from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
-from embrace_fx.vocabulary.graph import Table, TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Grid, LinksAre, Plan
 from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -40,7 +41,6 @@ SHARED = (
     "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
     "let go of that, or make the table of a clone, to shard it"
 )
-WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 HOOKED = "the communication hook reduces whole gradients"
 
 
@@ -53,19 +53,30 @@ def plan_on_links(
         findings: on rank 0; None on others.
         current: the plan in use, if any.
         known: the links, where they have been probed.
-
-    Raises:
-        ValueError: the strategy asked for does not fit the model, on every rank.
     """
+    communicator = context.communicator
+
+    def decided(links: Cluster, links_are: LinksAre) -> Plan:
+        plan: Plan | str | None = None
+        if findings is not None:
+            try:
+                plan = decide(findings, links, current, links_are)
+            except Exception as error:  # the other ranks wait for an answer
+                plan = str(error) if isinstance(error, ValueError) else failure_text(error)
+        plan = communicator.gather(plan, Plan | str | None)[0]
+        if not isinstance(plan, Plan):
+            raise ValueError(plan)
+        return plan
+
     if context.options.cluster is not None:
-        return _agree_on_plan(context, findings, (context.options.cluster, "given"), current)
+        return decided(context.options.cluster, "given")
     known = known or (current.links if current is not None and current.links_are == "probed" else None)
     if known is not None:
-        return _agree_on_plan(context, findings, (known, "probed"), current)
-    plan = _agree_on_plan(context, findings, (Cluster(), "assumed"), current)
-    with stage("probing links", context.communicator.rank):
-        probed = links_between(context.communicator, plan.sent_bytes_per_step, context.device)
-    return plan if probed is None else _agree_on_plan(context, findings, (probed, "probed"), current)
+        return decided(known, "probed")
+    plan = decided(Cluster(), "assumed")
+    with stage("probing links", communicator.rank):
+        probed = links_between(communicator, plan.sent_bytes_per_step, context.device)
+    return plan if probed is None else decided(probed, "probed")
 
 
 def find(
@@ -75,98 +86,75 @@ def find(
 
     Args:
         used: parameters that got a gradient from earlier batches.
-        schedule: the schedule to price; "": the one in use.
+        schedule: the schedule to price; "": the one asked for.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
     """
-    reads, scored, failure = {}, {}, None
+    communicator, state, options = context.communicator, context.state, context.options
     try:
-        ranks = context.communicator.rank, context.communicator.world_size
-        reads = reported(reads_of(context.state, graph, leaves), *ranks)
-        scored = scored_of(context.state, graph, leaves)
+        reads = reads_of(state, graph, leaves, communicator.rank, communicator.world_size)
+        own = Report(
+            tuple(sorted(used_parameters(graph))), _whole(state, graph), reads, scored_of(state, graph, leaves)
+        )
     except Exception as error:  # the batch may be bad, on this rank alone
-        failure = failure_text(error)
-    whole = dict.fromkeys(sorted({*unshardable(graph), *context.state.hooked}), WHOLE)
-    weights = {table.parameter: context.state.parameter(table.parameter) for table in graph.tables}
-    for name, weight in weights.items():
-        if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
-            whole[name] = SHARED
-    own = _Report(tuple(sorted(used_parameters(graph))), whole, reads, scored, failure)
-    everyone = context.communicator.gather(own, _Report)
+        own = Report(failure=failure_text(error))
+    everyone = communicator.gather(own, Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
-    if context.communicator.rank:
+    if communicator.rank:
         return None
-    return _findings(context, graph, everyone, used, schedule or context.options.schedule)
-
-
-def _agree_on_plan(
-    context: Context,
-    findings: Findings | None,
-    links: tuple[Cluster, LinksAre],
-    current: Plan | None,
-) -> Plan:
-    """Returns, on every rank, the plan that rank 0 decides."""
-    plan: Plan | str | None = None
-    if findings is not None:
-        try:
-            plan = decide(findings, links[0], current, links[1])
-        except Exception as error:  # the other ranks wait for an answer
-            plan = str(error) if isinstance(error, ValueError) else failure_text(error)
-    plan = context.communicator.gather(plan, Plan | str | None)[0]
-    if isinstance(plan, str):
-        raise ValueError(plan)
-    assert plan is not None
-    return plan
-
-
-def _findings(
-    context: Context, graph: TrainingGraph, everyone: list[_Report], used: Collection[str], schedule: str
-) -> Findings:
-    """Makes the findings from the reports of all ranks."""
-    used = set(used).union(*(report.used for report in everyone))
-    sharded = {name: table.shape for name, table in context.state.tables.items()}
-    facts = facts_of(context.model, context.stepping.holders, context.options.row_updates, used, sharded)
-    facts = tuple(replace(f, local=f.name in context.state.ignored) for f in facts)
+    sharded = {name: table.shape for name, table in state.tables.items()}
+    used = {*used}.union(*(report.used for report in everyone))
     blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
-    facts = tuple(replace(f, row_update_blocker=blocked[f.name]) if f.name in blocked else f for f in facts)
-    options = replace(context.options, schedule=schedule)
-    ranks, reads = context.communicator.world_size, [report.reads for report in everyone]
-    findings = findings_of(graph, facts, reads, ranks, options, [report.scored for report in everyone])
-    if context.communicator.comm_hook is None:
+    facts = tuple(
+        replace(f, local=f.name in state.ignored, row_update_blocker=blocked.get(f.name, f.row_update_blocker))
+        for f in facts_of(context.model, context.stepping.holders, options.row_updates, used, sharded)
+    )
+    options = replace(options, schedule=schedule or options.schedule)
+    findings = findings_of(graph, facts, everyone, communicator.world_size, options)
+    if communicator.comm_hook is None:
         return findings
     dense = replace(graph, tables=tuple(table.with_dense_gradient() for table in graph.tables))
     return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce", graph=dense)
 
 
+def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
+    """Maps each parameter that cannot be sharded on this rank to the reason."""
+    whole = dict.fromkeys((*unshardable(graph), *state.hooked), WHOLE)
+    for table in graph.tables:
+        weight = state.parameter(table.parameter)
+        if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
+            whole[table.parameter] = SHARED
+    return dict(sorted(whole.items()))
+
+
 def findings_of(
     graph: TrainingGraph,
     facts: tuple[ParameterFacts, ...],
-    reads: Sequence[Mapping[str, Reported]],
+    reports: Sequence[Report],
     ranks: int,
     options: Options,
-    scored: Sequence[Mapping[str, int]],
 ) -> Findings:
     """Makes findings from what batches read.
 
     Args:
-        reads: of each rank, or of fewer: then the others read as many rows as the mean, and nothing is known of their
+        reports: of each rank, or of fewer: then the others read as many rows as the mean, and nothing is known of their
             ids.
-        scored: what `scored_of` counts, likewise.
     """
-    names = [table.parameter for table in graph.tables]
-    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in names}
-    rows = {name: (*of, *[round(sum(of) / len(of))] * (ranks - len(of))) for name, of in rows.items()}
-    known = [t for t in graph.tables if len(reads) == ranks and all(t.parameter in own for own in reads)]
-    known_reads = {table.parameter: [own[table.parameter] for own in reads] for table in known}
-    local_rows = {
-        name: {each: tuple(own.local_rows[each] for own in of) for each in grid_rows(ranks)}
-        for name, of in known_reads.items()
-    }
-    lies = {table.parameter: _sparsity(table, known_reads[table.parameter]) for table in known}
-    sparsity = {name: found for name, found in lies.items() if found is not None}
-    schedule = options.schedule
+    rows, local_rows, sparsity = {}, {}, {}
+    for table in graph.tables:
+        reads = [report.reads.get(table.parameter) for report in reports]
+        counts = [0 if read is None else read.rows for read in reads]
+        rows[table.parameter] = (*counts, *[round(sum(counts) / len(counts))] * (ranks - len(counts)))
+        known = [read for read in reads if read is not None]
+        if len(known) == ranks:
+            local_rows[table.parameter] = {
+                each: tuple(read.local_rows[each] for read in known) for each in grid_rows(ranks)
+            }
+            if (found := _sparsity(table, known)) is not None:
+                sparsity[table.parameter] = found
+    schedule, scored = options.schedule, [report.scored for report in reports]
     if schedule == AUTO and options.table_memory is not None:
         schedule = FULL  # prices ignore reads of rows beyond memory, which overlap steps
     return Findings(
@@ -182,16 +170,6 @@ def findings_of(
         options.memory_budget is not None,
         {name: tuple(own[name] for own in scored) for name in scored[0] if all(name in own for own in scored)},
     )
-
-
-def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the parameters that a graph reads in a way shards cannot be read, by lookups or by an output layer."""
-    tables = {table.parameter: table for table in graph.tables}
-    forward = forward_of(graph)
-    for name in parameters_of(graph.module):
-        is_blocked = name not in tables or shard_blocker(tables[name]) is not None
-        if is_blocked and vocabulary_blocker(graph, name, forward) is not None:
-            yield name
 
 
 def facts_of(
@@ -238,9 +216,14 @@ def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOp
 
 
 @dataclass(frozen=True)
-class Reported:
-    """One rank's report of a table: the number of unique rows, the ids with a gradient (None: too many), how many ids
-    the batch has, and rows of a grid -> how many rows would be in the rank's own row of it.
+class Read:
+    """The rows that one rank's batch reads of one table.
+
+    Attributes:
+        rows: number of unique rows, always with the padding row, which travels even if the batch does not hold it.
+        ids: unique ids with a gradient; None: too many to send.
+        draws: number of ids with a gradient, with duplicates.
+        local_rows: rows of a grid -> how many rows would be in the rank's own row of it.
     """
 
     rows: int
@@ -250,33 +233,25 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class _Report:
-    """One rank's report of its batch: parameters with a gradient, why some cannot be sharded, the rows read of each
-    table, the positions that an output layer's loss scores; or why measuring failed.
+class Report:
+    """One rank's report of its batch.
+
+    Attributes:
+        used: parameters with a gradient.
+        whole: parameter that cannot be sharded -> the reason.
+        reads: the rows read, by table.
+        scored: table -> the number of positions that its output layer's loss scores.
+        failure: why measuring failed, or None.
     """
 
-    used: tuple[str, ...]
-    whole: dict[str, str]
-    reads: dict[str, Reported]
-    scored: dict[str, int]
-    failure: str | None
+    used: tuple[str, ...] = ()
+    whole: dict[str, str] = field(default_factory=dict)
+    reads: dict[str, Read] = field(default_factory=dict)
+    scored: dict[str, int] = field(default_factory=dict)
+    failure: str | None = None
 
 
-def reported(reads: Mapping[str, Read], rank: int, ranks: int) -> dict[str, Reported]:
-    """Makes a rank's report of the rows that its batch reads."""
-    found = {}
-    for name, read in reads.items():
-        ids = read.drawn.unique().cpu()
-        sent_ids = _narrow(ids) if ids.numel() <= MOST_GATHERED_IDS // ranks else None
-        found[name] = Reported(read.rows, sent_ids, read.drawn.numel(), read.local_rows(rank, ranks))
-    return found
-
-
-def _narrow(ids: Tensor) -> Tensor:
-    return ids.to(torch.int32) if ids.numel() and int(ids.max()) < 2**31 else ids
-
-
-def _sparsity(table: Table, everyone: Sequence[Reported]) -> Sparsity | None:
+def _sparsity(table: Table, everyone: Sequence[Read]) -> Sparsity | None:
     """Measures the sparsity of a table's gradients on all ranks; None unless every rank reported its ids."""
     ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
     if len(ids) < len(everyone):
@@ -286,51 +261,36 @@ def _sparsity(table: Table, everyone: Sequence[Reported]) -> Sparsity | None:
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
 
-@dataclass(frozen=True)
-class Read:
-    """The rows that one batch reads of one table.
-
-    Attributes:
-        rows: number of unique rows, always with the padding row, which travels even if the batch does not hold it.
-        drawn: (T,) all ids of the batch that get a gradient, with duplicates.
-        unique: (rows,) the unique rows.
-    """
-
-    rows: int
-    drawn: Tensor
-    unique: Tensor
-
-    def local_rows(self, rank: int, ranks: int) -> dict[int, int]:
-        """Counts, for each grid, how many rows are in this rank's own row of it: rows of the grid -> count."""
-        sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
-        return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
-
-
 def grid_rows(ranks: int) -> list[int]:
     """Lists the numbers of rows, beyond one, that a grid of this many ranks can have."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
-def used_parameters(graph: TrainingGraph) -> set[str]:
-    """Names the parameters that get a gradient from the graph."""
-    return {*gradients_of(graph.module)}
-
-
-def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
-    """Counts the rows that a batch reads, by table, by running the graph that computes its ids."""
+def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Maps each table to the ids with a gradient (T,), with duplicates, and the unique rows, with the padding row."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
-    ids = iter(_run(state, extract_ids(graph, tables), leaves))
-    reads = {}
+    ids, found = iter(_run(state, extract_ids(graph, tables), leaves)), {}
     for table in tables:
-        of_uses = [next(ids) for _ in table.uses]
+        of_uses = [next(ids).reshape(-1) for _ in table.uses]
+        drawn = [own[own != use.padding_idx] for own, use in zip(of_uses, table.uses, strict=True)]
         unique = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0]
-        drawn = [
-            own[own != use.padding_idx] for own, use in zip((i.reshape(-1) for i in of_uses), table.uses, strict=True)
-        ]
-        reads[table.parameter] = Read(unique.numel(), torch.cat(drawn).to(torch.int64), unique)
-    return reads
+        found[table.parameter] = torch.cat(drawn).to(torch.int64), unique
+    return found
+
+
+def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int) -> dict[str, Read]:
+    """Counts the rows that a rank's batch reads, by table."""
+    found = {}
+    for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
+        ids = drawn.unique().cpu()
+        narrow = ids.to(torch.int32) if ids.numel() and int(ids.max()) < 2**31 else ids
+        sent = narrow if ids.numel() <= MOST_GATHERED_IDS // ranks else None
+        own_rows = {each: Grid(each, ranks // each).place(rank)[0] for each in grid_rows(ranks)}
+        local_rows = {each: int((unique % each == own).sum()) for each, own in own_rows.items()}
+        found[name] = Read(unique.numel(), sent, drawn.numel(), local_rows)
+    return found
 
 
 def scored_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.tables.joined_table import JoinedTable
@@ -85,7 +84,7 @@ def spaces_by_place(plan: Plan, tables: Mapping[str, RowTable]) -> tuple[RowSpac
         together = [own for own in beyond if sum(len(table.rows) for table in own) == own[0].memory.num_rows]
         in_memory = [name for name in space.tables if not isinstance(tables.get(name), TieredTable)]
         parts = [in_memory, *[[table.name for table in own] for own in together]]
-        found += [space_of(plan, names) for names in parts if len(names) > 1]
+        found += [plan.space_of(names) for names in parts if len(names) > 1]
     return tuple(found)
 
 
@@ -147,14 +146,10 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     tables = context.state.tables
     beyond = [table.memory for table in tables.values() if isinstance(table, TieredTable)]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    context.state.spaces = {
-        space.name: _joined(space, [tables[name] for name in space.tables]) for space in plan.spaces
-    }
+    context.state.spaces = {}
+    for space in plan.spaces:
+        joined = [tables[name] for name in space.tables]
+        tiered = [table for table in joined if isinstance(table, TieredTable)]
+        context.state.spaces[space.name] = JoinedTiers(space, tiered) if tiered else JoinedTable(space, joined)
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)
-
-
-def _joined(space: RowSpace, tables: Sequence[RowTable]) -> JoinedTable:
-    """Makes one table of those of a row space, all of which are in memory, or beyond it."""
-    beyond = [table for table in tables if isinstance(table, TieredTable)]
-    return JoinedTiers(space, beyond) if beyond else JoinedTable(space, tables)

@@ -1,23 +1,20 @@
-"""Decides the pieces and the launch order of a window from a plan; binds no runtime.
+"""Decides the launch order of a window from a plan; binds no runtime.
 
-Pieces are cut once, for the probed links. The first order comes from the cost model; once every rank has measured a few
-steps, rank 0 computes the final one for all ranks.
+The first order comes from the cost model; once every rank has measured a few steps, rank 0 computes the final one for
+all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import ceil
-from statistics import mean, median
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from embrace_fx.cost import links as cost
 from embrace_fx.cost.storage import RowMemory, together
 from embrace_fx.passes.memory.memory_timeline import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.order import BackwardUnits
-from embrace_fx.passes.planner.step_cost import ids_exchange, rows_bytes
+from embrace_fx.passes.planner.step_cost import ids_exchange, one_way_bytes
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone
@@ -25,14 +22,14 @@ from embrace_fx.passes.scheduler.storage_lane import at_pace, read_ahead, with_s
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
-from embrace_fx.runtime.launch.recorder import Recording, compute_spans
+from embrace_fx.runtime.launch.profile import Profile
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 
 MAY_HOLD = 1.05
 """Peak memory of a backward in another order, at most, over its peak in autograd's order; 1 under a budget."""
@@ -87,16 +84,18 @@ def order(
     communicator = context.communicator
     if profiled is not None:
         memory = {key: at_pace(key, of, profiled.byte_ms) for key, of in memory.items()}
-    may_reorder = profiled is not None and compute_in_order is not None and _may_reorder(context, graph)
-    own = None
+    own: _Found | None = None
     if communicator.rank == 0:
-        steps = _step_graph(context, plan, graph, memory, profiled)
-        own = _search(context, plan, graph, steps, name or plan.schedule_name, profiled, may_reorder=may_reorder)
+        name, steps = name or plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
+        # In another order, regions would have to be compiled, and copies placed, again.
+        if profiled is None or compute_in_order is None or context.options.backend != "eager" or _copies(graph):
+            own = schedule(steps, name, "profile" if profiled else "cost model"), ()
+        else:
+            own = _search(context, plan, graph, steps, name, profiled)
     found = communicator.gather(own, _Found | None)[0]
     assert found is not None  # rank 0 has found one
     agreed, units = found
-    if units:
-        assert compute_in_order is not None
+    if units and compute_in_order is not None:
         graph = compute_in_order(units)
     if plan.world_size > 1:
         check_launches(graph, launches(agreed, plan))
@@ -106,32 +105,21 @@ def order(
     return Order(replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory)
 
 
+def _copies(graph: TrainingGraph) -> bool:
+    return any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
+
+
 def _search(
-    context: Context,
-    plan: Plan,
-    graph: TrainingGraph,
-    steps: StepGraph,
-    name: str,
-    profiled: Profile | None,
-    *,
-    may_reorder: bool,
+    context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
-    if profiled is None or not may_reorder:
-        return schedule(steps, name, "profile" if profiled else "cost model"), ()
+    """Searches the order of launches and of the backward's units that takes the least by a profile."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.of(graph.phases["backward"])
     atoms = Atoms.of(units, estimate(plan.links.among(plan.world_size).compute, graph.expected), measured)
     memory = step_memory(graph)
-    bound = memory.backward_peak([*units.needed_by])
-    if context.options.memory_budget is None:
-        bound = round(bound * MAY_HOLD)
+    may_hold = MAY_HOLD if context.options.memory_budget is None else 1.0
+    bound = round(memory.backward_peak([*units.needed_by]) * may_hold)
     return search(steps, name, "profile", atoms, lambda units_: memory.backward_peak(units.ordered(units_)), bound)
-
-
-def _may_reorder(context: Context, graph: TrainingGraph) -> bool:
-    """Returns whether a backward can be reordered without compiling regions or placing copies again."""
-    copies = any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
-    return context.options.backend == "eager" and not copies
 
 
 def _step_graph(
@@ -145,7 +133,7 @@ def _step_graph(
     expected = {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in sparse.items()}
     sizes = Sizes(
         profiled.sent_bytes if profiled else expected,  # else bytes follow from a bucket's size
-        {name: _one_way_bytes(plan, tables) for name, tables in plan.row_exchanges.items()},
+        {name: one_way_bytes(plan, tables) for name, tables in plan.row_exchanges.items()},
         sum(ids_exchange(plan[table], plan.world_size).sent_bytes for table in plan.sharded),
         {name: sum(plan[table].norm_bytes for table in tables) for name, tables in plan.row_exchanges.items()},
         context.options.rows,

@@ -6,8 +6,7 @@ import fnmatch
 import socket
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
@@ -24,7 +22,7 @@ from embrace_fx.runtime.tables.layouts import mesh_of, part_of
 from embrace_fx.runtime.tables.part import Part, become_part, local_part, own_part_of
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tiers.budget import least_bytes, own_bytes, row_bytes, slot_bytes
+from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
 from embrace_fx.runtime.tiers.record_file import TierError
@@ -41,45 +39,6 @@ from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import STILL, semantics
 from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A table beyond memory.
-
-    Attributes:
-        memory: bytes for its working set; below 1, the share of its rows.
-        whole: the value asked for, which tables may share.
-        columns: name -> column of a row on this rank.
-    """
-
-    memory: float
-    whole: float
-    columns: Mapping[str, Column]
-
-    def slots(self, rows: int, table: str) -> int:
-        """Counts the rows that stay in memory.
-
-        Raises:
-            ValueError: none would.
-        """
-        if self.memory < 1:
-            return max(1, min(rows, ceil(self.memory * rows)))
-        each = row_bytes(rows, self.columns)
-        found = int((self.memory - rows * each - own_bytes(self.columns)) // slot_bytes(self.columns))
-        if found < 1:
-            raise ValueError(
-                f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
-                f"{self.asked_for(1, rows)}: {each:.1f} bytes for each of its {rows:,} rows to say where the row is, "
-                "and room for one row. Raise it, or train on more ranks."
-            )
-        return min(rows, found)
-
-    def asked_for(self, slots: int, rows: int) -> str:
-        """Prints the least table_memory that keeps this many rows in memory."""
-        if self.memory < 1:
-            return f"{ceil(slots / rows * 1e4) / 1e4:g}"
-        return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
 
 
 def fit_plan(
@@ -107,7 +66,13 @@ def fit_plan(
     if context.options.spill_to is None:
         _check_host(context, tiers(context, plan, context.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
-    own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
+    own = {}
+    for name, tier in found.items():
+        of, lies = plan[name], sparsity.get(name)
+        # A plan that is used again already has its draws.
+        repeated = Draws(of.shape[0], 0.0, 0.0) if of.memory is None else of.memory.draws
+        together = of.rows.together if of.rows is not None else 1
+        own[name] = tier.row_memory(name, of.shape[0], together, repeated if lies is None else Draws.of(lies), rest)
     agreed = context.communicator.gather(own, dict[str, RowMemory])[0]
     for name, memory in agreed.items():
         if plan[name].measured and memory.slots < memory.at_once:
@@ -130,18 +95,7 @@ def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mappi
     for name in space.tables:
         columns = tuple(beyond[name].columns.items()) if name in beyond else ()
         sets.setdefault(columns if on_host or not columns else name, []).append(name)
-    return [space_of(plan, tables) for tables in sets.values()]
-
-
-def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[StorageTier, ...]) -> RowMemory:
-    """Predicts a table's reads and writes; a plan that is used again already has its draws."""
-    repeated = Draws(decision.shape[0], 0.0, 0.0) if decision.memory is None else decision.memory.draws
-    draws = repeated if lies is None else Draws.of(lies)
-    rows, record = decision.shape[0], Records(tier.columns).nbytes
-    at_once = decision.rows.together if decision.rows is not None else 1
-    slots = tier.slots(rows, decision.parameter)
-    bytes_of = slot_bytes(tier.columns), row_bytes(rows, tier.columns), own_bytes(tier.columns)
-    return RowMemory(rows, slots, *bytes_of, record, at_once, draws, storage)
+    return [plan.space_of(tables) for tables in sets.values()]
 
 
 def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
@@ -260,18 +214,14 @@ def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag
 
 
 def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables beyond memory, one for those of a row space.
-
-    Collective: fails on all ranks or on none.
-
-    Returns: each table's, and its first row there.
-    """
+    """Makes the working sets of tables beyond memory, one for those of a row space; returns each table's, and its first
+    row there. Collective: fails on all ranks or on none."""
     joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others follow it
     among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to
     for first_table in [name for name in beyond if name not in among]:
-        space = joined.get(first_table) or space_of(plan, [first_table])
+        space = joined.get(first_table) or plan.space_of([first_table])
         first_rows = {table: space.rows_of(table).start for table in space.tables}
         initial = FirstOfTables({first: _initial(context, name, plan[name]) for name, first in first_rows.items()})
         columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)

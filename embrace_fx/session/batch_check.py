@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from embrace_fx.passes.partition import extract_ids
-from embrace_fx.planning.replanning import SAMPLED_EVERY
+from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader

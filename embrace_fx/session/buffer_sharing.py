@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -54,8 +54,7 @@ class BufferSharing:
             announcement; and one that shares them behind it, before the forward reads a buffer. Collective. None:
             there are none to share.
         """
-        alone = self._context.communicator.world_size == 1
-        if alone or not self._context.options.shares_buffers or not self._shared():
+        if self._context.communicator.world_size == 1 or not self.shared():
             return lambda: 0, None
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
@@ -77,7 +76,9 @@ class BufferSharing:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
                 # the one before.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
-                self._share(self._shared() if every else sorted(names()))
+                places = map(self._state.place_of_buffer, self.shared() if every else sorted(names()))
+                tensors = [owner[key] for owner, key in places]
+                self._context.communicator.broadcast(tensors, self._counters.authority)
                 self._stale = frozenset()
                 self._were = AsSeen.of(self._unwritten())
             if train:
@@ -89,14 +90,15 @@ class BufferSharing:
         """Lists the buffers that no forward writes."""
         return self._state.buffers_but(self._written | self._state.ignored)
 
-    def _shared(self) -> list[str]:
-        """Names all buffers but those that each rank has for itself."""
-        return [name for name in self._state.buffer_names() if name not in self._state.ignored]
+    @property
+    def shares_next(self) -> bool:
+        """Whether the next forward shares buffers."""
+        return self.due and bool(self.shared())
 
-    def _share(self, names: Sequence[str]) -> None:
-        places = [self._state.place_of_buffer(name) for name in names]
-        tensors = [owner[key] for owner, key in places]
-        self._context.communicator.broadcast(tensors, self._counters.authority)
+    def shared(self) -> list[str]:
+        """Names the buffers that ranks share: all but those that each rank has for itself."""
+        ignored, shares = self._state.ignored, self._context.options.shares_buffers
+        return [name for name in self._state.buffer_names() if shares and name not in ignored]
 
 
 @functools.lru_cache(maxsize=64)

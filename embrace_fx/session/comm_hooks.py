@@ -27,12 +27,6 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     Args:
         begun: whether the model has been called.
         registered: the name of the model's hook; "" for none.
-
-    Raises:
-        RuntimeError: the model has been called, or has a hook.
-        TypeError: the argument is no hook.
-        ValueError: rows are rounded; or strategies other than AllReduce are asked for: a hook
-            would not see all gradients.
     """
     if begun or registered:
         found = "the model has been called" if begun else f"{registered} is registered"

@@ -34,7 +34,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {  # of a `Session`
     "parameters_to_ignore": lambda session: set(session.state.ignored),
     "modules_buffers": lambda session: list(session.model.buffers()),
     "named_module_buffers": lambda session: dict(session.model.named_buffers()),
-    "will_sync_module_buffers": lambda session: lambda: _shares_buffers(session),
+    "will_sync_module_buffers": lambda session: lambda: session.programs.buffers.shares_next,
     "_set_static_graph": lambda session: lambda: None,
     "_get_ddp_logging_data": lambda session: lambda: _logged(session),
     "_distributed_rank": lambda session: session.communicator.rank,
@@ -61,11 +61,6 @@ _MACHINERY = (
 """What a DistributedDataParallel has besides the names of its class."""
 
 
-def _shares_buffers(session: Session) -> bool:
-    buffers = [name for name in session.state.buffer_names() if name not in session.state.ignored]
-    return session.options.shares_buffers and session.programs.buffers.due and bool(buffers)
-
-
 def _logged(session: Session) -> dict[str, Any]:
     """Returns those of DDP's logged facts that a compiled model has too."""
     parameters = list(session.model.parameters())
@@ -84,14 +79,7 @@ def _logged(session: Session) -> dict[str, Any]:
 
 
 def read(session: Session, name: str, error: AttributeError) -> Any:
-    """Reads an attribute that neither the compiled model nor the user's has.
-
-    Args:
-        error: the user's model's.
-
-    Raises:
-        AttributeError: it is none of DDP's either, or of DDP's own machinery.
-    """
+    """Reads an attribute that neither the compiled model nor, as `error` says, the user's has."""
     if name in _READ:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):
@@ -103,11 +91,7 @@ def read(session: Session, name: str, error: AttributeError) -> Any:
 
 
 def assign(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute of `SET`, on every rank alike.
-
-    Raises:
-        AttributeError: it cannot be changed.
-    """
+    """Sets an attribute of `SET`, on every rank alike; raises AttributeError where it cannot be changed."""
     if name == "module":
         raise AttributeError(
             f"The .module of a compiled model cannot be replaced, here by a {type(value).__name__}. Load its weights "

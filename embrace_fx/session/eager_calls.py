@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from embrace_fx.capture.gradient_graph import captured_of, gradient_graph, lookup_tables
 from embrace_fx.passes.join_exchanges import idle_graph
-from embrace_fx.planning.replanning import SAMPLED_EVERY
+from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
 from embrace_fx.runtime.step.accumulation import Accumulation
 from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
-from embrace_fx.session.program_cache import Entry
+from embrace_fx.session.program_cache import Arguments, Entry
 from embrace_fx.session.programs import ORDER, Programs
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
@@ -48,16 +48,14 @@ class EagerCalls:
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
-        self._sorted: tuple[tuple[str, ...], tuple[str, ...], list[str]] | None = (
-            None  # (state's names, order, sorted names)
-        )
+        self._sorted: tuple[tuple[str, ...], list[str]] | None = None  # (state's names, those in order)
 
     def take_over(self, reason: str) -> None:
         """Switches to the eager route, for good."""
         self.reason = reason
         self._context.stepping.of_any_layout = True
         self._programs.cache.clear()
-        self._rows, self._came, self._order = {}, (), ()
+        self._rows, self._came, self._order, self._sorted = {}, (), (), None
         if self._context.communicator.rank == 0:
             log("%s runs as written, with whole tables: %s", type(self._context.model).__name__, reason)
 
@@ -68,37 +66,29 @@ class EagerCalls:
             entry = self._entry(self._trained(), train=True)
             self._programs.replan(entry, self._rows_of(entry), reason)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Any:
-        """Runs the user's forward on a batch. Collective.
-
-        Raises:
-            PeerFailure: a rank has failed; on every rank.
-        """
+    def call(self, call: Arguments) -> Any:
+        """Runs the user's forward on a batch. Collective."""
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = train and bool(trained)  # autograd passes gradients through a frozen model
         announcements.wait()  # of a step without backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)
-        if programs.plan is None:
+        if programs.pipeline is None:
             programs.decide(entry, rows)
         if train and announcements.asked_to_plan:
-            self._order = self._came
+            self._order, self._sorted = self._came, None
             trained = self._trained()
             entry = self._entry(trained, train=train)
             programs.replan(entry, rows)
         programs.counters.calls += train
         accumulates = train and not self._context.state.synchronised
-        results = self._run(entry, trained, args, kwargs, accumulates=accumulates)
+        results = self._run(entry, trained, call, accumulates=accumulates)
         if train:
             programs.observe()
         return results
 
-    def evaluate_unplanned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward without gradients before there is a plan, when no table is sharded. Collective.
-
-        Raises:
-            RuntimeError: the model is on the meta device, and has no values yet.
-        """
+    def evaluate_unplanned(self, call: Arguments) -> Any:
+        """Runs a forward without gradients before there is a plan, when no table is sharded. Collective."""
         context, model = self._context, self._context.model
         agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -110,35 +100,29 @@ class EagerCalls:
             buffers = context.options.shares_buffers
             broadcast_state(model, context.state.ignored, context.communicator, buffers=buffers)
         self._replicated = True
-        return model(*args, **kwargs)
+        return model(*call.args, **call.kwargs)
 
     def evaluates(self) -> bool:
         """Returns whether forwards without gradients run as written, even if training calls are captured."""
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
-        if self.reason or (options.route is None and not self._shares_buffers):
+        if self.reason or (options.route is None and not self._programs.buffers.shared()):
             return True
         trains = any(parameter.requires_grad for parameter in self._context.model.parameters())
         return trains and options.route is None and not self._context.state.ignored
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, call: Arguments) -> Any:
         """Runs a forward without gradients eagerly, after applying every update.
 
         Collective where ranks share buffers. Else it needs no other rank: one may evaluate while the others wait.
         """
         self._programs.flow.leave()
         self._programs.synchronize()
-        if not self._shares_buffers:
-            return self._context.model(*args, **kwargs)
+        if not self._programs.buffers.shared():
+            return self._context.model(*call.args, **call.kwargs)
         trained = self._trained()
-        return self._run(self._entry(trained, train=False), trained, args, kwargs, accumulates=False)
-
-    @property
-    def _shares_buffers(self) -> bool:
-        """Whether a forward reads buffers that rank 0 sends."""
-        state = self._context.state
-        return self._context.options.shares_buffers and not state.ignored.issuperset(state.buffer_names())
+        return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
         """Returns the entry that takes the place of a capture; makes it at the first call."""
@@ -169,19 +153,19 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Lists the parameters whose gradients are exchanged: first those without one so far, then the last made.
+        """Lists the parameters whose gradients are exchanged: those without one so far, then others, the last first.
 
         Buckets are filled from the end of this order, and launched as they are full.
         """
         state = self._context.state
-        if self._sorted is None or self._sorted[0] is not state.names or self._sorted[1] is not self._order:
+        if self._sorted is None or self._sorted[0] is not state.names:
             first: dict[int, str] = {}
             for name in state.names:
                 first.setdefault(id(state.parameter(name)), name)  # tied ones go by their first name
             place = {name: k for k, name in enumerate(self._order)}
             names = sorted(first.values(), key=lambda name: -place.get(name, len(place)))
-            self._sorted = state.names, self._order, [name for name in names if name not in state.ignored]
-        names = self._sorted[2]
+            self._sorted = state.names, [name for name in names if name not in state.ignored]
+        names = self._sorted[1]
         found = zip(names, state.parameters(names), strict=True)
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
@@ -201,15 +185,7 @@ class EagerCalls:
         """Stops watching the model's parameters."""
         self._accumulation.forget()
 
-    def _run(
-        self,
-        entry: Entry,
-        trained: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        accumulates: bool,
-    ) -> Any:
+    def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
         """Announces a call, and runs the forward."""
         context = self._context
         if self.reason:
@@ -218,7 +194,7 @@ class EagerCalls:
         step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
         step.announce()
         try:
-            results = context.model(*args, **kwargs)
+            results = context.model(*call.args, **call.kwargs)
         except Exception as error:
             if context.communicator.world_size > 1 and not is_of_ranks(error):
                 context.announcements.give_up(failure_text(error))

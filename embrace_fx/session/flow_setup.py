@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from embrace_fx.planning.scheduling import cuts, launches, looks_ahead
+from embrace_fx.passes.planner.cutting import cuts
+from embrace_fx.planning.scheduling import launches
 from embrace_fx.runtime.exchanges.channel import Channel, run
 from embrace_fx.runtime.exchanges.in_place import (
     Exchange,
@@ -49,7 +50,7 @@ def start_flow(
         after_announcement: called at each step where every rank is known to continue.
         as_gradients: the graph has only gradients, launched in autograd's order.
     """
-    launched, pieces = launches(schedule, plan), dict(cuts(context, plan).pieces)
+    launched, pieces = launches(schedule, plan), dict(cuts(plan, context.state.parameter).pieces)
     communicator, state = context.communicator, context.state
     device = next(context.model.parameters()).device
     streams = streams_of(device)
@@ -74,7 +75,7 @@ def start_flow(
             for name, table in tables.items()
         },
         Buckets(plan.buckets, state.parameters, communicator, launcher, by_bucket),
-        looks_ahead=looks_ahead(plan),
+        looks_ahead=plan.looks_ahead,
         warn=warn,
         after_announcement=after_announcement,
         streams=streams,
@@ -82,11 +83,8 @@ def start_flow(
 
 
 def _exchanges(context: Context, plan: Plan, *, on_streams: bool) -> dict[int, BucketExchange]:
-    """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
-
-    Args:
-        on_streams: each exchange runs to its end where it is launched, on the stream of its class.
-    """
+    """Makes the functions that start the exchanges of buckets that are not AllReduced; on streams, that run them to
+    the end where they are launched. Collective."""
     found = {k: each for k, bucket in enumerate(plan.buckets) if (each := _exchange(context, plan, bucket)) is not None}
     if not found:
         return {}

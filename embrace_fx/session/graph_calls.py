@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from embrace_fx.capture import Captured, capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.capture.gc_pause import not_collecting
 from embrace_fx.capture.model_watch import ModelWatch
-from embrace_fx.capture.read_values import Changed
 from embrace_fx.passes.pipeline import analyse
-from embrace_fx.planning.plan_fit import PlanViolation
+from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
@@ -49,15 +49,13 @@ class GraphCalls:
     def call(self, call: Arguments) -> Any:
         """Runs the model on a batch. Collective.
 
-        Raises:
-            PlanDoesNotFit: the plan must be changed first; on every rank.
-            RunsEagerly: no graph holds the forward; on every rank.
+        Raises on every rank: PlanDoesNotFit if the plan must change first, RunsEagerly if no graph holds the forward.
         """
         programs, leaves, train = self._programs, call.leaves, call.train
         kind = programs.cache[key_of(self._watch.modes(), leaves, call.spec, train)]
         entry = self._entry(kind, call)
         programs.counters.ahead = self._lookahead.batches if self._lookahead.active else 0
-        if programs.plan is None:
+        if programs.pipeline is None:
             with not_collecting():
                 programs.decide(entry, entry.captured.inputs(leaves))
         if self._context.announcements.asked_to_plan:
@@ -85,12 +83,11 @@ class GraphCalls:
 
     def _entry(self, kind: Entries, call: Arguments) -> Entry:
         """Finds, or makes, a capture that is valid for a batch."""
-        found = kind.accepting(call.leaves)
-        if found is not None:
-            found.reused += 1
-            return found
-        with not_collecting():
-            return self._capture(kind, call)
+        if (found := kind.accepting(call.leaves)) is None:
+            with not_collecting():
+                return self._capture(kind, call)
+        found.reused += 1
+        return found
 
     def _runs(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
         """Finds the entry and the program that a batch runs on; compiles the program at first."""
@@ -142,7 +139,7 @@ class GraphCalls:
         programs.flow.wait()  # a capture reads `.grad`, and could not apply a pending gradient
         try:
             with stage("capturing", rank):
-                captured = self._captured(kind, call.leaves, call.args, call.kwargs, call.train)
+                captured = self._captured(kind, call)
                 analysed = analyse(captured.graph)
         except Exception as error:  # of any kind: the other ranks must be informed
             failure = error
@@ -151,7 +148,7 @@ class GraphCalls:
         asks |= options.shards_by_request and isinstance(failure, CaptureError) and failure.communicates
         route = "graph" if asks else options.route
         activity = context.activity(train=call.train)
-        if programs.plan is None:
+        if programs.pipeline is None:
             with stage("waiting for the other ranks to capture", rank):
                 reason = agree_on_first_call(context.communicator, activity, failure, route)
             if reason:
@@ -162,19 +159,13 @@ class GraphCalls:
             give_up(context.announcements, failure)
         assert captured is not None
         kind.found.append(entry := Entry(captured, analysed, call.train))
-        if programs.plan is not None:
+        if programs.pipeline is not None:
             programs.build(entry)
         return entry
 
-    def _captured(
-        self, kind: Entries, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
-    ) -> Captured:
-        """Captures a batch; sizes that have varied among the calls of its kind are symbolic.
-
-        Raises:
-            CaptureError: the model cannot be captured, or has been captured too often.
-        """
-        changed = kind.found[-1].captured.changed(leaves) if kind.found else []
+    def _captured(self, kind: Entries, call: Arguments) -> Captured:
+        """Captures a batch; sizes that have varied among the calls of its kind are symbolic."""
+        changed = kind.found[-1].captured.changed(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
         if self._programs.cache.captures >= MAX_CAPTURES:
@@ -184,20 +175,26 @@ class GraphCalls:
                 "tensors, attributes of the model too.",
                 str(constant or f"shapes of its batches keep changing, even after {MAX_CAPTURES} captures"),
             )
-        if constant is not None:
-            self._check_repeats(kind, constant)
-        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        captured = self._with_inputs(kind, args, kwargs, train)
+        most = MOST_UNUSED_OF_FLOATS if constant is not None and type(constant.now) is float else MOST_UNUSED
+        if constant is not None and len(kind.found) >= most and not any(each.reused for each in kind.found[-most:]):
+            raise RefusedError(
+                f"{type(self._context.model).__name__}: {constant}, and each of the last {most} captures has served "
+                "one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then runs "
+                "as written.",
+                str(constant),
+            )
+        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)})
+        captured = self._with_inputs(kind, call)
         return replace(captured, conditions=captured.conditions.unchanged())
 
-    def _with_inputs(self, kind: Entries, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
+    def _with_inputs(self, kind: Entries, call: Arguments) -> Captured:
         """Captures with the values that have changed as inputs, except those that decide the graph itself."""
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
-        model, dynamic = self._context.model, varying_sizes(kind)
+        captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(kind))
         while True:
             try:
-                with whole_parameters(model, whole):
-                    captured = capture(model, args, kwargs, train=train, dynamic=dynamic, values=kind.values)
+                with whole_parameters(self._context.model, whole):
+                    captured = captured_as(call.args, call.kwargs, values=kind.values)
             except CaptureError as error:
                 if not kind.values or error.raised is not None:
                     raise
@@ -208,17 +205,6 @@ class GraphCalls:
                 self._programs.cache.captures += 1
                 return captured
             kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
-
-    def _check_repeats(self, kind: Entries, changed: Changed) -> None:
-        """Raises `RefusedError` where a value that the forward reads differs in each call."""
-        most = MOST_UNUSED_OF_FLOATS if type(changed.now) is float else MOST_UNUSED
-        if len(kind.found) >= most and not any(entry.reused for entry in kind.found[-most:]):
-            raise RefusedError(
-                f"{type(self._context.model).__name__}: {changed}, and each of the last {most} captures has served one "
-                "call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then runs as "
-                "written.",
-                str(changed),
-            )
 
 
 def varying_sizes(kind: Entries) -> frozenset[tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.cost.storage import RowMemory, StorageTier
+from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.row_table import RowTable
 
@@ -58,23 +58,20 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
 
     Args:
         step_ms: time of a step without its waits for these rows; None: unknown.
-
-    Returns: "" before any batch.
     """
     if not memory.draws.ids:
         return ""
-    places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {_place(memory, each)}" for each, rows in memory.moved)
+    places = []
+    for place, rows in memory.moved:
+        places.append(f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}")
+        if place.holds_bytes is not None:
+            share = min(place.holds_bytes / memory.record_bytes / memory.num_rows, 1)
+            places[-1] += f", which holds {share:.2%}"
     moved = f"{memory.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
     text = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
         return text
     return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
-
-
-def _place(memory: RowMemory, place: StorageTier) -> str:
-    if place.holds_bytes is None:
-        return place.name
-    return f"{place.name}, which holds {min(place.holds_bytes / memory.record_bytes / memory.num_rows, 1):.2%}"
 
 
 def _of_rows(memory: RowMemory) -> str:

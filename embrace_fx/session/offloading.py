@@ -12,23 +12,15 @@ from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
 from embrace_fx.runtime.probe.pace import pace
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.setup.context import Context
 
 
 def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Makes the copies that the options ask for, and measures their rate. Collective if they ask for any.
+    """Makes the copies that the options ask for; returns them with the slowest rank's rate. Collective if any are made.
 
     Args:
         compute: how fast nodes are estimated to run. Only proportions of estimates are right, so that the copies'
             rate is converted to the estimates' milliseconds.
-
-    Returns:
-        The object that copies values out of memory and back, None where nothing is offloaded; and the slowest rank's
-        rate, so that all ranks decide alike.
-
-    Raises:
-        PeerFailure: a rank cannot offload; on every rank.
     """
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
@@ -48,14 +40,9 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
     except (ValueError, RuntimeError, OSError) as error:
         failure = error
     context.communicator.check_none_failed(failure)
-    return copies, _agreed(context.communicator, own, on_host=on is None)
-
-
-def _agreed(communicator: Communicator, own: Measured, *, on_host: bool) -> CopyRate:
-    """Agrees on the slowest rank's rate. Collective."""
-    threads = torch.get_num_threads()
-    everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured, str, int])
+    threads, host = torch.get_num_threads(), socket.gethostname()
+    everyone = context.communicator.gather((own, host, threads), tuple[Measured, str, int])
     rates, starts = zip(*(speed for speed, _, _ in everyone), strict=True)
-    computing = sum(each for _, host, each in everyone if host == socket.gethostname())
-    shares = on_host and computing >= len(os.sched_getaffinity(0))
-    return CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)
+    computing = sum(each for _, name, each in everyone if name == host)
+    shares = on is None and computing >= len(os.sched_getaffinity(0))
+    return copies, CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)

@@ -19,19 +19,12 @@ from torch.optim import Optimizer
 from embrace_fx.capture.gc_pause import not_collecting
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
+from embrace_fx.passes.planner.plan_fit import NO_MOMENT, RENAMED, WHOLE, PlanViolation, fitted, renamed, violation
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.planning.findings import WHOLE, find, plan_on_links
+from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describe_replan
+from embrace_fx.planning.findings import find, plan_on_links
+from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import gather_tables, place, place_anew, spaces_by_place
-from embrace_fx.planning.plan_fit import (
-    NO_MOMENT,
-    RENAMED,
-    PlanViolation,
-    fitted,
-    renamed,
-    repeated,
-    violation,
-)
-from embrace_fx.planning.replanning import SAMPLED_EVERY, changes, describe_replan
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
@@ -66,8 +59,7 @@ class Programs:
 
     Attributes:
         cache: the entries of the calls so far.
-        plan: the plan in use; None before the first training call.
-        pipeline: what steps run on under it.
+        pipeline: the plan in use, and what steps run on under it; None before the first training call.
         counters: the state that calls share.
         buffers: shares the model's buffers.
         links: the links that have been probed; None before.
@@ -76,7 +68,6 @@ class Programs:
 
     def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
         self.cache = ProgramCache()
-        self.plan: Plan | None = None
         self.pipeline: StepPipeline | None = None
         self.counters, self.records = StepCounters(), False
         self.links: Cluster | None = None
@@ -89,6 +80,11 @@ class Programs:
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
         self._no_steps = Flow.within_steps(context.announcements)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before the first training call."""
+        return None if self.pipeline is None else self.pipeline.plan
 
     @property
     def flow(self) -> Flow:
@@ -131,12 +127,10 @@ class Programs:
     def decide(self, entry: Entry, leaves: Sequence[Any]) -> None:
         """Makes the plan, places parameters as it says, and builds the first program. Collective.
 
-        Raises:
-            PeerFailure: a rank's batch is bad, on every rank.
-            ValueError: the options do not fit the model, on every rank.
+        Raises on every rank: PeerFailure for a bad batch, ValueError for options that do not fit the model.
         """
-        context, analysed, findings = self._context, entry.analysed, None
-        given, rank = context.options.given_plan, context.communicator.rank
+        context, analysed, given, findings = self._context, entry.analysed, self._context.options.given_plan, None
+        rank = context.communicator.rank
         if given is None:
             with stage("planning", rank):
                 findings = find(context, analysed, leaves, frozenset())
@@ -154,7 +148,6 @@ class Programs:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, without programs: all at once, or on an error nothing."""
-        self.plan = plan
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
@@ -176,25 +169,24 @@ class Programs:
                 self.ask_to_replan(DRIFT)
 
     def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:
-        """Plans again, for a batch. Collective.
+        """Plans again, for a batch. Collective. If it raises, it does so on every rank, and nothing has changed.
 
         Args:
             reason: why; "": the reason of the rank that asked in its announcement. The plan then stays for now where a
                 rank's work is unfinished, or has run out of batches (`join`): a plan is made for every rank's batch.
-
-        Raises:
-            PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
         context, pipeline, forced = self._context, self._in_use(), bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
+        used, schedule = set[str](), ""
         if not forced:
-            if asked.uneven or not self._may_change_everywhere(entry):
+            own = Announcement(activity=context.activity(train=entry.train), sizes=(self._may_change(entry),))
+            if asked.uneven or not all(may for (may,) in context.announcements.announce(own)):
                 return
             reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
             asked.replan_for = ""
-        used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")} if not forced else frozenset()
+            used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
+            schedule = old.schedule_name
         with stage("planning again", communicator.rank):
-            schedule = "" if forced else old.schedule_name
             findings = find(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
@@ -220,9 +212,6 @@ class Programs:
         Args:
             activity: the activity of the call.
             meets: all ranks come here, whether or not it meets the needs of their batches.
-
-        Raises:
-            PlanDoesNotFit: it does not meet them; on every rank.
         """
         self._violation = found
         if found or meets:
@@ -231,11 +220,8 @@ class Programs:
     def fit(self) -> str:
         """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
 
-        Returns:
-            Why forwards run eagerly from here on, on every rank; "" where graphs hold them.
-
-        Raises:
-            PeerFailure: the plan may not change now on some rank; on every rank, and nothing changed.
+        Returns why forwards run eagerly from here on, on every rank; "": graphs hold them. Raises PeerFailure on every
+        rank where the plan may not change now on some rank.
         """
         own, self._violation = self._violation, PlanViolation()
         state, communicator = self._context.state, self._context.communicator
@@ -258,11 +244,7 @@ class Programs:
         return ""
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective.
-
-        Raises:
-            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
-        """
+        """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -270,9 +252,9 @@ class Programs:
                 "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
                 "compile(), and step after every backward."
             )
-        findings, plan = self._in_use().findings, self._in_use().plan
+        findings = self._in_use().findings
         findings = None if findings is None else findings.with_whole(names, reason)
-        self._replace(entry.analysed, plan_on_links(self._context, findings, plan), findings, reason)
+        self._replace(entry.analysed, plan_on_links(self._context, findings, self.plan), findings, reason)
 
     @outside_of_modes()
     def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
@@ -293,15 +275,6 @@ class Programs:
             each.programs.clear()
         if context.communicator.rank == 0:
             log("planned again %s", line)
-
-    def _may_change_everywhere(self, entry: Entry) -> bool:
-        """Returns whether the plan may change on every rank. Collective.
-
-        Raises:
-            PeerFailure: the ranks are not doing the same thing; on every rank.
-        """
-        own = Announcement(activity=self._context.activity(train=entry.train), sizes=(self._may_change(entry),))
-        return all(may for (may,) in self._context.announcements.announce(own))
 
     def _may_change(self, entry: Entry) -> bool:
         """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
@@ -341,7 +314,7 @@ class Programs:
         return found + self.flow.buckets.optimizers
 
     def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped; waits for no work that other ranks have not begun."""
+        """Applies every update that an optimizer has stepped."""
         self._context.state.pending.close()
         self._apply()
 

@@ -45,6 +45,7 @@ AWAITED = 0.5
 """Share of a sharded table's exchange that a step waits for (`passes/planner/step_cost.py`)."""
 
 _LAYERS = (nn.Embedding, nn.EmbeddingBag)
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
@@ -57,24 +58,24 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
         return f"the communication hook {hook.name} reduces whole gradients"
     if context.communicator.world_size == 1 or _asks_for_a_graph(context):
         return ""
-    agree_on_first_call(context.communicator, context.activity(train=True), None)
-    ids = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _may_be_ids(leaf)]
-    tables, heads = _tables(context.model), _heads(context.model)
-    if len(tables) > FEW_TABLES or (tables and not all(context.communicator.gather(bool(ids), bool))):
+    communicator, model = context.communicator, context.model
+    agree_on_first_call(communicator, context.activity(train=True), None)
+    ids = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
+    tables, heads = _tables(model), _heads(model)
+    if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
-    advice = "route='graph' captures"
-    if heads and not all(context.communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
+    if heads and not all(communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
         heads = {}  # without labels in the batch, the loss is outside of the model, where "auto" shards no head
+    advice = "route='graph' captures"
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
-    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
-    rows = [_rows(ids, parameter) for parameter in tables.values()]
-    findings = find(context, graph, rows, frozenset(), schedule="none")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    graph = as_lookups(gradient_graph({**tables, **heads}, [*tables], {}, frozenset()))
+    findings = find(context, graph, [_rows(ids, table) for table in tables.values()], frozenset(), schedule="none")
     plan = plan_on_links(context, findings, None, known=programs.links)
     programs.links = plan.links if plan.links_are == "probed" else None
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
-    positions = max(context.communicator.gather(max(each.numel() for each in ids), int))
+    positions = max(communicator.gather(max(each.numel() for each in ids), int))
     saved_ms = _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
     compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
     if (plan.sharded or heads) and saved_ms > WORTH * compute_ms:
@@ -84,7 +85,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
 
 
 def _asks_for_a_graph(context: Context) -> bool:
-    """Whether an option asks for what only a graph gives, or lookups as written would differ from DDP's."""
+    """Returns whether an option asks for what only a graph gives, or lookups as written would differ from DDP's."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"
@@ -114,22 +115,14 @@ def _heads(model: nn.Module) -> dict[str, nn.Parameter]:
     """Finds the weights of output layers: linear ones with a row for each row of a lookup layer, tied to it or not."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, module in layers:
-        weight: Any = module.weight
-        if module.out_features in rows and weight.requires_grad:
-            found[id(weight)] = f"{name}.weight", weight
-    return dict(found.values())
+    found = {id(layer.weight): f"{name}.weight" for name, layer in layers if layer.out_features in rows}
+    return {name: p for name in found.values() if (p := model.get_parameter(name)).requires_grad}
 
 
 def _has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Whether a batch has ids and labels: two tensors or more whose largest numbers fit a head's rows."""
+    """Returns whether a batch has ids and labels: two tensors or more whose largest numbers fit a head's rows."""
     largest = [int(each.max()) for each in ids]
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
-
-
-def _may_be_ids(leaf: Tensor) -> bool:
-    return leaf.numel() > 0 and leaf.dtype in (torch.int64, torch.int32)
 
 
 def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:

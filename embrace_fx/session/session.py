@@ -1,4 +1,4 @@
-"""Runs one compiled model: agrees with other ranks, captures, plans, places, runs, captures and plans again."""
+"""One compiled model's life: sets it up with the other ranks, runs its calls, keeps its state, closes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.bypasses import close_bypasses
 from embrace_fx.capture.model_watch import ModelWatch
+from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
-from embrace_fx.planning.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -120,7 +119,8 @@ class Session:
     @property
     def shards(self) -> tuple[str, ...]:
         """The sharded tables."""
-        return () if self.programs.plan is None or self.communicator.world_size == 1 else self.programs.plan.sharded
+        plan = self.programs.plan
+        return () if plan is None or self.communicator.world_size == 1 else plan.sharded
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -132,13 +132,13 @@ class Session:
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:
-        """Applies updates, and waits for gradients; of those, this thread alone knows that nobody works with them."""
+        """Applies updates; the main thread, where no gradient is being worked on, also waits for gradients."""
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
             self.programs.flow.wait()
 
     def in_fork(self) -> None:
-        """Has a forked child use no connection to other ranks."""
+        """Cuts a forked child off from the other ranks."""
         self.communicator.leave_fork()
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
@@ -157,8 +157,7 @@ class Session:
                 self._send_first_state()
         own = self.model, self.optimizers, self.options  # they may have changed since `compile`
         agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
-        self.state.refresh(self.model)
-        self._watch.note()
+        self._look_again()
         self._begun = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
@@ -170,91 +169,86 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_first, rank = self.programs.plan is None, self.communicator.rank
+        is_first = self.programs.pipeline is None
         # Each stage of the first step may be short, their sum long.
-        with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
+        with stage("preparing the first step", self.communicator.rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
                 self.announcements.announce(Announcement())  # a rank that comes here alone is refused
             if not self._begun:
                 self._begin()
-            leaves, spec = flatten_arguments(args, kwargs)
-            counters = self.programs.counters
-            count = counters.calls
+            arguments = Arguments(args, kwargs, *flatten_arguments(args, kwargs), torch.is_grad_enabled())
+            count = self.programs.counters.calls
             while True:
                 try:
-                    return self._call(args, kwargs, leaves, spec)
+                    return self._call(arguments)
                 except RunsEagerly as found:
                     self._eager.take_over(str(found))
                 except PlanDoesNotFit:
-                    counters.calls = count
+                    self.programs.counters.calls = count
                     self._eager.fit()
                     if self._watch.renamed():
                         gather_buffers(self.model)
                         self._follow_names()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    def _call(self, call: Arguments) -> Any:
         """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank.
 
         Until a call trains a parameter, the model runs as it is: a discriminator may be frozen at its first calls.
         """
-        train = torch.is_grad_enabled()
         self.communicator.check_open()
-        self._look_at_model(train)
-        if self.programs.plan is None and not (train and self._watch.trains):
-            if self._to_load is not None:
-                raise RuntimeError(
-                    "The first call after load_checkpoint() must be a training call: it places the tables and reads "
-                    "the checkpoint. Call the model once with gradients enabled before you evaluate."
-                )
-            return self._eager.evaluate_unplanned(args, kwargs)
-        if self.programs.plan is None and not self._eager.reason:
-            with stage("looking at the model", self.communicator.rank):
-                if reason := runs_as_written(self._context, self.programs, leaves):
-                    self._eager.take_over(reason)
-        if not train and self._eager.evaluates():
-            return self._eager.evaluate(args, kwargs)
-        if self._eager.reason:
-            return self._eager.call(args, kwargs, train)
-        arguments = Arguments(args, kwargs, leaves, spec, train)
-        return self._graphs.call(arguments)
+        self._look_at_model(call.train)
+        if self.programs.pipeline is None:
+            if not (call.train and self._watch.trains):
+                if self._to_load is not None:
+                    raise RuntimeError(
+                        "The first call after load_checkpoint() must be a training call: it places the tables and "
+                        "reads the checkpoint. Call the model once with gradients enabled before you evaluate."
+                    )
+                return self._eager.evaluate_unplanned(call)
+            if not self._eager.reason:
+                with stage("looking at the model", self.communicator.rank):
+                    if reason := runs_as_written(self._context, self.programs, call.leaves):
+                        self._eager.take_over(reason)
+        if not call.train and self._eager.evaluates():
+            return self._eager.evaluate(call)
+        return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
     def _look_at_model(self, train: bool) -> None:
         """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
 
-        Raises:
-            PlanDoesNotFit: parameters have been renamed, as pruning does; on every rank.
-            PeerFailure: parameters have changed; on every rank. Before there is a plan, CaptureError.
+        Raises PlanDoesNotFit on every rank where parameters have been renamed, as pruning does.
         """
-        changed = self._watch.refusal()
-        if changed is not None and (names := self._watch.renamed()):
-            if self.programs.plan is not None:
-                self.programs.check_fit(
-                    PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train)
-                )
+        programs = self.programs
+        if (changed := self._watch.refusal()) is not None:
+            if not (names := self._watch.renamed()):
+                if programs.pipeline is None:  # the other ranks make no announcements yet
+                    agree_on_first_call(self.communicator, self._context.activity(train=train), changed)
+                give_up(self.announcements, changed)
+            if programs.pipeline is not None:
+                programs.check_fit(PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train))
             self._follow_names()
-        elif changed is not None:
-            if self.programs.plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self.communicator, self._context.activity(train=train), changed)
-            give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
-            self.state.refresh(self.model)
-            self._watch.note()
-            self.programs.cache.clear()
-            if self.programs.plan is not None:
-                self.programs.ask_to_replan(MODULE)
-        if (plan := self.programs.plan) is not None and self.state.hooked:
-            whole = tuple(sorted(self.state.hooked & set(plan.sharded)))
-            self.programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
+            self._look_again()
+            programs.cache.clear()
+            if programs.pipeline is not None:
+                programs.ask_to_replan(MODULE)
+        if self.state.hooked and programs.plan is not None:
+            whole = tuple(sorted(self.state.hooked.intersection(programs.plan.sharded)))
+            programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
-    def _follow_names(self) -> None:
-        """Goes on with parameters under the names that modules hold them by now, as the plan does."""
+    def _look_again(self) -> None:
+        """Takes the model's present modules and parameters for those of the compiled model."""
         self.state.refresh(self.model)
         self._watch.note()
+
+    def _follow_names(self) -> None:
+        """Takes over the names that modules give their parameters by now, as the plan does."""
+        self._look_again()
         self.programs.cache.clear()
         self._eager.forget()
-        if self.programs.plan is not None:
+        if self.programs.pipeline is not None:
             self._note_places(first=False)
 
     def _end_lookahead(self) -> None:
@@ -284,7 +278,7 @@ class Session:
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         self._watch.note_parameters()
-        if self.programs.plan is not None:
+        if self.programs.pipeline is not None:
             self._note_places(first=False)
 
     def _note_places(self, first: bool) -> None:
@@ -300,18 +294,16 @@ class Session:
             self._watch.note_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: every table is whole on every rank. Collective."""
         return whole_tables(self._context, self.programs)
 
     def replan(self) -> None:
         """Asks for another plan with the next training batch."""
-        if self.programs.plan is None:
+        if self.programs.pipeline is None:
             raise RuntimeError("replan(): there is no plan yet. Run a training call first.")
         if not self.programs.ask_to_replan(USER) and self.communicator.rank == 0:
             log("the plan stays: it is fixed by plan=, or was made for model.replan() less than %d calls ago", ONCE_IN)
 
     def check_replicas(self) -> None:
-        """Compares what all ranks should hold alike. Collective."""
         self.programs.synchronize()
         compare_replicas(self.state, self._context.stepping.holders.optimizers, self.communicator)
 
@@ -319,13 +311,12 @@ class Session:
         return self.model, self.state, self._context.stepping.holders.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Writes model and optimizers into a folder. Collective."""
         self.programs.synchronize()
         checkpoint.save(*self._saved(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Loads a checkpoint: now, or in the first call, after tables have been placed. Collective."""
-        if self.programs.plan is None:
+        if self.programs.pipeline is None:
             self._to_load = folder
             return
         self.parameters_may_change()
@@ -351,7 +342,8 @@ class Session:
         self.programs.leave_model()
         gather_buffers(self.model)
         self._outside.stop()
-        self._placed.remove_hooks()
+        for handle in self._placed.handles:
+            handle.remove()
         self.close()
 
 

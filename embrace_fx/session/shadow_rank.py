@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.passes.join_exchanges import idle_graph
-from embrace_fx.planning.plan_fit import PlanViolation, fitted
+from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
@@ -58,16 +58,11 @@ class ShadowRank(JoinHook):
         self._programs = programs
         self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
-        self._entries: dict[bool, Entry] = {}
-        self._of_plan: Plan | None = None  # the plan that `_entries` are for
         self._left: set[str] = set()  # parameters of which this rank has left a sum
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
-        """Gathers the activities of all ranks, at the head of each call under `join`. Collective.
-
-        Args:
-            activity: this rank's activity; `JOINED` if it has no batch left.
+        """Gathers all ranks' activities, `JOINED` for one without batches, at the head of each call. Collective.
 
         Raises:
             RuntimeError: a rank has joined before the first batch, or amid an accumulation; on every rank.
@@ -88,11 +83,7 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones.
-
-        Raises:
-            RuntimeError: one that has left still adds one up; on every rank.
-        """
+        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -140,10 +131,10 @@ class ShadowRank(JoinHook):
         context.state.unreduced |= self._left
         self._left.clear()
         ranks = [rank for rank, each in enumerate(context.communicator.gather(is_last_joiner, bool)) if each]
-        if self._programs.plan is None:
+        if (plan := self._programs.plan) is None:
             return
         self._programs.parameters_may_change()
-        apart, buffers = context.state.ignored.union(self._programs.plan.sharded), context.options.shares_buffers
+        apart, buffers = context.state.ignored.union(plan.sharded), context.options.shares_buffers
         broadcast_state(context.model, apart, context.communicator, buffers=buffers, source=ranks[-1])
         context.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         sharded, self._sharded = self._sharded, None
@@ -153,12 +144,9 @@ class ShadowRank(JoinHook):
     def _program(self, activity: int) -> Program:
         """Makes the program of a rank without a batch for the others' activity."""
         state, programs = self._context.state, self._programs
-        if self._of_plan is not programs.plan:
-            self._entries, self._of_plan = {}, programs.plan
-        train, accumulates = activity != EVALUATING, activity == ACCUMULATING
-        if train not in self._entries:
-            name = state.names[0]
-            graph = idle_graph(name, state.parameter(name))
+        train, kind = activity != EVALUATING, programs.cache["no batch", activity != EVALUATING]
+        if not kind.found:
+            graph = idle_graph(state.names[0], state.parameter(state.names[0]))
             like = next(programs.cache.entries()).captured
-            self._entries[train] = Entry(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
-        return programs.build(self._entries[train], accumulates=accumulates)
+            kind.found.append(Entry(replace(like, graph=graph, result_constants={}, replay=None), graph, train))
+        return programs.build(kind.found[0], accumulates=activity == ACCUMULATING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,6 +30,7 @@ class Placed:
     Attributes:
         layouts: table, by each of its names -> its layout.
         copies: hooks of copies of the model made while its tables were whole.
+        handles: remove the session's hooks from the model.
         kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
             read, even if the compiled model is gone.
     """
@@ -38,17 +39,8 @@ class Placed:
 
     def __init__(self, layouts: Mapping[str, Layout] | None = None) -> None:
         self.layouts = dict(layouts or {})
-        self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
-
-    def hook(self, *handles: RemovableHandle) -> None:
-        """Adds hooks, which `remove_hooks` will remove."""
-        self._handles += handles
-
-    def remove_hooks(self) -> None:
-        """Removes the session's hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
+        self.copies: weakref.WeakSet[StateHook] = weakref.WeakSet()
+        self.handles: list[RemovableHandle] = []
 
     def note(self, session: Session) -> None:
         """Records where a session has placed its tables."""
@@ -64,17 +56,21 @@ _MADE_BEFORE = (
 )
 
 
-class _Hook:
+class StateHook:
     """A hook of a model's state dicts.
 
     Args:
+        act: called as torch calls the hook, with the hook in front.
         session: its session; None on a copy of the model.
         placed: the layouts of tables, kept without a session.
     """
 
-    def __init__(self, session: Session | None = None, placed: Placed | None = None) -> None:
+    def __init__(self, act: Callable[..., None], session: Session | None, placed: Placed) -> None:
         self._find_session = (lambda: None) if session is None else weakref.ref(session)
-        self._placed = placed or Placed()
+        self._act, self._placed = act, placed
+
+    def __call__(self, *args: Any) -> None:
+        self._act(self, *args)
 
     @property
     def session(self) -> Session | None:
@@ -106,46 +102,37 @@ class _Hook:
             raise TypeError(REFUSAL.format(f"a model whose tables {', '.join(self.session.shards)} are sharded"))
         return getattr, (contextlib.nullcontext(), "__exit__")  # a function that ignores its arguments
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        copied = type(self)(placed=Placed(self.layouts))
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
+        copied = StateHook(self._act, None, Placed(self.layouts))
         if not self.layouts:
             self._placed.copies.add(copied)
         return copied
 
 
-class ParametersMayChange(_Hook):
+def _before_saving(hook: StateHook, *_: Any) -> None:
     """Applies every update before a state dict is taken."""
-
-    def __call__(self, *_: Any) -> None:
-        if self.session is not None:
-            self.session.parameters_may_change()
+    if hook.session is not None:
+        hook.session.parameters_may_change()
 
 
-class ShowParts(_Hook):
-    """Shows parts of tables as `torch.distributed.checkpoint` wants them, after it has taken a state dict."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        with self.watching():
-            show_parts(state_dict, self.layouts, prefix=prefix)
+def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Shows parts of tables in a state dict as `torch.distributed.checkpoint` wants them."""
+    with hook.watching():
+        show_parts(state_dict, hook.layouts, prefix=prefix)
 
 
-class TakeOwnPart(_Hook):
+def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Takes this rank's part of tables, before a state dict is loaded."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        _check_names(module, state_dict, prefix)
-        if self.session is not None:
-            self.session.parameters_may_change()
-        with self.watching():
-            take_own_parts(state_dict, self.layouts, module.get_parameter, prefix=prefix)
+    _check_names(module, state_dict, prefix)
+    _before_saving(hook)
+    with hook.watching():
+        take_own_parts(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
 
 
-class ParametersWereLoaded(_Hook):
+def _after_loading(hook: StateHook, *_: Any) -> None:
     """Makes the session take over the parameters that a state dict has loaded."""
-
-    def __call__(self, *_: Any) -> None:
-        if self.session is not None:
-            self.session.parameters_were_loaded()
+    if hook.session is not None:
+        hook.session.parameters_were_loaded()
 
 
 def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
@@ -165,24 +152,20 @@ def add_state_hooks(session: Session) -> Placed:
     """Registers the hooks that put shards into state dicts and inform the session of what is loaded."""
     placed, model = Placed(), session.model
     placed.kept = session
-    placed.hook(
-        model.register_state_dict_pre_hook(ParametersMayChange(session, placed)),
-        model.register_state_dict_post_hook(ShowParts(session, placed)),
-        model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed)),
-        model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed)),
-    )
+    placed.handles = [
+        model.register_state_dict_pre_hook(StateHook(_before_saving, session, placed)),
+        model.register_state_dict_post_hook(StateHook(_after_saving, session, placed)),
+        model.register_load_state_dict_pre_hook(StateHook(_before_loading, session, placed)),
+        model.register_load_state_dict_post_hook(StateHook(_after_loading, session, placed)),
+    ]
     return placed
 
 
 def take_over(model: nn.Module) -> None:
-    """Releases the model from the session that has compiled it before, if there is one. Collective.
-
-    Raises:
-        RuntimeError: gradients summed under `no_sync` would never be reduced.
-    """
+    """Releases the model from the session that has compiled it before, if there is one. Collective."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:
-        if isinstance(hook, _Hook) and (session := hook.session) is not None:
+        if isinstance(hook, StateHook) and (session := hook.session) is not None:
             if session.state.unreduced:
                 raise RuntimeError(
                     "compile(): the model is compiled already, and has gradients that were accumulated under "

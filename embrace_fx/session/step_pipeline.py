@@ -20,7 +20,9 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.planner.cutting import cuts
 from embrace_fx.passes.planner.pricing import Findings
+from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
@@ -28,7 +30,8 @@ from embrace_fx.planning.replanning import SparsityMonitor
 from embrace_fx.planning.scheduling import Profile, agree_on_profile, cuts, launches, order, profile
 from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.launch.recorder import Recorder, Recording
+from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
@@ -51,9 +54,6 @@ from embrace_fx.vocabulary.schedule import Cuts, Schedule
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
 
-PROFILED_AFTER, PROFILED = 5, 6
-"""Steps that warm up, and steps that are measured; one or two disturbed ones do not change a median of six."""
-
 
 class StepPipeline:
     """What one model's steps run on under one plan. Another plan gets another one.
@@ -69,7 +69,6 @@ class StepPipeline:
         decided: the same, as the cost model predicted it.
         recorder: measures the steps; None like the schedule.
         memory: the prediction for tables beyond memory, by row exchange.
-        graphs: the graphs of the last training program, after each pass.
         built: a training program is built.
     """
 
@@ -92,23 +91,19 @@ class StepPipeline:
         self.decided: Schedule | None = None
         self.recorder: Recorder | None = None
         self.memory: Mapping[str, RowMemory] = plan.memory
-        self.graphs = Graphs()
         self.built = False
         self._context = context
         self._counters = counters
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._copies, self._copy_rate = offloading(context, plan.links.compute)
-        self._shown: Compiled | None = None  # the last training program's graphs
-        self._of_steps: StepGraphs | None = None  # the graphs of its steps, if they vary
+        self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # of training programs
+        self._last: Program | None = None  # of these
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
         self._logged_least = False  # a relaxed budget was logged
-        self._units: tuple[str, ...] = ()  # the order of the backward's units; empty: autograd's order
-        self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
-        self._steps, self._profiled = 0, False
-        self._recording: Recording | None = None
+        self._ordering: tuple[OrderCompute, ...] = ()  # of the backward's units; empty: autograd's order
+        self._profiler: StepProfiler | None = StepProfiler()  # None: the steps have been measured
         self._graph: TrainingGraph | None = None  # of the first training program
-        self._last: Program | None = None  # for training, of those built
 
     def monitor_rows(self) -> None:
         """Watches the rows that batches read from here on, where strategies depend on them."""
@@ -122,57 +117,49 @@ class StepPipeline:
 
         Args:
             accumulates: whether dense gradients are not reduced.
-
-        Raises:
-            PeerFailure: a rank could not build its own; on every rank.
         """
         train, reduce = entry.train, entry.train and not accumulates
-        first = reduce and not self.built
         joint, compiled, failure = None, None, None
         try:
             joint = self._compile(entry.analysed, train=train, reduce=reduce)
             compiled = self._overlap(joint, entry) if reduce else joint
         except Exception as error:  # of any kind: the other ranks must be informed
             failure = error
-        if first:
+        if reduce and not self.built:
             self._context.communicator.check_none_failed(failure)
             self.built = True
         elif failure is not None:
             give_up(self._context.announcements, failure)
         assert joint is not None
         assert compiled is not None
+        of_steps = StepGraphs(compiled, entry.analysed)
         if reduce:
             self._start(compiled.graph, as_gradients=entry.captured.route == EAGER)
-            self._show(compiled)
             log_text("pass_times", compiled.times)
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        else:
-            self._show_besides(compiled, "accumulating" if train else "evaluation")
-        of_steps = StepGraphs(compiled, entry.analysed) if reduce and not self.flow.is_within_steps else None
-        program = entry.programs[accumulates] = self._program(joint, compiled, entry, of_steps, reduce=reduce)
-        if of_steps is not None:
-            self._overlapped[program] = of_steps
+        program = entry.programs[accumulates] = self._program(joint, of_steps, entry, reduce=reduce)
         if reduce:
-            self._last = program
-            self._show(compiled, of_steps)
+            self._steps_of[program], self._last = of_steps, program
+        else:
+            when = "accumulating" if train else "evaluation"
+            shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
+            self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
         if self._context.options.backend == "inductor":  # compiled regions have added guards
             entry.captured = entry.captured.guarded_again()
 
-    def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
-        """Shows the user the graphs of a training program, and the phases of its other step variants."""
-        self._shown, self._of_steps = compiled, of_steps
-        variants = of_steps.modules() if of_steps is not None else {}
-        last = self._last
-        sources = dict if last is None else (lambda: last.sources)
-        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides}, sources)
+    @property
+    def graphs(self) -> Graphs:
+        """The graphs of the last training program after each pass, and the phases of its other step variants."""
+        if (last := self._last) is None:
+            return Graphs()
+        steps = self._steps_of[last]
+        shown, variants = steps.steady, {**steps.modules(), **self._besides}
+        return Graphs(shown.graphs, shown.phases, variants, lambda: last.sources)
 
-    def _show_besides(self, compiled: Compiled, when: str) -> None:
-        """Shows the user the phases that run in an evaluation, or while gradients are accumulated."""
-        shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
-        self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
-        if self._shown is not None:
-            self._show(self._shown, self._of_steps)
+    @property
+    def _shown(self) -> Compiled | None:
+        return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
         """Predicts the memory that a step of the last training program holds; None before the first."""
@@ -222,12 +209,12 @@ class StepPipeline:
             whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
             return run_passes(entry.analysed, (ChunkBuckets(whole),), compiled)
         passes = overlap_passes(self.plan, self.plan.schedule_name, self._context.communicator.rank, self._cuts)
-        return run_passes(entry.analysed, (*passes, *self._ordering()), compiled)
+        return run_passes(entry.analysed, (*passes, *self._ordering), compiled)
 
     @cached_property
     def _cuts(self) -> Cuts:
         """The pieces of the plan's communication."""
-        return cuts(self._context, self.plan)
+        return cuts(self.plan, self._context.state.parameter)
 
     @cached_property
     def _launches(self) -> bool:
@@ -277,25 +264,18 @@ class StepPipeline:
         context.stepping.follow(self.flow)
 
     def _after_announcement(self) -> None:
-        """Counts and profiles steps, then follows the order computed from all ranks' profiles, from the next window on.
+        """Follows the order computed from all ranks' profiles, from the next window on, once there is a profile.
 
-        Called where every rank is known to continue.
+        Called in each step where every rank is known to continue.
         """
-        if self._profiled or self._graph is None:
+        if self._profiler is None or self._graph is None:
             return
-        self._steps += 1
-        recorder = self.flow.recorder
-        if self._steps == PROFILED_AFTER:
-            if recorder.recording is None:
-                self._recording = recorder.start()
-        elif self._steps == PROFILED_AFTER + PROFILED + 1:
-            if recorder.recording is None or recorder.recording is not self._recording:
-                self._steps = 0  # the user records these steps: profiles the next ones
-                return
-            everyone = self._context.communicator.gather(profile(recorder.stop()), Profile)
-            self.schedule, self.memory = self._order(self._graph, self.memory, agree_on_profile(everyone))
-            self.flow.launcher.reorder(launches(self.schedule, self.plan))
-            self._profiled = True
+        if (own := self._profiler.count(self.flow.recorder)) is None:
+            return
+        self._profiler = None
+        everyone = self._context.communicator.gather(own, Profile)
+        self.schedule, self.memory = self._order(self._graph, self.memory, agree_on_profile(everyone))
+        self.flow.launcher.reorder(launches(self.schedule, self.plan))
 
     def close(self) -> None:
         """Applies updates pending between steps, and ends the flow."""
@@ -303,20 +283,12 @@ class StepPipeline:
         self._context.stepping.follow(self.flow)
         flow.close()
 
-    def _ordering(self) -> tuple[OrderCompute, ...]:
-        return (OrderCompute(self._units),) if self._units else ()
-
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward's units of all training programs, from the next backward on.
-
-        Returns:
-            The graph of the program that was built last.
-        """
-        self._units = units
-        for program, of_steps in self._overlapped.items():
-            of_steps.order(self._ordering())
+        """Reorders the backward's units of all training programs; returns the graph of the one built last."""
+        self._ordering = (OrderCompute(units),)
+        for program, of_steps in self._steps_of.items():
+            of_steps.order(self._ordering)
             program.compute_as(of_steps.steady.graph)
-            self._show(of_steps.steady, of_steps)
         assert self._shown is not None
         log_graph("order_compute", self._shown.graph.phases["backward"])
         return self._shown.graph
@@ -328,15 +300,8 @@ class StepPipeline:
         launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
         return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
 
-    def _program(
-        self, joint: Compiled, compiled: Compiled, entry: Entry, of_steps: StepGraphs | None = None, *, reduce: bool
-    ) -> Program:
-        """Makes an entry's program.
-
-        Args:
-            joint: its graph, before communication overlaps the next step.
-            of_steps: the graphs of the steps, if it does.
-        """
+    def _program(self, joint: Compiled, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
+        """Makes an entry's program; `joint` is its graph before communication overlaps the next step."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
@@ -350,7 +315,7 @@ class StepPipeline:
             )
 
         return Program(
-            compiled.graph,
+            of_steps.steady.graph,
             self._context.state,
             self._context.announcements,
             self.plan.buckets if reduce else None,
@@ -361,7 +326,7 @@ class StepPipeline:
             share_buffers=share,
             links=self.plan.links,
             regions=self._region_compiler(),
-            variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
+            variants=of_steps.graph if reduce and of_steps.vary else None,
             copies=self._copies,
             of_gradients=entry.captured.route == EAGER,
         )

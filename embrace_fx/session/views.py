@@ -11,6 +11,7 @@ from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import rounding_report
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
 from embrace_fx.session.programs import Programs
+from embrace_fx.session.step_pipeline import StepPipeline
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.why import unlike_predicted, why
@@ -37,56 +38,45 @@ class Views:
         self._timeline: Timeline | None = None
 
     @property
-    def plan(self) -> Plan:
-        if self._programs.plan is None:
+    def _in_use(self) -> StepPipeline:
+        if self._programs.pipeline is None:
             raise RuntimeError(
                 "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
                 "once with gradients enabled."
             )
-        return self._programs.plan
+        return self._programs.pipeline
+
+    @property
+    def plan(self) -> Plan:
+        return self._in_use.plan
 
     @property
     def graphs(self) -> Graphs:
         """The graphs of the last training program."""
-        assert self.plan is not None  # raises before the first call
-        assert self._programs.pipeline is not None
-        return self._programs.pipeline.graphs.instead(self._runs_eagerly())
+        return self._in_use.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
-        text, context = render(self.plan, folded=True) + rounding_report(self._context.communicator), self._context
-        text = "\n".join(part for part in (text, self._why(), advice(self.plan)) if part)
+        context, pipeline, plan = self._context, self._in_use, self.plan
+        shares_ms, schedule = context.stepping.recorder.tally.shares_ms(), pipeline.schedule
+        parts = [render(plan, folded=True) + rounding_report(context.communicator)]
+        if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
+            # There is no prediction for a forward as written, nor a useful one for assumed links.
+            predicts = not self._runs_eagerly() and plan.links_are != "assumed"
+            unlike = unlike_predicted(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""
+            parts.append(textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width()))
+        text = "\n".join(filter(None, (*parts, advice(plan))))
         if reason := self._runs_eagerly():
             text += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
-        pipeline = self._programs.pipeline
-        assert pipeline is not None
-        held, schedule, tables = pipeline.step_memory(), pipeline.schedule, context.state.tables
-        if tables:
-            step_ms = self._beside_storage_ms(schedule)
-            first = {space.name: space.tables[0] for space in self.plan.spaces}
+        if tables := context.state.tables:
+            step_ms = None if schedule is None else schedule.beside_storage_ms
+            if shares_ms is not None:
+                step_ms = sum(shares_ms.values()) - shares_ms["storage"]
+            first = {space.name: space.tables[0] for space in plan.spaces}
             beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in pipeline.memory.items()}
             text += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
-        if held is not None:
+        if (held := pipeline.step_memory()) is not None:
             text += f"\n\n{memory_report(held, context.model, context.stepping.holders.optimizers)}"
         return Report(text)
-
-    def _why(self) -> str:
-        """Prints where the time of the last steps went, and where it was predicted otherwise; "": none was measured."""
-        shares_ms = self._context.stepping.recorder.tally.shares_ms()
-        found = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
-        if shares_ms is None or found is None:
-            return ""
-        decided = None if self._programs.pipeline is None else self._programs.pipeline.decided
-        # There is no prediction for a forward as written, nor a useful one for assumed links.
-        predicts = decided is not None and not self._runs_eagerly() and self.plan.links_are != "assumed"
-        unlike = unlike_predicted(shares_ms, decided) if predicts and decided is not None else ""
-        return textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width())
-
-    def _beside_storage_ms(self, schedule: Schedule | None) -> float | None:
-        """Returns the ms of a step, measured or else predicted, without its waits for rows of tables beyond memory."""
-        shares_ms = self._context.stepping.recorder.tally.shares_ms()
-        if shares_ms is not None:
-            return sum(shares_ms.values()) - shares_ms["storage"]
-        return None if schedule is None else schedule.beside_storage_ms
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures of the last whole step."""
@@ -104,9 +94,7 @@ class Views:
 
     @property
     def schedule(self) -> Schedule:
-        assert self.plan is not None  # raises before the first call
-        found = None if self._programs.pipeline is None else self._programs.pipeline.schedule
-        if found is None:
+        if (found := self._in_use.schedule) is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
 
@@ -122,16 +110,16 @@ class Views:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        if self._programs.pipeline is not None and self._programs.pipeline.recorder is None:
+        programs, recording = self._programs, None
+        if programs.pipeline is not None and programs.pipeline.recorder is None:
             raise RuntimeError(_NOT_SCHEDULED)
-        self._programs.records = True
-        self._programs.start_recording()
-        recording = None
+        programs.records = True
+        programs.start_recording()
         try:
             yield
         finally:
-            self._programs.records = False
-            recorder = None if self._programs.pipeline is None else self._programs.pipeline.recorder
+            programs.records = False
+            recorder = None if programs.pipeline is None else programs.pipeline.recorder
             if recorder is not None and recorder.recording is not None:
                 recording = recorder.stop()
         if recording is None:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from embrace_fx.planning.plan_fit import PlanViolation, fitted
+from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
@@ -22,12 +22,7 @@ _WHOLE = "assembled under whole()"
 
 @contextlib.contextmanager
 def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
-    """Makes sharded tables, their state and gradients whole on every rank, and shards them at the end. Collective.
-
-    Raises:
-        RuntimeError: a call still waits for its backward, or the tables do not fit into the memory of some rank; on
-            every rank, and nothing changed.
-    """
+    """Makes sharded tables, their state and gradients whole on every rank, and shards them at the end. Collective."""
     programs.parameters_may_change()
     plan = programs.plan
     if plan is None or not plan.sharded or context.communicator.world_size == 1:
@@ -42,21 +37,16 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
         programs.change(plan, "the end of whole()")
 
 
-def _refusal(context: Context) -> str:
-    """Returns the reason why this rank cannot make its tables whole now; "": it can."""
-    state = context.state
-    if state.awaiting_backward or state.unreduced:
-        return "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
-    return ""
-
-
 def _check(context: Context, names: Sequence[str]) -> None:
-    """Raises where a rank refuses, or the memory of a host or device is too small. Collective."""
+    """Raises where a rank cannot make its tables whole now, or a host or device has too little memory. Collective."""
+    state, own = context.state, ""
+    if state.awaiting_backward or state.unreduced:
+        own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
     needed = COPIES * sum(_missing_bytes(context, name) for name in names)
-    on_device = context.state.parameter(names[0]).is_cuda
+    on_device = state.parameter(names[0]).is_cuda
     where = f"{socket.gethostname()} {context.communicator.rank if on_device else 0}"
-    own = _refusal(context), needed, _free_bytes(on_device), where
-    everyone = context.communicator.gather(own, tuple[str, int, int, str])
+    report = own, needed, _free_bytes(on_device), where
+    everyone = context.communicator.gather(report, tuple[str, int, int, str])
     for rank, (refusal, _, free, where) in enumerate(everyone):
         wanted = sum(each for _, each, _, other in everyone if other == where)
         if wanted > free:
@@ -77,6 +67,4 @@ def _missing_bytes(context: Context, name: str) -> int:
 
 
 def _free_bytes(on_device: bool) -> int:
-    if on_device:
-        return int(torch.cuda.mem_get_info()[0])
-    return available_bytes()
+    return int(torch.cuda.mem_get_info()[0]) if on_device else available_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, NoReturn
 
 from torch import nn
@@ -51,7 +50,8 @@ def agree_on_set_up(
         is_called: at the first call. All parameters may then be frozen, like a discriminator's in its generator's step.
 
     Raises:
-        SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank.
+        SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank, which names the first
+            difference with both versions.
     """
     own: dict[str, str] | str
     try:
@@ -62,8 +62,7 @@ def agree_on_set_up(
                 f"compile(): model is {_what(model)}, not an nn.Module. Put a function into the forward of a module "
                 "that holds its parameters."
             )
-        found = (_wrappers(model), _optimizers(model, optimizers), _parameters(model, is_called=is_called))
-        if problem := next(chain(*found), None):
+        if problem := next(_problems(model, optimizers, is_called=is_called), None):
             raise ValueError(problem)
         if options.backend == "inductor":
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
@@ -73,7 +72,21 @@ def agree_on_set_up(
         own = {**describe(model, optimizers, options), "communication hook": hook or "none"}
     except ValueError as error:
         own = str(error)
-    check_agreement(communicator.gather(own, dict[str, str] | str))
+    reports = communicator.gather(own, dict[str, str] | str)
+    failures = {rank: report for rank, report in enumerate(reports) if isinstance(report, str)}
+    if len(failures) == len(reports) and len({*failures.values()}) == 1:
+        raise SetUpError(failures[0])
+    if failures:
+        raise SetUpError("; ".join(f"rank {rank}: {report}" for rank, report in failures.items()))
+    first, *others = [report for report in reports if isinstance(report, dict)]
+    for rank, other in enumerate(others, 1):
+        for aspect in {**first, **other}:
+            here, there = first.get(aspect, "nothing"), other.get(aspect, "nothing")
+            if here != there:
+                raise SetUpError(
+                    f"compile(): model, optimizer or options differ between ranks. {aspect} is {there} on rank {rank}, "
+                    f"and {here} on rank 0. Build all of them from the same code on every rank."
+                )
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
@@ -97,9 +110,9 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
     return found
 
 
-def _wrappers(model: nn.Module) -> Iterator[str]:
-    """Yields why a model is compiled, or wrapped, already."""
-    kind = type(model).__name__
+def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
+    """Yields why a model cannot be trained: a wrapper, an optimizer, a parameter."""
+    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
     if by_torch or getattr(type(model), "_wraps_a_model", False):
         yield (
@@ -112,16 +125,12 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
                 f"compile(): {name} in this {kind} is compiled already. Compile the whole model, with the plain module "
                 "in that place."
             )
-    for hook in model._state_dict_pre_hooks.values():
+    for hook in hooks:
         if taken := getattr(hook, "taken", ""):
             yield (
                 f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
                 "compile that."
             )
-
-
-def _optimizers(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
-    """Yields which optimizers cannot train a model."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -131,19 +140,16 @@ def _optimizers(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
             )
         elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             yield (
-                f"compile(): {type(optimizer).__name__} holds no parameter of {type(model).__name__}, so its steps "
+                f"compile(): {type(optimizer).__name__} holds no parameter of {kind}, so its steps "
                 "would not change the model. Create it with this model's parameters()."
             )
+    yield from _problems_of_parameters(model, is_called=is_called)
 
 
-def _parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields which parameters cannot be trained."""
+def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
+    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
-        yield (
-            f"compile(): {type(model).__name__} has no trainable parameter, so there is nothing to train. Call the "
-            "model itself."
-        )
-    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
+        yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
     placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
     named: Any = model.named_parameters()
     for name, parameter in named:
@@ -177,64 +183,33 @@ def _what(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 
 
-def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
-    """Raises where a rank differs from rank 0, or has bad arguments.
-
-    Args:
-        reports: by rank, the result of `describe`, or the error in its arguments.
-
-    Raises:
-        SetUpError: names the rank and the error in its arguments, or the first difference from rank 0,
-            with both versions; on every rank.
-    """
-    failures = [report for report in reports if isinstance(report, str)]
-    if failures == list(reports) and len(set(failures)) == 1:
-        raise SetUpError(failures[0])
-    if failures:
-        texts = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
-        raise SetUpError("; ".join(texts))
-    described = [report for report in reports if isinstance(report, dict)]
-    first = described[0]
-    for rank, other in enumerate(described):
-        for aspect in [*first, *(a for a in other if a not in first)]:
-            expected, found = first.get(aspect, "nothing"), other.get(aspect, "nothing")
-            if expected != found:
-                raise SetUpError(
-                    f"compile(): model, optimizer or options differ between ranks. {aspect} is {found} on rank {rank}, "
-                    f"and {expected} on rank 0. Build all of them from the same code on every rank."
-                )
-
-
 def agree_on_first_call(
     communicator: Communicator,
     activity: int,
     failure: Exception | None,
     route: str | None = "graph",
 ) -> str:
-    """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
+    """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture. Collective.
 
     Args:
-        activity: this rank's activity.
-        failure: why it could not capture its batch, or None.
+        failure: why this rank could not capture its batch, or None.
         route: the route that was asked for.
 
     Returns:
-        Why all ranks run the forward eagerly; "" where all have captured it.
+        Why all ranks run the forward eagerly; "": all have captured it.
 
     Raises:
-        CaptureError: a rank could not capture; on every rank, except one whose forward raises by itself: that error.
+        CaptureError: a rank could not capture; on every rank. A rank whose forward raises by itself raises that error.
     """
     reason = runs_eagerly_for(failure, route)
     own = (activity, None if failure is None else failure_text(failure), reason)
     everyone = communicator.gather(own, tuple[int, str | None, str])
     check_activities([activity for activity, *_ in everyone])
-    if all(report is None or reason for _, report, reason in everyone):
-        return next((reason for *_, reason in everyone if reason), "")
     for rank, (_, report, reason) in enumerate(everyone):
         if report is not None and not reason:
             text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
             raise _of_forward(failure) or CaptureError(text) from failure
-    return ""
+    return next((reason for *_, reason in everyone if reason), "")
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
@@ -256,9 +231,9 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
         announcements.announce(Announcement(failure=failure_text(failure)))
     except PeerFailure as raised:
         report = raised
-    assert report is not None  # an announced failure raises on every rank
     if isinstance(failure, CaptureError):
         raise _of_forward(failure) or failure
+    assert report is not None  # an announced failure raises on every rank
     raise report from failure
 
 

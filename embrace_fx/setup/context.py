@@ -16,14 +16,10 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Context:
-    """All that a plan is made for and applied to.
-
-    Attributes:
-        stepping: the known optimizers of the model.
-    """
+    """What a plan is made for and applied to."""
 
     model: nn.Module
-    stepping: Stepping
+    stepping: Stepping  # knows the optimizers
     state: ModelState
     announcements: Announcements
     options: Options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plain_data import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.row_space import RowSpace
-from embrace_fx.vocabulary.schedule import FULL
+from embrace_fx.vocabulary.schedule import FULL, LOOKS_AHEAD
 from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps", "vocabulary")
@@ -208,6 +208,11 @@ class Plan:
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether rows of the next batch travel during a step."""
+        return self.world_size > 1 and self.schedule_name in LOOKS_AHEAD and bool(self.overlapped)
+
+    @property
     def grids(self) -> dict[str, Grid]:
         """Maps each sharded table to its grid, if that has more than one row."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
@@ -267,6 +272,14 @@ class Plan:
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
+
+    def space_of(self, tables: Sequence[str]) -> RowSpace:
+        """Makes a row space of tables in this order."""
+        decisions = {name: self[name] for name in tables}
+        return RowSpace.of(
+            {name: each.shape[0] for name, each in decisions.items()},
+            {name: each.padding_idx for name, each in decisions.items()},
+        )
 
     def digest(self) -> str:
         """Returns a hash of everything that ranks must agree on."""

@@ -184,6 +184,11 @@ def rows_bytes(decision: Decision, world_size: int) -> int:
     return max(decision.sent_bytes_per_step - besides, 0)
 
 
+def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
+    """Counts the bytes of tables' rows one way; their gradients take as many the other way."""
+    return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
+
+
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
     """Prices a sharded table's share of the exchange of ids, by the rows that the plan expects to be read."""
     own = decision.rows.own if decision.rows is not None else 0

@@ -8,8 +8,10 @@ parts may wait to be written, and a twelfth of the slots may be arriving.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import ceil
 
+from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.runtime.tiers.record_log import NUMBER_BYTES, block_size
 from embrace_fx.runtime.tiers.records import Column, Records
 
@@ -48,3 +50,49 @@ def own_bytes(columns: Mapping[str, Column]) -> int:
 def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
     """Returns the bytes of memory of a table with so many rows and slots, at most."""
     return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + own_bytes(columns)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A table beyond memory.
+
+    Attributes:
+        memory: bytes for its working set; below 1, the share of its rows.
+        whole: the value asked for, which tables may share.
+        columns: name -> column of a row on this rank.
+    """
+
+    memory: float
+    whole: float
+    columns: Mapping[str, Column]
+
+    def slots(self, rows: int, table: str) -> int:
+        """Counts the rows that stay in memory.
+
+        Raises:
+            ValueError: none would.
+        """
+        if self.memory < 1:
+            return max(1, min(rows, ceil(self.memory * rows)))
+        each = row_bytes(rows, self.columns)
+        found = int((self.memory - rows * each - own_bytes(self.columns)) // slot_bytes(self.columns))
+        if found < 1:
+            raise ValueError(
+                f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
+                f"{self.asked_for(1, rows)}: {each:.1f} bytes for each of its {rows:,} rows to say where the row is, "
+                "and room for one row. Raise it, or train on more ranks."
+            )
+        return min(rows, found)
+
+    def asked_for(self, slots: int, rows: int) -> str:
+        """Prints the least table_memory that keeps this many rows in memory."""
+        if self.memory < 1:
+            return f"{ceil(slots / rows * 1e4) / 1e4:g}"
+        return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
+
+    def row_memory(
+        self, table: str, rows: int, at_once: int, draws: Draws, storage: tuple[StorageTier, ...]
+    ) -> RowMemory:
+        """Predicts the reads and writes of a table's rows, `at_once` of which all ranks read in a step."""
+        sizes = slot_bytes(self.columns), row_bytes(rows, self.columns), own_bytes(self.columns)
+        return RowMemory(rows, self.slots(rows, table), *sizes, Records(self.columns).nbytes, at_once, draws, storage)

@@ -15,9 +15,10 @@ import embrace_fx
 from embrace_fx.cost.sparsity import measure, with_units
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.planning.findings import facts_of, used_parameters
-from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, SparsityMonitor
+from embrace_fx.passes.planner.replanning import CONFIRMED_BY, LOOK_EVERY, SparsityMonitor
+from embrace_fx.planning.findings import facts_of
 from embrace_fx.runtime.tables.holders import Holders
 from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embrace_fx.planning.scheduling import Profile, agree_on_profile, profile
+from embrace_fx.runtime.launch.profile import Profile, agree_on_profile, profile
 from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from embrace_fx.vocabulary.operation_id import chunk_id, compute_id, rows_id
 

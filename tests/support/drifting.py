@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster, Link
-from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY
+from embrace_fx.passes.planner.replanning import CONFIRMED_BY, LOOK_EVERY
 from embrace_fx.session import batch_check, programs
 
 ROWS, WIDTH = 120, 10

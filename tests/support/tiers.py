@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
-from embrace_fx.planning.plan_fit import space_of
 from embrace_fx.runtime.tables.part import Part, become_part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -336,7 +335,7 @@ def _plan_anew(compiled: Any) -> None:
     """Puts a plan in use whose row space has all tables, as a planner makes it."""
     programs = session_of(compiled).programs
     plan = programs.pipeline.plan
-    spaces = (space_of(plan, sorted(plan.sharded)),) if plan.spaces else ()
+    spaces = (plan.space_of(sorted(plan.sharded)),) if plan.spaces else ()
     programs.change(replace(plan, spaces=spaces), "a test")
 
 

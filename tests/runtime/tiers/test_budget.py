@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embrace_fx.planning.tiering import Tier
+from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column

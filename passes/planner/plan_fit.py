@@ -1,0 +1,132 @@
+"""Fits plans to batches and models: the needs of later batches, and renamed parameters.
+
+A plan is made for the first batch. The needs of later ones are added to it on all ranks, without probing or pricing:
+DDP with `find_unused_parameters` trains such models, and so does embrace_fx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from embrace_fx.cost.wire import Format
+from embrace_fx.passes.heads import Unmatched, forward_of, head_of
+from embrace_fx.passes.planner.pricing import shard_blocker
+from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.plan import Decision, Plan
+
+LATE = "first used after the plan was made"
+WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
+RENAMED = "{} have other names on some ranks: prune or parametrize modules on every rank"
+NO_MOMENT = (
+    "{} are used in another way than before, which needs another plan, and {}. Run every call's backward first, and "
+    "under no_sync() the step; then call the model once with such a batch"
+)
+
+
+@dataclass(frozen=True)
+class PlanViolation:
+    """The needs of a batch that a plan does not meet.
+
+    Attributes:
+        late: parameters that get a gradient although the plan counts them as unused or frozen.
+        whole: tables that the plan shards but that its forward reads in a way shards cannot be read.
+        eager: why no graph holds its forward, in one line; "": a graph does.
+        sparse: of `late`, tables whose gradients are sparse.
+        renamed: (old, new) names of parameters whose modules hold them by other names now.
+    """
+
+    late: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    eager: str = ""
+    sparse: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all parameters that it is about."""
+        return (*self.late, *self.whole, *(old for old, _ in self.renamed))
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.whole or self.eager or self.renamed)
+
+
+def used_parameters(graph: TrainingGraph) -> frozenset[str]:
+    """Names the parameters that get a gradient from the graph."""
+    return frozenset(gradients_of(graph.module))
+
+
+def unshardable(graph: TrainingGraph) -> Iterator[str]:
+    """Yields the matrices that a graph reads in a way shards cannot be read, by lookups or by an output layer."""
+    tables = {table.parameter: table for table in graph.tables}
+    forward = forward_of(graph)
+    for name, node in parameters_of(graph.module).items():
+        table = tables.get(name)
+        if node.meta["val"].dim() != 2 or (table is not None and shard_blocker(table) is None):
+            continue
+        try:
+            head_of(graph, node, forward)
+        except Unmatched:
+            yield name
+        else:
+            if table is not None and shard_blocker(replace(table, dense_users=())) is not None:
+                yield name
+
+
+def violation(
+    plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()
+) -> PlanViolation:
+    """Compares a plan with a captured graph (tables found) of a training or evaluation batch.
+
+    Args:
+        hooked: parameters with gradient hooks, which need this rank's own dense gradients.
+        ignored: parameters that each rank has for itself.
+    """
+    trained = used_parameters(graph).difference(ignored) if plan.world_size > 1 else ()
+    late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
+    dense = {table.parameter for table in graph.tables if shard_blocker(table) is not None}.difference(plan.heads)
+    whole = {*unshardable(graph), *hooked, *dense}.intersection(plan.sharded) if plan.sharded else ()
+    sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
+    return PlanViolation(late, tuple(sorted(whole)), sparse=tuple(sparse))
+
+
+def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
+    """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
+    late = sorted({name for each in violations for name in each.late})
+    whole = sorted({name for each in violations for name in each.whole})
+    # No lookup reads a pruned or parametrized table directly.
+    whole += [name for name in plan.sharded if any(name == old for old, _ in violations[0].renamed)]
+    reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
+    sparse = {name for each in violations for name in each.sparse}
+    reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
+
+    def reduced(decision: Decision) -> Decision:
+        by_rows = decision.sparse or decision.parameter in sparse
+        return replace(
+            decision,
+            strategy="allgather" if by_rows else "allreduce",
+            reason=reasons[decision.parameter],
+            sent_bytes_per_step=decision.ddp_bytes_per_step,
+            scheme="",
+            grid=None,
+            travels_as="exact" if by_rows else reduced_as,
+            sparse=by_rows,
+        )
+
+    spaces = (plan.space_of([name for name in space.tables if name not in whole]) for space in plan.spaces)
+    return replace(
+        plan,
+        decisions=tuple(reduced(d) if d.parameter in reasons else d for d in plan),
+        buckets=(*plan.buckets, *((name,) for name in reasons)) if plan.world_size > 1 else (),
+        spaces=tuple(space for space in spaces if len(space.tables) > 1),
+    )
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Returns a plan with parameters renamed {old: new}; none of them is sharded."""
+    return replace(
+        plan,
+        decisions=tuple(replace(d, parameter=names.get(d.parameter, d.parameter)) for d in plan),
+        buckets=tuple(tuple(names.get(name, name) for name in bucket) for bucket in plan.buckets),
+        renormed=tuple(name for name in plan.renormed if name not in names),
+        watched=tuple(name for name in plan.watched if name not in names),
+    )

@@ -1,0 +1,79 @@
+"""Measures a few steps, once: medians of one rank, and one profile for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+
+from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
+from embrace_fx.vocabulary.operation_id import OperationId
+
+PROFILED_AFTER, PROFILED = 5, 6
+"""Steps that warm up, and steps that are measured; one or two disturbed ones do not change a median of six."""
+
+
+class StepProfiler:
+    """Records the steps that a profile is made of, once they are warm."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._recording: Recording | None = None
+
+    def count(self, recorder: Recorder) -> Profile | None:
+        """Counts a step that begins; returns this rank's profile after the last step that is measured."""
+        self._steps += 1
+        if self._steps == PROFILED_AFTER and recorder.recording is None:
+            self._recording = recorder.start()
+        if self._steps <= PROFILED_AFTER + PROFILED:
+            return None
+        if recorder.recording is None or recorder.recording is not self._recording:
+            self._steps = 0  # the user records these steps: profiles the next ones
+            return None
+        return profile(recorder.stop())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Medians over a few steps on one rank.
+
+    Attributes:
+        compute_ms: compute operation -> milliseconds.
+        sent_bytes: launch -> bytes.
+        byte_ms: read or write of rows beyond memory -> milliseconds per byte.
+    """
+
+    compute_ms: dict[OperationId, float]
+    sent_bytes: dict[OperationId, int]
+    byte_ms: dict[OperationId, float] = field(default_factory=dict)
+
+
+def profile(recording: Recording) -> Profile:
+    """Computes the medians over the whole windows of a recording."""
+    windows = range(recording.window)
+    spans: dict[OperationId, list[float]] = {}
+    for span in compute_spans(recording):
+        if span.window in windows:  # sum of the pieces of an operation that waits have split
+            spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
+    sent: dict[OperationId, list[int]] = {}
+    took_ms: dict[OperationId, float] = {}
+    for transfer in recording.transfers:
+        sent.setdefault(transfer.launch, []).append(transfer.sent_bytes)
+        if transfer.launch.lane == "storage":
+            took = (transfer.ended_s - transfer.started_s) * 1e3
+            took_ms[transfer.launch] = took_ms.get(transfer.launch, 0.0) + took
+    return Profile(
+        {operation: median(values) for operation, values in spans.items()},
+        {launch: round(median(values)) for launch, values in sent.items()},
+        {launch: ms / sum(sent[launch]) for launch, ms in took_ms.items()},
+    )
+
+
+def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
+    """Makes one profile for all ranks: the slowest rank's compute, the mean of sent bytes, the slowest storage."""
+    slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
+    launched = {launch for each in everyone for launch in each.sent_bytes}
+    sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
+    moved = {launch for each in everyone for launch in each.byte_ms}
+    paces = {launch: max(each.byte_ms.get(launch, 0.0) for each in everyone) for launch in moved}
+    return Profile(slowest.compute_ms, sent, paces)
