@@ -4,8 +4,8 @@ Contract
     A graph gives shards, a memory budget, compiled regions, and what options ask for. Shards are priced for the tables
     that lookups may read, with the rows that the batch can hold, and for output layers whose labels are in the batch.
     Whole tables are waited for behind the backward, of shards a schedule hides half: this must save a tenth of the
-    step, whose compute is estimated from the parameters and the batch. Otherwise the model runs as it is written for
-    good, with its gradients in buckets: a capture takes seconds.
+    step, whose compute is estimated from the parameters and the batch, and repay the capture in 500 steps. Otherwise
+    the model runs as it is written for good, with its gradients in buckets.
     Ranks decide alike: by model and options, and by one plan for the batches of all.
 """
 
@@ -34,6 +34,9 @@ FEW_TABLES = 8
 """Most tables that are priced one by one: more of them share start-ups, which only a graph shows."""
 WORTH = 0.1
 """Share of a step that shards must save."""
+CAPTURE_MS, REPAID_IN = 25.0, 500
+"""Milliseconds that capture and passes take for each parameter, of 12 layers of a Transformer on one core; steps that
+must save as much."""
 LEAST_SHARE = 1 / 16
 """Share of a table's rows that the largest number of a tensor must reach to be taken for the table's ids."""
 FLOPS = 6
@@ -78,10 +81,11 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
     saved_ms = _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
     compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
-    if (plan.sharded or heads) and saved_ms > WORTH * compute_ms:
+    capture_ms = CAPTURE_MS * len(trained)
+    if (plan.sharded or heads) and saved_ms > max(WORTH * compute_ms, capture_ms / REPAID_IN):
         return ""
-    names = ", ".join({**tables, **heads})
-    return f"shards of {names} would save {saved_ms:.1f} ms of a step of about {compute_ms:.0f} ms; {advice}"
+    names, of = ", ".join({**tables, **heads}), f"of a step of about {compute_ms:.0f} ms"
+    return f"shards of {names} would save {saved_ms:.1f} ms {of}, a capture take {capture_ms / 1e3:.1f} s; {advice}"
 
 
 def _asks_for_a_graph(context: Context) -> bool:
