@@ -12,7 +12,7 @@ from benchmarks.lab.kept import write_whole
 from benchmarks.lab.plots import pictures
 from benchmarks.lab.results import Row, as_data
 from benchmarks.lab.rounds import Target
-from benchmarks.lab.settings import ABLATION, INSIDE
+from benchmarks.lab.settings import ABLATION, AUTO, INSIDE
 from benchmarks.records import write_record
 
 MIB = 2**20
@@ -150,6 +150,9 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
         first = ablation[ABLATION[0]].step_ms.median
         gains = [f"{name.removeprefix('embrace_')} {first / ablation[name].step_ms.median:.2f}" for name in ABLATION]
         lines += ["", f"Ablation, times as fast as the hybrid alone: {', '.join(gains)}."]
+        if decided := [row.step_ms.median for row in rows if row.system == AUTO]:
+            fastest = min(row.step_ms.median for row in ablation.values())
+            lines += ["", f"A step of the schedule that is decided takes {decided[0] / fastest:.2f} of the fastest's."]
     plan = next((row.plan for row in rows if row.system == OWN), {})
     return [*lines, "", f"What {OWN} chose: {_chosen(plan)}."] if plan else lines
 

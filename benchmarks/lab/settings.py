@@ -201,6 +201,8 @@ LARGER = "embrace_2d_rows10"
 REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
 SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
 ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
+AUTO = "embrace_auto"
+"""Decides one of these schedules by the cost model."""
 MAIN = "main"
 """The group of which there are most rounds."""
 DEVICE_STRATEGIES = ("allgather", "alltoall", "zen")
@@ -232,11 +234,8 @@ GROUPS = {
     ),
     "ablation": (
         "embrace_alone",
-        "embrace_none",
-        "embrace_vertical",
-        "embrace_horizontal",
-        "embrace_2d",
-        "embrace_auto",
+        *ABLATION,
+        AUTO,
         "embrace_2d_rows10",
     ),
 }
@@ -264,6 +263,7 @@ DEVICE_GROUPS = {
         LARGER,
         *(f"forced_{strategy}" for strategy in DEVICE_STRATEGIES),
     ),
+    "schedules": (*ABLATION, AUTO),
     "few": ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d"),
     "scaling": ("ddp_sparse", "embrace_none", "embrace_2d"),
     "replicas": ("ddp_sparse", "horovod_sparse", "embrace_2d"),

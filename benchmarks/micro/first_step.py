@@ -4,9 +4,9 @@
     python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
     python -m benchmarks.micro.first_step --probe --models tables
 
-Five models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, 240 tables, which shows what grows
-faster than the tables, and a masked language model of Hugging Face's, ten steps of ten lengths. Every measurement is a
-process per rank that has never compiled; importing torch and embrace_fx, making the model and starting the process
+Six models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, 240 tables, which shows what grows faster
+than the tables, a masked language model of Hugging Face's, ten steps of ten lengths, and its GPT-2. Every measurement
+is a process per rank that has never compiled; importing torch and embrace_fx, making the model and starting the process
 group come before the clock starts. The figure is that of rank 0, whose `compile` and first call end when all ranks have
 agreed; DDP's first step on the same model stands beside it. Beside the seconds stand rank 0's seconds of a processor,
 which depend less on what else the machine does. `--probe` leaves the links to be probed, and runs each process a second
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from benchmarks.micro.language_models import LANGUAGE_MODELS
 from benchmarks.records import write_record
 from embrace_fx.runtime.probe.disk_cache import VARIABLE
 from embrace_fx.session.session import Session  # noqa: F401  (imports what the first compile would)
@@ -108,6 +109,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "240 tables": lambda: Tables(240),
     "1,000 parameters": Chain,
     "BERT-MLM": MaskedLanguageModel,
+    "GPT-2": LANGUAGE_MODELS["GPT-2"],
 }
 LENGTHS = {"BERT-MLM": range(16, 56, 4)}
 """Of the batches of its steps; others take one step of 16."""

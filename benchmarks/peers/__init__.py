@@ -23,11 +23,6 @@ ENVIRONMENTS = {"project": "embrace_fx.session.session", "torchrec": "torchrec",
 """The environments that run the systems, "project" this one and the others of build/peers, and what ranks import, which
 all their systems share. embrace_fx is in the first alone: what the ranks of all of them import must do without it."""
 
-AS_WRITTEN = 15
-"""Steps after which embrace_fx has captured a model whose first steps it has run as it is written, at most."""
-MEASURED_SCHEDULES = 4
-"""How many schedules "auto" measures, at most."""
-
 
 @dataclass(frozen=True)
 class System:
@@ -39,8 +34,6 @@ class System:
         alone: the system that computes the same without communication; empty for those themselves.
         options: of the peer.
         warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
-            Under "2d" and "auto" it may take twelve steps before as the model is written, and capture it after them.
-            Under "auto" it may measure each schedule so.
         slow_warm_up_steps: the same in slow motion, where fewer are profiled.
         rows: how many times the rows of the model's tables; batches read the same ones.
         measures_links: while it opens, and goes by what it finds.
@@ -65,10 +58,6 @@ def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **o
     """`ours`: a stand-in for another system, which orders nothing."""
     settles_late = bool(alone) and not ours
     warm_up = (13, 6) if settles_late else (3, 3)
-    if options.get("schedule") == "auto":
-        warm_up = MEASURED_SCHEDULES * warm_up[0], warm_up[1]
-    if settles_late and options.get("schedule") in ("2d", "auto") and "strategy" not in options:
-        warm_up = AS_WRITTEN + warm_up[0], AS_WRITTEN + warm_up[1]
     return System("embrace.EmbraceFx", "project", alone, options, *warm_up, rows=rows, measures_links=True)
 
 
