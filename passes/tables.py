@@ -62,7 +62,8 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
         return None
     terms = [] if gradient is None else gradient_terms(gradient)
     backwards = [n for n in terms if n.target in LOOKUP_BACKWARDS]
-    uses = tuple(_use(lookup, backwards, mutated) for lookup in lookups)
+    shares = _shares(lookups, backwards)
+    uses = tuple(_use(lookup, share, mutated) for lookup, share in zip(lookups, shares, strict=True))
     claimed = {name for use in uses for name in use.backward}
     of_rows = [*lookups, *(n for n in readers if n.target is SAMPLE_WEIGHTS_BACKWARD)]
     dense = [n.name for n in readers if n not in of_rows and not _needs_only_shape(n)]
@@ -108,7 +109,17 @@ def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
     return terms
 
 
-def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
+def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
+    """Returns the nodes that make each lookup's share of the gradient; a node has one share, also where ids repeat."""
+    shares: list[list[fx.Node]] = [[] for _ in lookups]
+    for backward in sorted(backwards, reverse=True):  # autograd goes through the lookups from the last to the first
+        able = [k for k, lookup in enumerate(lookups) if _is_backward_of(backward, lookup)]
+        if able:
+            shares[min(able, key=lambda k: len(shares[k]))].append(backward)
+    return shares
+
+
+def _use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default
@@ -117,7 +128,7 @@ def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> 
     random = any(map(draws, cone))
     return TableUse(
         lookup=lookup.name,
-        backward=tuple(b.name for b in backwards if _is_backward_of(b, lookup)),
+        backward=tuple(backward.name for backward in share),
         ids=ids.name,
         padding_idx=argument(lookup, "padding_idx"),
         kind=_BAG_KINDS[argument(lookup, "mode")] if bag else "embedding",
@@ -134,7 +145,7 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
     if not same_kind or argument(backward, "indices") is not argument(lookup, "indices"):
         return False
     if lookup.target is aten.embedding.default:
-        return True
+        return all(argument(backward, each) == argument(lookup, each) for each in ("padding_idx", "scale_grad_by_freq"))
     # Two bags may read the same ids: they differ in the pieces of forward output that the backward reads.
     offset2bag = argument(backward, "offset2bag")
     return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup

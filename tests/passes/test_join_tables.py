@@ -79,6 +79,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sizes that differ": (lambda m, x, y: m.table(x).sum(1) * m.other(y), (IDS, OTHER_IDS[:, 0])),
     "a single id": (lambda m, x, y: m.table(x) * m.other(y), (IDS[0, 0], OTHER_IDS)),
     "three lookups": (lambda m, x, y: m.table(x) * m.other(y) + m.table((x + 1) % V), (IDS, OTHER_IDS)),
+    "a lookup repeated": (
+        lambda m, x, y: m.table(x) * m.other(y) - 2 * m.table(x) * m.other((y + 1) % V),
+        (IDS, OTHER_IDS),
+    ),
+    "a lookup repeated three times": (
+        lambda m, x, y: m.table(x) * m.linear(m.table(x)) * m.other(y) * m.table(x),
+        (IDS, OTHER_IDS),
+    ),
+    "a lookup repeated without gradient": (
+        lambda m, x, y: m.table(x).detach() * m.table(x) * m.other(y),
+        (IDS, OTHER_IDS),
+    ),
     "int32 ids beside int64": (both, (IDS.int(), OTHER_IDS)),
     "int32 ids": (both, (IDS.int(), OTHER_IDS.int())),
     "no ids of one": (lambda m, x, y: m.table(x).sum() + m.other(y).sum(), (IDS, OTHER_IDS[:0])),
