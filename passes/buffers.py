@@ -1,9 +1,9 @@
 """Finds the buffers that replicas must share before a forward.
 
 Contract
-    Analysis only. DDP sends rank 0's buffers to all ranks before every forward. Only a buffer that the forward both
-    changes and lets into its results needs that: BatchNorm's running statistics, for one, are written in training and
-    read in evaluation alone, so it is enough to send them before an evaluation.
+    Analysis only. DDP sends rank 0's buffers to all ranks before every forward. A buffer needs that only where training
+    has changed it and the forward's results depend on it: BatchNorm's running statistics, for one, are written in
+    training and read in evaluation, or by a frozen layer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
     return tuple(role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written)
 
 
-def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:
-    """Lists the buffers that the forward changes and that its results depend on."""
-    mutated = set(mutated_buffers(graph))
+def read_buffers(graph: TrainingGraph) -> tuple[str, ...]:
+    """Lists the buffers that the forward's results depend on."""
     results = {node for node, role in graph.outputs() if isinstance(role, Result)}
     return tuple(
         role.name
         for node, role in graph.inputs()
-        if isinstance(role, Buffer) and role.name in mutated and not results.isdisjoint(_readers(node))
+        if isinstance(role, Buffer) and not results.isdisjoint(_readers(node))
     )
 
 

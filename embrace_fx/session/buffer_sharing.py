@@ -1,10 +1,10 @@
 """Makes buffers equal on all ranks before a forward reads them.
 
 Contract
-    A forward reads rank 0's buffers, as under DDP. Sent are: at each training step, buffers that forwards change and
-    depend on; before an evaluation, buffers that training has changed; all buffers, if anything but a forward has
-    changed one on any rank, or while another rank is the authority under `join`. As under DDP, forwards after one
-    under `no_sync` share no buffers until gradients have been reduced.
+    A forward reads rank 0's buffers, as under DDP. Sent are: at each training step, buffers that training has changed
+    and that a training forward depends on; before an evaluation, all buffers that training has changed; all buffers,
+    if anything but a forward has changed one on any rank, or while another rank is the authority under `join`. As
+    under DDP, forwards after one under `no_sync` share no buffers until gradients have been reduced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from embrace_fx.passes.buffers import live_buffers, mutated_buffers
+from embrace_fx.passes.buffers import mutated_buffers, read_buffers
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.session.program_cache import StepCounters
@@ -34,7 +34,7 @@ class BufferSharing:
         self._context = context
         self._state = context.state
         self._counters = counters
-        self._live = frozenset[str]()  # changed by training forwards, whose results depend on them
+        self._read = frozenset[str]()  # results of training forwards depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
         self.due = True
@@ -59,12 +59,12 @@ class BufferSharing:
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
         if train:
-            self._live |= assigned.union(live_buffers(graph)) - ignored
+            self._read |= assigned.union(read_buffers(graph))
         self._written |= mutated
         self._were = AsSeen.of(self._unwritten())
 
         def names() -> frozenset[str]:
-            return self._live if train else self._stale
+            return self._stale & self._read if train else self._stale
 
         def announced() -> int:
             changed = self.due and not self._were.is_of(self._unwritten())

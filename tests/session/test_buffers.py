@@ -64,9 +64,15 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
         call(10)
     model.train()
     call(11, 12)
+    plain.norm.eval()  # reads, in training, what training has changed
+    call(13, 14)
     model.eval()
     with torch.no_grad():
-        call(13)
+        call(15)
+    model.train()
+    call(16)
+    plain.norm.eval()
+    call(17)
     return found
 
 
