@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
-from embrace_fx.passes.heads import forward_of, labels_in_batch, means_of_labels
+from embrace_fx.passes.heads import labels_in_batch, means_of_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable, used_parameters

@@ -76,10 +76,10 @@ class BufferSharing:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
                 # the one before.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
-                places = map(self._state.place_of_buffer, self.shared() if every else sorted(names()))
-                tensors = [owner[key] for owner, key in places]
+                shared = self.shared() if every else sorted(names())
+                tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]
                 self._context.communicator.broadcast(tensors, self._counters.authority)
-                self._stale = frozenset()
+                self._stale = self._stale.difference(shared)
                 self._were = AsSeen.of(self._unwritten())
             if train:
                 self._stale |= mutated

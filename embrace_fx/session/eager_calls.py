@@ -69,7 +69,7 @@ class EagerCalls:
     def call(self, call: Arguments) -> Any:
         """Runs the user's forward on a batch. Collective."""
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
-        train = train and bool(trained)  # autograd passes gradients through a frozen model
+        train = call.train and bool(trained)  # autograd passes gradients through a frozen model
         announcements.wait()  # of a step without backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)

@@ -26,8 +26,7 @@ from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
-from embrace_fx.planning.replanning import SparsityMonitor
-from embrace_fx.planning.scheduling import Profile, agree_on_profile, cuts, launches, order, profile
+from embrace_fx.planning.scheduling import launches, order
 from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile

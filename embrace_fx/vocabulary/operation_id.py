@@ -28,7 +28,7 @@ Kind = Literal[
     "lookups",  # AlltoAll of looked-up rows: all, late or early
     "all_reduce",  # a chunk of a bucket
     "positions",  # scored positions of an output layer over a sharded table, or what was computed of them
-    "delayed",  # a piece of a table's delayed row gradients, AlltoAll
+    "delayed",  # AlltoAll of a piece of a table's delayed row gradients
     "offload",  # a saved value is copied out of memory
     "reload",  # a saved value is copied back
     "read",  # rows of a table beyond memory are read
@@ -39,7 +39,7 @@ HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficie
 """What ranks exchange of the scored positions of an output layer."""
 
 Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"] | HeadPart
-"""The part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
+"""The part of a table or bucket: early or late rows, prior gradients or a piece of the delayed ones, or a chunk."""
 
 _SPELLED: dict[Kind, dict[Part, str]] = {
     "lookups": {"whole": "{what} rows", "late": "{what} rows", "early": "{what} early rows"},

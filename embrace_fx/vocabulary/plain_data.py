@@ -26,7 +26,8 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
 def to_plain(value: Any) -> Any:
     """Converts a value to JSON types. A mapping becomes a list of pairs, because its keys need not be text."""
-    if (names := _names(value)) is not None:
+    kind: Any = type(value)
+    if (names := _names(kind)) is not None:
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [to_plain(each) for each in value]
@@ -85,12 +86,12 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
 _hints = cache(get_type_hints)
 
 
-def _names(value: Any) -> tuple[str, ...] | None:
-    """Returns the field names of a dataclass or named tuple, or of an instance; None for anything else."""
-    if is_dataclass(value):
-        return tuple(field.name for field in fields(value))
-    kind = value if isinstance(value, type) else type(value)
-    return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+@cache
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """Returns the field names of a dataclass or named tuple; None for any other type."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return getattr(kind, "_fields", None) if isinstance(kind, type) and issubclass(kind, tuple) else None
 
 
 def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:

@@ -121,18 +121,17 @@ class Decision:
         predicted_ms: time of the exchange alone on an idle link; for a table, including a rank's compute in a step for
             lookups and updates of its rows.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
-        grid: of shards, where the grid has more than one row; else None.
-        candidates: the strategies weighed: `CANDIDATES`, and the one asked for; empty where there was no choice.
-        measured: the measured sparsity of a table's gradients on all ranks, in one line; "" where unknown.
-        rests: shards whose rows without gradient take the steps they have skipped when they are next read, and not all
-            at each step.
-        padding_idx: a table's row that gets no gradient, -1 for none.
-        rows: how many rows of a table a step is expected to read; None: unknown.
-        head: the exchanges of the output layer over a table of "vocabulary".
-        norm_bytes: the part of the sent bytes that is squares of rows, where the optimizer steps whole rows.
-        travels_as: the format of its rows, or its gradient, on the wire.
-        memory: a table beyond memory: its rows in memory, and the prediction for the others.
-        sparse: a table's gradient is sparse (COO), as its lookups ask for.
+        grid: the grid of shards, if it has more than one row; else None.
+        candidates: the compared strategies: `CANDIDATES` and the requested one; empty if there was no choice.
+        measured: the measured sparsity of a table's gradients on all ranks, in one line; "" if unknown.
+        rests: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
+        padding_idx: a table's row without a gradient, -1 for none.
+        rows: the number of table rows that a step is expected to read; None if unknown.
+        head: the exchanges of the output layer, for a table of strategy "vocabulary".
+        norm_bytes: the part of the sent bytes for squares of rows, if the optimizer is row-wise.
+        travels_as: the format of its rows or its gradient on the wire.
+        memory: for a table beyond memory: its rows in memory, and the prediction for the others.
+        sparse: whether a table's gradient is sparse (COO), as its lookups request.
     """
 
     parameter: str

@@ -47,15 +47,22 @@ class PendingGradient(Tensor):
     is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def __new__(
-        cls, like: Tensor, late: GradientFuture[Tensor], place: int, *, sparse: bool = False
-    ) -> PendingGradient:
-        made: PendingGradient = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, dispatch_layout=sparse
-        )
-        made.late, made.place, made.is_sparse = late, place, sparse
-        Tensor.untyped_storage(made).__class__ = NoStorage  # type: ignore[assignment]
-        return made
+    def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
+        """Makes those of all parameters, of which `late` are the gradients."""
+        found = list[PendingGradient]()
+        for place, like in enumerate(parameters):  # of every parameter: without calls
+            made: PendingGradient = Tensor._make_wrapper_subclass(
+                PendingGradient,
+                like.shape,
+                strides=like.stride(),
+                dtype=like.dtype,
+                device=like.device,
+                dispatch_layout=sparse,
+            )
+            made.late, made.place, made.is_sparse = late, place, sparse
+            Tensor.untyped_storage(made).__class__ = NoStorage  # type: ignore[assignment]
+            found.append(made)
+        return found
 
     @property
     def landed(self) -> Tensor | None:

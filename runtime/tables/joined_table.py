@@ -254,12 +254,11 @@ class _JoinedState:
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
-        """Whether the cached state is current."""
-        if not self._kept:
+        """Whether everything is what has been found last."""
+        optimizer = self._members[0].optimizer
+        if not self._kept or optimizer is None:
             return False
-        state = self._members[0].holder.state
-        # Compares ids, because hashing a parameter would apply pending updates.
-        by_id = dict(zip(map(id, state), state.values(), strict=True))
+        by_id = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))  # hashes no parameter
         kept = map(by_id.get, map(id, map(_PARAMETER, self._members)))
         if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
             return False
@@ -272,8 +271,8 @@ class _JoinedState:
                     return False
         except (KeyError, AttributeError):  # the user's own tensor, or missing
             return False
-        counters = chain.from_iterable(map(self._counters.__getitem__, self._versions))
-        return [*map(_VERSION, counters)] == [*chain.from_iterable(self._versions.values())]
+        every = chain.from_iterable(map(self._counters.__getitem__, self._versions))
+        return [*map(_VERSION, every)] == [*chain.from_iterable(self._versions.values())]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Stores the counters after a step in each table's state."""
@@ -332,9 +331,8 @@ class _JoinedGradient:
             self._parameters, self._parts, self._held = [], [], []
 
     def _are_free(self) -> bool:
-        """Whether the loop has dropped the gradients of the last backward without reading or keeping them."""
-        parameters = self._parameters
-        if not parameters or not all(map(is_, [member.parameter for member in self._members], parameters)):
+        """Whether the gradients of the last backward have been dropped, and nobody has looked at them or keeps them."""
+        if not self._parameters:
             return False
         late, (alone, of_gradient) = self._late, _ALONE
         of_table = zip(self._members, self._parameters, self._parts, self._held, strict=True)
@@ -353,10 +351,6 @@ class _JoinedGradient:
             self._late, self._rows = GradientFuture(tuple), None
             for k, held in enumerate(self._held):
                 held.late = self._late, k
-
-    def _are_late(self) -> bool:
-        late = self._late
-        return False not in [held.late is not None and held.late[0] is late for held in self._held]
 
     def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
         """As `JoinedTable.standing`."""
@@ -377,13 +371,14 @@ class _JoinedGradient:
 
 
 def _references() -> tuple[int, int]:
-    """Returns the reference counts of an unshared gradient and of its storage, as `_are_free` counts them."""
-    part, held = torch.empty(0, device="cpu"), object()
-    part.held = held  # type: ignore[attr-defined]
-    parts, of_parts = [part], [held]
-    del part, held
-    (of_part,), (of_held,) = [getrefcount(each) for each in parts], [getrefcount(each) for each in of_parts]
-    return of_part, of_held
+    """Counts the references to a gradient that a list holds, and to what holds its memory, as `_are_free` does."""
+    made: Any = torch.empty(0, device="cpu")
+    made.held = object()
+    parts, of_parts = [made], [made.held]
+    del made
+    for _, _, part, held in zip((None,), (None,), parts, of_parts, strict=True):
+        return getrefcount(part), getrefcount(held)
+    raise AssertionError
 
 
 _ALONE = _references()

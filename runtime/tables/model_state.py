@@ -227,7 +227,7 @@ class ModelState:
 
     def parameters(self, names: Collection[str] | None = None) -> list[nn.Parameter]:
         """Returns the parameters of `names`, or all, without walking the modules."""
-        names = self.names if names is None else names
+        names, found = self.names if names is None else names, list[nn.Parameter]()
         try:
             for owner, key in map(self._parameters.__getitem__, names):  # several times a step: without calls
                 found.append(owner[key])

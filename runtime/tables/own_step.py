@@ -98,13 +98,22 @@ def step_groups(
     """
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
-    another.__dict__.update({name: value for name, value in before.items() if name not in _OF_ITS_STEP})
-    # Hide the hooks: a step() that calls its base class's step() would run them.
-    another.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    another.__dict__.update(before)
+    for name in _OF_ITS_STEP:
+        another.__dict__.pop(name, None)
+    for name in _HOOKS:  # which a class whose step calls that of its base would run
+        another.__dict__[name] = OrderedDict()
     another.__dict__["param_groups"] = list(groups)
     if state is not None:
         another.__dict__["state"] = state
-    step(another)
+    for group in groups:
+        of_cpu = bool(group["params"]) and group["params"][0].device.type == "cpu"
+        if of_cpu and group.get("foreach", "") is None and not group.get("fused"):
+            group["foreach"] = False  # what the class would find out
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    _without_gradients(step, another)
     # Attributes that the step changed, such as counters outside of the state.
     for name, value in another.__dict__.items():
         if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.lower.lower import _BOUND, _direct, lower
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.golden import check_golden
