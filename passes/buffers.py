@@ -1,4 +1,4 @@
-"""Finds the buffers that replicas must share before a forward.
+"""Finds the buffers that must be broadcast before a forward.
 
 Contract
     Analysis only. DDP sends rank 0's buffers to all ranks before every forward. A buffer needs that only where training
@@ -14,11 +14,11 @@ from torch import fx
 from embrace_fx.vocabulary.graph import Buffer, Result, TrainingGraph, reached, written_by
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-_TRAINING = 5  # position of its argument `training`
+_TRAINING = 5  # op -> position of its argument `training`
 
 
 def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
-    """Lists the buffers that the forward changes."""
+    """Returns the buffers that the forward changes."""
     written = written_by(graph.module)
     return tuple(role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written)
 
@@ -39,5 +39,5 @@ def _readers(buffer: fx.Node) -> set[fx.Node]:
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """Returns whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
+    """Returns whether a node is BatchNorm in training, which updates the running statistics without using them."""
     return node.target is _BATCH_NORM and node.args[_TRAINING] is True

@@ -1,7 +1,7 @@
-"""Describes a graph's launches in a form that is equal on all ranks if and only if the launches are.
+"""Describes a graph's launches in a form that is equal on all ranks if and only if the launches match.
 
-Launches that differ between ranks, or come in another order, hang or mix up values. Every rank compiles for itself, so
-each hashes what it will launch; the hashes are compared before the first collective of training is launched.
+Launches that differ between ranks, or have another order, hang or mix up values. Every rank compiles separately, so
+each hashes its launches, and the hashes are compared before the first collective of training.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from embrace_fx.vocabulary.submissions import is_submission
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
 )
-"""The launches whose shape must be equal on all ranks; the sizes of other launches follow from each rank's batch."""
+"""The launches whose shape must be equal on all ranks. The sizes of other launches depend on each rank's batch."""
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The part of a launch that must be the same on all ranks.
+    """The properties of a launch that must be equal on all ranks.
 
     Attributes:
         group: the communication class.
         op: the op, without its overload.
-        id: the launch's id as text; "" where it has none.
-        serves: the tables whose ids, or the parameters whose gradients, are packed into one launch, in their order.
+        id: the launch's id as text; "" if it has none.
+        serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
         options: the op's other plain arguments, by name.
-        dtype: of the tensor that travels.
+        dtype: of the transferred tensor.
         shape: of a tensor that is reduced or exchanged as a whole; None for other launches.
     """
 
@@ -53,7 +53,7 @@ class Collective:
 
 
 def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
-    """Lists every launch in execution order; phase by phase where the graph is partitioned.
+    """Returns every launch in execution order; phase by phase if the graph is partitioned.
 
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
@@ -63,13 +63,13 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
 
 def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
-    """Returns the SHA-256 of `collective_sequence`, hexadecimal.
+    """Returns the hexadecimal SHA-256 of `collective_sequence`.
 
-    It depends neither on node names, nor on the batch's sizes, nor on the process.
+    The hash does not depend on node names, the batch's sizes or the process.
 
     Args:
-        ordered: launches run in the graph's order. False: a launcher orders those with an id, so that they are
-            hashed in the order of their ids, without the tables they serve, which the plan already says.
+        ordered: whether launches run in the graph's order. If not, launches with an id are hashed in the order of their
+            ids, because a launcher orders them, and without their tables, which the plan contains.
     """
     sequence = collective_sequence(graph)
     if not ordered:
@@ -93,7 +93,7 @@ def _collective(launch: fx.Node) -> Collective:
 
 
 def group_of(launch: fx.Node) -> str:
-    """Returns the communication class a launch belongs to."""
+    """Returns the communication class of a launch."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
 
 
@@ -108,7 +108,7 @@ def launch_options(launch: fx.Node) -> dict[str, Any]:
 
 
 def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
-    """Returns the modules that run in a step: the phases in their order, or the joint one where there are none."""
+    """Returns the modules that run in a step: the phases in order, or the joint module without phases."""
     return graph.phases.values() or (graph.module,)
 
 
@@ -122,8 +122,8 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Lists the inputs whose memory a node's result may share: the source of a view, or one written in place."""
-    if node.target is operator.getitem:  # a part of a view is a view, a part of several results is a result by itself
+    """Returns the inputs whose memory a node's result may share: the source of a view, or an input written in place."""
+    if node.target is operator.getitem:  # an item of a view is a view; an item of several results is a separate result
         return aliased_inputs(node.all_input_nodes[0])
     if is_wait(node):
         return node.all_input_nodes
@@ -139,7 +139,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 @functools.cache
 def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Lists (position, name) of each argument, a tensor or a list, whose memory an op's results may share."""
+    """Returns (position, name) of each tensor or list argument whose memory an op's results may share."""
     schema = op._schema
     if all(result.alias_info is None for result in schema.returns):
         return ()
@@ -147,7 +147,7 @@ def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns a dispatcher op's arguments by name, defaults left out."""
+    """Returns the arguments of a dispatcher op by name, without defaults."""
     assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

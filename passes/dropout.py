@@ -1,9 +1,9 @@
-"""Dropout as eager runs it on the CPU.
+"""Dropout as in eager mode on the CPU.
 
 Contract
-    Same distribution, and the same random numbers as the eager model: on one rank, the loss curve is the eager one.
-    ATen tracing yields `native_dropout`, whose CPU kernel multiplies by a mask of another dtype, twice; eager
-    multiplies by scaled noise, once. On other devices `native_dropout` is the fused kernel, and stays.
+    Same distribution and the same random numbers as the eager model, so that one rank reproduces the eager loss curve.
+    ATen tracing yields `native_dropout`, whose CPU kernel multiplies twice, by a mask of another dtype. Eager mode
+    multiplies once, by scaled noise. On other devices `native_dropout` is the fused kernel and stays.
 
     rewrite:  out, mask = aten.native_dropout(x, p, True); g = aten.native_dropout_backward(grad, mask, 1 / (1 - p))
     ->        noise = aten.div(aten.bernoulli(x, 1 - p), 1 - p); out = x * noise; g = grad * noise
@@ -69,7 +69,7 @@ def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> Non
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")
-            # Later traced nodes may view the gradient as contiguous; the product of a transposed gradient is not.
+            # Later nodes may view the gradient as contiguous, but the product of a transposed gradient is not.
             traced: Tensor = backward.meta["val"]
             if traced.is_contiguous() and not gradient.meta["val"].is_contiguous():
                 name = f"{backward.name}_contiguous"

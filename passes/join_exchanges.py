@@ -1,9 +1,9 @@
-"""Every training program joins every exchange of the plan: with no rows, and zeros, where its batch uses less.
+"""Makes every training graph take part in every exchange of the plan, with no rows or zeros for unused parameters.
 
 Contract
-    A batch may leave a branch out, on one rank or on all: the program for it still launches what the plan exchanges,
-    so that ranks whose batches take different branches meet in the same collectives. Results and the gradients of
-    what the batch uses are unchanged. Ranks count by other means which parameters got a gradient from any rank
+    A batch may skip a branch on one rank or on all. Its graph still launches all exchanges of the plan, so that ranks
+    whose batches take different branches have the same collectives. Results, and gradients of parameters that the batch
+    uses, are unchanged. Ranks determine separately which parameters have a gradient from any rank
     (`embrace_fx.runtime.step.used_parameters`).
 
     rewrite, a table that the graph does not read, a parameter that it gives no gradient:
@@ -45,7 +45,7 @@ class ExchangedParameter:
     """A parameter whose rows or gradient the ranks exchange.
 
     Attributes:
-        padding_idx: a sharded table's row without gradient, -1 for none; None for a replica.
+        padding_idx: a sharded table's row without a gradient, -1 for none; None for a replica.
     """
 
     shape: tuple[int, ...]
@@ -56,11 +56,11 @@ class ExchangedParameter:
 
 @dataclass(frozen=True)
 class JoinExchanges:
-    """Adds to a training graph the exchanges of the plan that it lacks.
+    """Adds the exchanges of the plan that a training graph lacks.
 
     Attributes:
         exchanged: name -> parameter, in the order of the plan.
-        renormed: whole tables with `max_norm`; every graph must read them, to rescale the rows that other ranks read.
+        renormed: whole tables with `max_norm`, which every graph must read to rescale the rows that other ranks read.
     """
 
     exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class JoinExchanges:
             return graph
         result = graph.edit()
         rewriter = Rewriter(result.module)
-        for name, each in reversed([*self.exchanged.items()]):  # each comes first
+        for name, each in reversed([*self.exchanged.items()]):  # each placeholder is inserted at the head
             if name in unread:
                 with rewriter.before(next(iter(rewriter.graph.nodes))):
                     rewriter.placeholder(name, Parameter(name), each.shape, each.dtype, each.device)
@@ -90,15 +90,15 @@ class JoinExchanges:
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """Makes a training graph that needs no batch: it reads one parameter and returns zero.
+    """Builds a training graph that needs no batch: it reads one parameter and returns zero.
 
     return aten.new_zeros(parameter, [])
     """
     graph = fx.Graph()
-    with FakeTensorMode(shape_env=ShapeEnv()):  # how many rows are read is not known
+    with FakeTensorMode(shape_env=ShapeEnv()):  # the number of rows is unknown
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
-    read = graph.create_node("placeholder", name, name=name)  # torch makes an identifier of the name
+    read = graph.create_node("placeholder", name, name=name)  # torch converts the name to an identifier
     read.target = read.name
     read.meta |= {"role": Parameter(name), "val": value}
     zero = graph.call_function(aten.new_zeros.default, (read, []))
@@ -108,7 +108,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 
 def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
-    """Adds a lookup of no ids, and the gradient of its rows."""
+    """Adds a lookup without ids, and the gradient of its rows."""
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx

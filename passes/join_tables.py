@@ -1,9 +1,9 @@
-"""The tables of a row space become one table: one lookup of all their ids, one gradient, one name for later passes.
+"""Joins the tables of a row space into one table, with one lookup of all ids and one gradient.
 
 Contract
-    Same values. A lookup of `embedding` becomes a view of the rows that all of them read together; a lookup by bags,
-    or one without a gradient, reads the space by itself. An id outside its table is outside the space. What padding
-    rows get of a gradient is left out where gradients are summed up.
+    Same values. The `embedding` lookups become views of one joint lookup. Bag lookups, and lookups without a gradient,
+    read the row space separately. An id outside its table becomes a number outside the row space. Gradients of padding
+    rows are dropped when gradients are summed.
 
     rewrite, two tables of a space, V1 x D and V2 x D, one lookup each:
         e1 = aten.embedding(w1, x1); e2 = aten.embedding(w2, x2)
@@ -18,7 +18,7 @@ Contract
         d = aten.cat([aten.reshape(d1, [n1, D]), aten.reshape(d2, [n2, D])])
         g = aten.embedding_dense_backward(d, x, V1 + V2, -1, False)
         return (..., g)                                                   # Gradient(space)
-    Where all lookups are cast to one dtype, or all gradients from one, the joined tensor is cast instead.
+    If all lookups are cast to one dtype, or all gradients from one, the joint tensor is cast instead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class JoinTables:
-    """Makes one table of the tables of each row space that a graph reads.
+    """Joins the tables of each row space that a graph reads.
 
     Attributes:
-        spaces: of a plan.
+        spaces: the plan's row spaces.
     """
 
     spaces: tuple[RowSpace, ...]
@@ -66,13 +66,13 @@ class JoinTables:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One lookup of a table of a space.
+    """One lookup of a table of a row space.
 
     Attributes:
-        number: of the table in its space.
-        backward: the nodes that make its share of the gradient.
-        is_joined: whether it is read with others.
-        is_bag: whether it sums rows up; a bag has no padding row here.
+        number: the table's index in the row space.
+        backward: the nodes that compute its share of the gradient.
+        is_joined: whether it is part of the joint lookup.
+        is_bag: whether it sums rows. Bags here have no padding row.
     """
 
     table: Table
@@ -109,7 +109,7 @@ def _join(graph: TrainingGraph, space: RowSpace) -> None:
 
 
 def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
-    """Finds the lookups of a space's tables, in the order of its rows."""
+    """Returns the lookups of a row space's tables, in the order of its rows."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
     is_trained = any(isinstance(role, Gradient) for _, role in graph.outputs())
@@ -126,7 +126,7 @@ def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
 def _join_ids(
     rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], apart: Sequence[_Lookup]
 ) -> list[fx.Node]:
-    """Inserts the rows that lookups read at the head of the graph: those of joined lookups as one, if there are any."""
+    """Inserts, at the head of the graph, the ids of lookups as rows of the row space. Joined lookups get one tensor."""
     lookups = [*joined, *apart]
     numbers = [each.number for each in lookups]
     first_rows = [space.bounds[number] for number in numbers]
@@ -143,7 +143,7 @@ def _join_ids(
 
 
 def _look_up(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
-    """Makes the results of joined lookups views of the rows that they read together."""
+    """Makes the results of joined lookups views of the joint lookup."""
     narrow = _one_of([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
         rows = rewriter.call(aten.embedding.default, weight, ids, name=f"{name}_lookups")
@@ -167,7 +167,7 @@ def _look_up(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: f
 
 
 def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
-    """Inserts the gradient of joined lookups behind the last of theirs; none for a forward alone."""
+    """Inserts the joint gradient of the joined lookups after the last of their gradients, if there are any."""
     if not joined[0].backward:
         return []
     backwards = [node for each in joined for node in each.backward]
@@ -189,23 +189,23 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
 
 
 def _one_of(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the dtype that all are; None: they differ, or one is None."""
+    """Returns the common dtype; None if they differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
 def _cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts to, if it does nothing else."""
+    """Returns the dtype that a node casts to, if it is only a cast."""
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
 def _came_from(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts from, if it does nothing else."""
+    """Returns the dtype that a node casts from, if it is only a cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 
 
 def _size(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
-    """Returns the shape of ids; a size that is not known is a node."""
+    """Returns the shape of ids, with nodes for unknown sizes."""
     return [
         size if isinstance(size, int) else rewriter.call(aten.sym_size.int, ids, dim, name=f"{ids.name}_size_{dim}")
         for dim, size in enumerate(ids.meta["val"].shape)
@@ -225,7 +225,7 @@ def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node
 
 
 def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Makes a lookup, and what its gradients come from, read rows of the space in place of rows of its table."""
+    """Makes a lookup, and the inputs of its gradient, read rows of the row space instead of its table."""
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
         set_argument(node, "indices", ids)
@@ -238,7 +238,7 @@ def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx
 
 
 def _return_sum(graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]) -> None:
-    """Returns the gradient of the space in place of those of its tables."""
+    """Returns the gradient of the row space instead of its tables' gradients."""
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]
     total: fx.Node | None = None

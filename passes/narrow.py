@@ -1,10 +1,10 @@
-"""Rows travel in the narrow dtype: an exchange moves past the casts of an autocast region.
+"""Exchanges rows in the narrow dtype of an autocast region, by moving the exchange past the casts.
 
 Contract
-    Where every lookup of a sharded table is cast to one narrower dtype, and every gradient comes from a cast out of it,
-    rows and gradients are exchanged in that dtype: half the bytes under bfloat16. Forward values are the same (a cast
-    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire.
-    Under float16, which such sums can overflow, rows travel narrow and their gradients wide.
+    If every lookup of a sharded table is cast to one narrower dtype, and every gradient is cast from it, rows and
+    gradients are exchanged in that dtype: half the bytes under bfloat16. Forward values are the same, because a cast
+    commutes with a lookup. Gradients of equal ids are still summed in the wide dtype, before and after the exchange.
+    Under float16, in which such sums can overflow, only rows are exchanged in the narrow dtype.
 
     rewrite:  rows = wait(all_to_all_rows(columns, ...)); e = aten.embedding(join(rows), where); c = _to_copy(e, bf16)
               g = _to_copy(g_bf16, f32); grad_rows = embedding_dense_backward(g, ...); split_columns(grad_rows)
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 embrace = torch.ops.embrace
 _CAST = aten._to_copy.default
 JOINS = (embrace.join_columns.default, embrace.join_grid.default)
-"""Ops that turn arrived columns into rows."""
+"""Ops that convert received columns to rows."""
 _SPLITS = (embrace.split_columns.default, embrace.split_grid.default)
 _EXCHANGED = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes that every back end's AlltoAll takes."""
+"""The dtypes that the AlltoAll of every back end supports."""
 _SUMMED = _EXCHANGED - {torch.float16}
-"""Dtypes that no sum of gradients overflows: float16 is missing because it ends at 65,504."""
+"""Dtypes in which sums of gradients do not overflow. float16 ends at 65,504."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
-    """Returns the dtype of the rows of `table` on the wire if it is sharded; `graph` is the captured one."""
+    """Returns the dtype in which rows of `table` are exchanged if it is sharded; `graph` is the captured one."""
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype
     lookups = [graph.node(use.lookup) for use in table.uses]
@@ -62,7 +62,7 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
 
 
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange in place; returns False where it must stay wide."""
+    """Narrows one table's exchange in place; returns False if it must stay wide."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
@@ -80,7 +80,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from; None: there is none."""
+    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from; None if none."""
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if is_plain_cast(user) else None for user in casts}
     if len(dtypes) != 1:
@@ -92,12 +92,12 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
 
 
 def is_plain_cast(node: fx.Node) -> bool:
-    """Returns whether a node casts the dtype alone, not device or layout."""
+    """Returns whether a node casts only the dtype, not device or layout."""
     return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
 
 
 def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the split that sends the gradient of `join`'s rows: both read the counts of one exchange of ids."""
+    """Returns the split that sends the gradient of `join`'s rows, found by the common counts of the id exchange."""
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
     for split in graph.graph.nodes:

@@ -1,7 +1,7 @@
-"""Estimates the compute time of a node until it has been measured: from its FLOPs, and the bytes that it moves.
+"""Estimates the compute time of a node, until it has been measured, from its FLOPs and the bytes that it moves.
 
 FLOPs come from torch's own counter (`torch.utils.flop_counter`), where a user's op can register a formula
-(`register_flop_formula`); where the counter does not know an op, only its bytes count. Views cost nothing.
+(`register_flop_formula`). For ops without a formula, only the bytes count. Views cost nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 Formula = Callable[..., float]
 
 NodeMs = Callable[[fx.Node], float]
-"""Milliseconds of a node."""
+"""Returns the milliseconds of a node."""
 
 ELEMENT_BYTES = 4
 
 _COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "gru", "attention"})
-"""Words in the names of ops that multiply."""
+"""Words in the names of matrix products and convolutions."""
 
 
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
-    """Makes an estimator of nodes for a processor of this speed; it estimates each node once.
+    """Returns an estimator of nodes for a processor of this speed. It estimates each node once.
 
     Args:
-        expected: numbers in place of data-dependent sizes.
+        expected: numbers for data-dependent sizes.
     """
     return functools.cache(lambda node: node_ms(node, compute, expected))
 
@@ -57,7 +57,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Counts a node's multiplications and additions; 0 where torch's counter does not know its op."""
+    """Returns the number of a node's multiplications and additions; 0 for ops without a formula."""
     assert isinstance(node.target, torch._ops.OpOverload)
     formula = _formula(node)
     if formula is None:
@@ -68,9 +68,9 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def computes(node: fx.Node) -> bool:
-    """Returns whether a node takes long. Communication that does not depend on it is launched before it.
+    """Returns whether a node takes long, so that communication that does not depend on it is launched before it.
 
-    True of ops whose FLOPs torch's counter knows, and of those whose names say that they multiply.
+    True for ops with a FLOP formula, and for those with a name that contains one of `_COMPUTES`.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -90,7 +90,7 @@ def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
 
 
 def _sized(value: Any, expected: ExpectedSizes) -> Any:
-    """Returns a meta tensor with the sizes of a fake one, data-dependent sizes replaced by expected ones."""
+    """Returns a meta tensor with the sizes of a fake tensor, using expected sizes for data-dependent ones."""
     if isinstance(value, list | tuple):
         return type(value)(_sized(each, expected) for each in value)
     return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
@@ -109,7 +109,7 @@ def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[T
 
 
 def _rnn_layer_backward(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Counts twice the forward's FLOPs: the gradients of the data, and those of the weights."""
+    """Counts twice the forward's FLOPs: once for the gradients of the data, and once for those of the weights."""
     return 2.0 * _rnn_layer(*arguments)
 
 
@@ -119,7 +119,7 @@ _OWN: dict[Any, Formula] = {
     torch.ops.embrace.rnn_layer: _rnn_layer,
     torch.ops.embrace.rnn_layer_backward: _rnn_layer_backward,
 }
-"""Formulas of ops that torch's counter does not know."""
+"""FLOP formulas of ops that torch's counter lacks."""
 
 
 def _shape(value: Any, expected: ExpectedSizes) -> list[int]:

@@ -1,13 +1,13 @@
-"""Cuts the joint graph into the four programs that run: unique, ids, forward, backward.
+"""Partitions the joint graph into the four graphs that run: unique, ids, forward, backward.
 
 Contract
     Same nodes, same values, each node in exactly one phase:
-        unique    computes the ids from the batch, and the unique rows it reads; can run a batch ahead
-        ids       exchanges these ids between ranks; can run a batch ahead, and in the background
-        forward   everything else that the results and mutations need; mutated state is written back at its end
-        backward  the rest
-    Values that cross a cut are `Saved` outputs of the earlier phase and `Saved` inputs of the later one. The joint
-    module stays in `TrainingGraph.module` for reading.
+        unique    computes the ids from the batch, and the unique rows to read; can run a batch ahead
+        ids       exchanges these ids between ranks; can run a batch ahead and in the background
+        forward   all other nodes that results and mutations need; writes mutated state back at its end
+        backward  the remaining nodes
+    Values that a later phase reads are `Saved` outputs of the earlier phase and `Saved` inputs of the later one. The
+    joint module stays in `TrainingGraph.module` for reading.
 
     rewrite:  def joint(w_shard, batch, tangent): ...
     ->        def unique(batch): ...; return (rows_of_batch, where)
@@ -48,20 +48,20 @@ _OF_FORWARD = frozenset(
         "embrace::await_offload",
     }
 )
-"""Ops that always run in the forward: those that record its state for the backward, offload a value, or receive rows,
-even rows that no result reads."""
+"""Ops that always run in the forward: they record its state for the backward, offload a value, or receive rows, even if
+no result reads them."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Fills in `TrainingGraph.phases`: "unique", "ids", "forward" and, where there are gradients, "backward"."""
+    """Fills in `TrainingGraph.phases`: "unique", "ids", "forward" and, if there are gradients, "backward"."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return replace(graph, phases=partition(graph))
 
 
 def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
-    """Finds the nodes of each of `PHASES` in a joint graph, without placeholders and the output."""
+    """Returns the nodes of each of `PHASES` in a joint graph, without placeholders and the output."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
@@ -90,7 +90,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         behind = list(members)[position + 1 :]
         later = set().union(*(members[phase] for phase in behind))
         saved = [n for n in nodes if n in own and any(user in later for user in n.users)]
-        # This phase computes outputs of a later one: a result that is itself an id, say.
+        # This phase computes outputs of a later one, for example a result that is itself an id.
         saved += dict.fromkeys(n for phase in behind for n, _ in wanted[phase] if n in own)
         if name == "backward" and not wanted["backward"]:
             continue
@@ -115,7 +115,7 @@ def _is_size_or_part(node: fx.Node) -> bool:
 
 
 def _is_ids_op(node: fx.Node) -> bool:
-    """Returns whether a node is an op of the ids' exchange, its wait, or one of its parts."""
+    """Returns whether a node is an op of the id exchange, its wait, or an item of their results."""
     target = node.target
     if op_name(node) in _IDS:
         return True
@@ -143,7 +143,7 @@ def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphM
 def _phase(
     graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
 ) -> fx.GraphModule:
-    """Makes one phase: placeholders for what it reads, its nodes in their order, its outputs."""
+    """Builds one phase: placeholders for its inputs, its nodes in order, and its outputs."""
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}
     read |= {node for node, _ in wanted if node not in own}

@@ -41,7 +41,7 @@ class Compiled:
     """The graph after the last pass, and a snapshot after each.
 
     Attributes:
-        phases: pass -> the phases after it, if there are any.
+        phases: pass -> the phases after it, if any.
         ms: pass -> its milliseconds.
     """
 
@@ -51,7 +51,7 @@ class Compiled:
     ms: dict[str, float] = field(default_factory=dict)
 
     def times(self) -> str:
-        """Prints the milliseconds of each pass, a line each."""
+        """Returns the milliseconds of each pass, one line per pass."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
@@ -69,15 +69,15 @@ def training_passes(
     join: JoinExchanges | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
-    """Lists the passes of the pipeline, in order.
+    """Returns the passes of the pipeline, in order.
 
     Args:
-        present: tables the graph reads; an evaluation may read fewer than training does.
+        present: tables that the graph reads; an evaluation may read fewer than training does.
         reduce: False for a backward under `no_sync`, and for a forward alone.
-        join: the pass that joins the exchanges that the batch does not need; None: the graph is a forward alone.
-        memory: the pass that keeps the step within a budget; None: there is no budget.
+        join: the pass that adds exchanges that the batch does not need; None for a forward alone.
+        memory: the pass that keeps the step within a memory budget; None without a budget.
     """
-    joined = join.exchanged if join is not None else ()  # on a single process, none
+    joined = join.exchanged if join is not None else ()  # none on a single process
     exchanged = plan.row_exchanges.items()
     sharded = tuple(name for name, tables in exchanged if any(t in present or t in joined for t in tables))
     renormed = tuple(name for name in plan.renormed if name in present)
@@ -89,10 +89,10 @@ def training_passes(
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
         NarrowExchange(),  # rows are sent in the narrow dtype of an autocast region
-        # row gradients are rounded to fewer bits
+        # rounds row gradients to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
-        # gradients of whole tables with sparse=True -> the rows that are read
+        # gradients of whole tables with sparse=True -> the rows that lookups read
         *((SparseGradients(plan.sparse, plan.exchanged if reduce else ()),) if join is not None else ()),
         # dense gradients -> buckets, AllReduce or a sparse exchange
         ReduceGradients(
@@ -101,14 +101,14 @@ def training_passes(
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
         RecomputeRegions(),  # checkpointed regions are recomputed in the backward
-        # recomputes or offloads as much as a memory budget asks for, or only what costs next to nothing
+        # recomputes or offloads as a memory budget requires, or recomputes only cheap values
         memory if memory is not None else RecomputeCheap(plan.links.compute),
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 
 
 def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
-    """Lists the passes behind `training_passes` that overlap communication with the next step.
+    """Returns the passes after `training_passes` that overlap communication with the next step.
 
     Args:
         schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
@@ -135,7 +135,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
         done: the result of earlier passes on `analysed`, or None.
 
     Raises:
-        VerificationError: a pass broke an invariant; the message names it.
+        VerificationError: a pass broke an invariant; the message names the pass.
     """
     graph = start = done.graph if done else analysed
     changed: list[tuple[str, TrainingGraph]] = []
@@ -159,7 +159,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, start: TrainingGraph) -> None:
-    """Verifies the last graph; if that fails, verifies each, to name the pass that broke it.
+    """Verifies the last graph; if that fails, verifies each graph to name the pass that broke it.
 
     Verifying each graph in every run made a sixth of all Python calls in planning twelve layers.
     """
@@ -173,5 +173,5 @@ def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGrap
 
 
 def _snake(name: str) -> str:
-    """Turns `ShardTables` into `shard_tables`."""
+    """Converts `ShardTables` to `shard_tables`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

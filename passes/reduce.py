@@ -1,8 +1,8 @@
-"""Dense gradients are bucketed, and AllReduced while the backward goes on (Li et al., VLDB 2020, section 4.2).
+"""Buckets dense gradients and AllReduces them during the backward (Li et al., VLDB 2020, section 4.2).
 
 Contract
     Every gradient of a bucket is replaced by its mean over ranks. A bucket is launched once its last gradient is
-    computed and the bucket before it is launched; all waits stand at the end of the backward.
+    computed and the previous bucket is launched. All waits are at the end of the backward.
 
     rewrite:  g1 = ...; g2 = ...; return (g1, g2)
     ->        g1 = ...; g2 = ...
@@ -10,7 +10,7 @@ Contract
               reduced = _c10d_functional.all_reduce_(bucket, "sum", "dense"); done = wait_tensor(reduced)
               m1, m2 = embrace.unpack_bucket(done, [p1, p2]); return (m1, m2)
 
-    A parameter of `exchanged` is alone in its bucket, and travels without its zeros:
+    A parameter of `exchanged` has its own bucket, and its zeros are not sent:
               bucket = embrace.pack_bucket([g1], 1.0)
               reduced = embrace.exchange_gradient_(bucket, rows, strategy, scheme, "dense", N); ...
 """
@@ -41,7 +41,7 @@ ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default
 EXCHANGE = torch.ops.embrace.exchange_gradient_.default
 
 Exchanged = Mapping[str, tuple[str, str]]
-"""Parameter -> strategy and scheme of its exchange."""
+"""Parameter -> (strategy, scheme) of its exchange."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def reduce_gradients(
     launches: list[tuple[fx.Node, tuple[str, ...]]] = []
     output, head = graph.graph.output_node(), first_after_placeholders(graph.graph)
     for k, bucket in enumerate(buckets):
-        # A parameter that this rank's batch does not use adds zeros: the ranks must agree on collectives.
+        # A parameter that this rank's batch does not use adds zeros, because all ranks need the same collectives.
         present = tuple(name for name in bucket if name in parameters)
         missing = [name for name in present if gradients.get(name) is None]
         with rewriter.before(head):  # all launches come before the first wait
@@ -85,7 +85,7 @@ def reduce_gradients(
         last = max([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
         with rewriter.before(last.next):
             sparsely = exchanged.get(bucket[0])
-            scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange divides by the number of ranks itself
+            scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange averages by itself
             flat = rewriter.call(embrace.pack_bucket.default, parts, scale, name=f"bucket_{k}")
             flat.meta["bucket"] = k
             if sparsely is None:

@@ -1,8 +1,8 @@
-"""Counts a table's ids over all ranks, where its replicas divide gradients by these counts.
+"""Counts a table's ids over all ranks, for replicas that divide gradients by these counts.
 
 Contract
-    `scale_grad_by_freq` divides an id's gradient by its count in the batch. A data-parallel step's batch is that of
-    all ranks, so counts are summed over ranks.
+    `scale_grad_by_freq` divides an id's gradient by its count in the batch. The batch of a data-parallel step is that
+    of all ranks, so counts are summed over ranks.
 
     rewrite:  g = aten.embedding_dense_backward(grad, ids, V, pad, True)
     ->        n = wait(all_reduce_(bincount(ids, V), "sum", "dense"))
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GlobalFrequency:
-    """Counts ids over all ranks where a data-parallel table scales its gradient by frequency."""
+    """Counts ids over all ranks if a data-parallel table scales its gradient by frequency."""
 
     world_size: int
 

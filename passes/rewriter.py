@@ -1,4 +1,4 @@
-"""Inserts nodes with their fake values, so that every pass leaves `meta["val"]` right."""
+"""Inserts nodes with fake values, so that `meta["val"]` is correct after every pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Derived:
-    """The origin of a node's fake value: the op that was run, the values it was run on, its result."""
+    """The origin of a node's fake value: the op, the values of its arguments, its result."""
 
     target: Any
     args: tuple[Any, ...]
@@ -33,9 +33,9 @@ class Derived:
 
 @contextlib.contextmanager
 def derives(mode: FakeTensorMode) -> Iterator[None]:
-    """Context manager: ops run under `mode`, without its cache.
+    """Opens a context in which ops run under `mode`, without its cache.
 
-    Data-dependent sizes are new symbols at each call: entering a call into the cache costs more than the call.
+    Data-dependent sizes are new symbols at each call, so caching a call would cost more than the call.
     """
     before, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -46,7 +46,7 @@ def derives(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class Rewriter:
-    """Edits one graph: inserted calls get a name, a fake value and the given source.
+    """Edits one graph. Inserted calls get a name and a fake value.
 
     The fake mode is the capture's own, found in the graph's values.
     """
@@ -62,7 +62,7 @@ class Rewriter:
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        """Context manager: nodes are inserted before `node`, in its checkpointed regions."""
+        """Opens a context in which nodes are inserted before `node`, in its checkpointed regions."""
         around, self._region = self._region, node.meta.get("region")
         with self.graph.inserting_before(node):
             yield
@@ -78,17 +78,17 @@ class Rewriter:
         return node
 
     def launch(self, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
-        """Inserts, at the current place, a node that begins or awaits a launch or a copy; it prints the id."""
+        """Inserts, at the current place, a node that starts or awaits a launch or a copy, with its id."""
         node = self.call(target, *args, str(launch), name=name)
         node.meta["launch"] = launch
         return node
 
     def copy(self, node: fx.Node, reads: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:
-        """Inserts a copy of a node at the current place, for the backward to run again.
+        """Inserts a copy of a node at the current place, for recomputation in the backward.
 
         Args:
-            reads: an input of the node -> what the copy reads instead.
-            name: the copy's name; a number is appended where another node has that name.
+            reads: an input of the node -> the input of the copy.
+            name: the copy's name; a number is appended if another node has it.
         """
         copy = self.graph.node_copy(node, reads)
         names = itertools.chain((name,), (f"{name}_x{number}" for number in itertools.count(2)))
@@ -134,7 +134,7 @@ class Rewriter:
         node.meta["derived"] = Derived(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Gives a call's fake value another dtype and keeps its shape, whose unknown sizes later nodes read."""
+        """Changes the dtype of a call's fake value, and keeps its shape, whose unknown sizes later nodes read."""
         with self.fake_mode:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
 
@@ -146,7 +146,7 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 
 def hoist(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves what computes `nodes` to the head of the graph; returns the node behind it."""
+    """Moves the nodes that compute `nodes` to the head of the graph; returns the first node after them."""
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
         if needed is head:
@@ -172,6 +172,6 @@ def rewrite_each(
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """Returns the fake mode of a graph's values; None where it has no tensors."""
+    """Returns the fake mode of a graph's values; None if it has no tensors."""
     values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

@@ -1,4 +1,4 @@
-"""Counts memory of recurrent layers that no graph shows: oneDNN's workspace, and temporaries of the loop over time.
+"""Computes memory of recurrent layers that is not in the graph: oneDNN's workspace, and temporaries of the time loop.
 
 Legend as in `embrace_fx.vocabulary.rnn_ops`: R rows of all steps, B sequences, I width of the input, H hidden size, P
 width of the state, G gates.
@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Counts the bytes of a layer's last result, the workspace that oneDNN saves for backward; None of other nodes."""
+    """Returns the bytes of a layer's last result, the workspace that oneDNN saves; None for other nodes."""
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -28,10 +28,10 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
 
 
 def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
-    """Counts the bytes that oneDNN's LSTM saves for its backward, for one layer and direction.
+    """Returns the bytes that oneDNN's LSTM saves for its backward, for one layer and direction.
 
     Gates, states by layer and by step with their gradients, and cells each begin at a page. Rows fill whole cache
-    lines, plus one where they would all fall into the same cache sets. Found by experiment (torch 2.13, float32).
+    lines, plus one if they would all map to the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
         width, own: of input and state.
@@ -43,13 +43,13 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
         return filled + line if filled % 256 == 0 else filled
 
     of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # smaller and larger than the real size, and one step more
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # bounds of the real size, and one additional step
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Counts the bytes that the loop over time holds besides a node's arguments and results; 0 of other nodes."""
+    """Returns the bytes that the time loop holds besides a node's arguments and results; 0 for other nodes."""
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0
@@ -66,12 +66,12 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
     hidden, width = w.hh.shape[0] // gates, w.ih.shape[1]
     if name == _LAYER:
         elements = sequences * hidden if cell == "lstm" else 0
-        if not last:  # what would be saved
+        if not last:  # the values that would be saved
             kept = {"lstm": gates + 1 + (w.projection is not None), "gru": gates + 1}.get(cell, 0)
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Bytes held throughout the loop; more at its start, before there are results; more at its end.
+        # Bytes held during the whole loop; additional bytes at its start, before there are results; and at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),

@@ -1,7 +1,7 @@
 """Rounds row gradients to their wire format before they are sent.
 
 Contract
-    Only tables that travel in fewer bits are changed. The forward's rows are rounded by the launch that sends them.
+    Changes only tables whose rows are sent in fewer bits. The launch that sends the forward's rows rounds them.
 
     rewrite:  split_columns(grad_rows, N)
     ->        split_columns(round_rows(grad_rows, rows_of_batch, "int8", N, table), N)

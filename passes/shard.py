@@ -1,9 +1,9 @@
-"""Hybrid communication: tables in column shards, their rows by AlltoAll (EmbRace, ICPP 2022, section 3).
+"""Hybrid communication: tables in column shards, rows by AlltoAll (EmbRace, ICPP 2022, section 3).
 
 Contract
-    For each table of `tables`: the parameter becomes this rank's columns, every lookup reads the batch's unique rows,
-    and the gradient leaves as coalesced rows of the own columns. The loss and every other gradient are unchanged.
-    The ids of all tables travel in one exchange, at the head of the graph.
+    For each table of `tables`, the parameter becomes this rank's columns, every lookup reads the batch's unique rows,
+    and the gradient becomes coalesced rows of this rank's columns. The loss and all other gradients are unchanged. One
+    exchange at the head of the graph sends the ids of all tables.
 
     rewrite, one table, lookup ids `x`:
         embedding = aten.embedding(weight, x, pad)
@@ -22,7 +22,7 @@ Contract
         ids_K, rows_Kd = embrace.coalesce(ids, flat, d, [pad], 1 / N)
         return (..., ids_K, rows_Kd)                                  # GradientOfRows(weight, "ids" / "rows")
 
-    on a grid of r x c ranks, whose own rows are V' x d:
+    on a grid of r x c ranks, with V' x d on this rank:
         own_ids, own_counts, order = embrace.route_grid(ids, counts, rank, r, c)
         .. lookup(weight_shard, own_ids) .. all_to_all_rows(columns, own_counts, D, "embedding", N, r)
         .. join_grid(flat, order, own_counts, D, rank) .. split_grid(grad_rows, order, own_counts, rank)
@@ -63,16 +63,16 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardTables:
-    """Spreads the columns of `tables` over the ranks; gathers the ids of `renormed` ones, which stay whole.
+    """Shards `tables` over the ranks; gathers the ids of `renormed` tables, which stay whole.
 
     Attributes:
         tables: parameter names, in the order of their exchange; equal on all ranks.
         renormed: data-parallel tables with `max_norm`: each rank rescales the rows that any rank reads, so that the
             replicas stay equal.
-        rank, world_size: decide which columns are this rank's.
-        grids: table -> its grid, where rows are spread over ranks too.
-        in_order: gradients are launched in the order of `tables`, for graphs that no launcher orders.
-        rows: table -> how many rows a step is expected to read, where known.
+        rank, world_size: determine this rank's columns.
+        grids: table -> its grid, if that has more than one row.
+        in_order: whether gradients are launched in the order of `tables`, for graphs that no launcher orders.
+        rows: table -> the number of rows that a step is expected to read, if known.
     """
 
     tables: tuple[str, ...]
@@ -91,13 +91,13 @@ class ShardTables:
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
     def expects(self, table: Table) -> RowCounts:
-        """Returns how many rows of a table a step is expected to read."""
+        """Returns the number of a table's rows that a step is expected to read."""
         return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
 
 @dataclass(frozen=True)
 class _Ids:
-    """The nodes that result from one table's exchange of ids."""
+    """The result nodes of one table's id exchange."""
 
     where: dict[fx.Node, fx.Node]
     all_ids: fx.Node
@@ -105,15 +105,15 @@ class _Ids:
 
 
 class _Sizes(dict[str, int]):
-    """Symbol of a data-dependent size -> the number expected. Later passes keep symbols, with their fake values."""
+    """Symbol of a data-dependent size -> the expected number. Later passes keep the symbols with the fake values."""
 
     def expect(self, node: fx.Node, count: int) -> None:
-        """Notes the number expected for the first size of a node's result, which is a new symbol."""
+        """Records the expected first size of a node's result, which is a new symbol."""
         self[str(node.meta["val"].shape[0].node.expr)] = count
 
 
 def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
-    """Shards tables in place; returns the numbers expected for the sizes that exchanges return."""
+    """Shards tables in place; returns the expected sizes of the results of exchanges."""
     by_name = {table.parameter: table for table in graph.tables}
     rewriter, sizes = Rewriter(graph.module), _Sizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
@@ -211,7 +211,7 @@ def _shard(
 
 
 def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Moves each launch of gradients behind the launch of the table before it."""
+    """Moves each table's gradient launch after that of the previous table."""
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
@@ -224,11 +224,11 @@ def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids that a table's launches, lookup and sum of gradients read: all, or those that a grid sends to this rank.
+    """The ids that a table's launches, lookup and gradient sum read: all, or on a grid those sent to this rank.
 
     Attributes:
-        ids, counts: results of `unpack_ids`, or of `route_grid`.
-        order: a result of `route_grid`; None where the grid has one row.
+        ids, counts: results of `unpack_ids` or `route_grid`.
+        order: a result of `route_grid`; None if the grid has one row.
     """
 
     ids: fx.Node
@@ -238,24 +238,24 @@ class _Route:
     rank: int
 
     def send(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Makes the call that launches rows or their gradients."""
+        """Returns the call that launches rows or their gradients."""
         ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Makes the call that turns arrived columns into rows."""
+        """Returns the call that converts received columns to rows."""
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
     def split(self, gradient: fx.Node) -> tuple[Any, ...]:
-        """Makes the call that turns the rows' gradients into columns to send."""
+        """Returns the call that converts gradients of rows to columns to send."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def padding(self, rows: Sequence[int]) -> list[int]:
-        """Returns the numbers, in this rank's shard, of those of some padding rows that the shard has."""
+        """Returns the row numbers, in this rank's shard, of those padding rows that it has."""
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
@@ -272,7 +272,7 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
-    """Makes every lookup read the batch's rows instead of the table; ids become positions among these rows."""
+    """Makes every lookup read the batch's rows instead of the table, with ids replaced by positions in these rows."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -282,7 +282,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, ta
         set_argument(node, "indices", ids.where[indices])
         padding = argument(node, "padding_idx")
         if padding >= 0:
-            set_argument(node, "padding_idx", 0)  # unique_ids puts the padding row first
+            set_argument(node, "padding_idx", 0)  # the padding row is first in unique_ids
         if node.target in LOOKUP_BACKWARDS:
             if num_rows is None:
                 with rewriter.before(rows.next):
@@ -329,7 +329,7 @@ def _row_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Recomputes the fake values of sums over a table's lookups, whose shape is now the batch's rows."""
+    """Recomputes the fake values of sums over a table's lookups, which now have the shape of the batch's rows."""
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)

@@ -1,9 +1,9 @@
-"""Gradients of whole tables stay sparse where lookups ask for it: as autograd makes them, with the rows read alone.
+"""Keeps gradients of whole tables sparse if all lookups request it, as autograd does.
 
 Contract
-    The values stay the same; rows that no lookup reads have none. A graph that gives such a table no gradient gives it
-    one without rows, so that the ranks agree on its layout. A graph that also reads the table densely gives it a dense
-    gradient, as autograd does.
+    Same values, without rows that no lookup reads. A table that a graph does not use gets a gradient without rows, so
+    that the layout is equal on all ranks. A table that the graph also reads densely gets a dense gradient, as with
+    autograd.
 
     rewrite:  grad_w = aten.embedding_dense_backward(g, x, V, pad, False); return (..., grad_w)
     ->        rows_w = embrace.sparse_gradient(grad_w, [x], [pad]); return (..., rows_w)
@@ -35,7 +35,7 @@ class SparseGradients:
     """Makes the gradients of `tables` (parameter names) sparse.
 
     Attributes:
-        exchanged: parameters that may get a gradient on other ranks and get none in this graph.
+        exchanged: parameters that may have a gradient on other ranks but have none in this graph.
     """
 
     tables: tuple[str, ...]
@@ -54,7 +54,7 @@ class SparseGradients:
 
 
 def _keep_rows(graph: TrainingGraph, name: str) -> None:
-    """Makes the gradient of a table sparse, in place, if its lookups ask for it."""
+    """Makes a table's gradient sparse, in place, if its lookups request it."""
     table = next((table for table in graph.tables if table.parameter == name), None)
     if table is None or not table.has_sparse_gradient or any(use.kind == FROM_GRADIENT for use in table.uses):
         return

@@ -1,7 +1,7 @@
-"""Derives the graphs of a training program's step variants from the steady step's, each once.
+"""Derives the graphs of a training program's step variants from the steady step's graph.
 
-A step varies where its batch is the first or last of an epoch, or not the expected one, or where its gradients are
-added to others. All ranks choose the variant by their announcements; its graph says what it does.
+A step is a variant if its batch is the first or last of an epoch, or not the expected one, or if gradients accumulate.
+All ranks choose the same variant by the handshake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StepGraphs:
     """Derives the graphs of one training program's steps, each once.
 
     Attributes:
-        steady: the graph of a step between two others, whose next batch is known.
+        steady: the graph of a step between two others whose next batch is known.
     """
 
     def __init__(self, steady: Compiled, analysed: TrainingGraph) -> None:
@@ -31,7 +31,7 @@ class StepGraphs:
 
     @property
     def vary(self) -> bool:
-        """Whether steps vary: where no rows are cut, it does not matter whether the next batch is known."""
+        """Whether steps have variants. Without split rows, it does not matter whether the next batch is known."""
         return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
@@ -45,12 +45,12 @@ class StepGraphs:
         return self._derived[variant]
 
     def order(self, passes: Sequence[Pass]) -> None:
-        """Reorders the steady backward; backwards of other variants are derived again."""
+        """Reorders the steady backward, and derives the backwards of other variants again."""
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Maps the name of each variant but the steady one to a function that makes its phase."""
+        """Maps the name of each non-steady variant to a function that builds its phase."""
         if not self.vary:
             return {}
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}

@@ -1,11 +1,11 @@
 """Models the memory of a step: the bytes that its forward and backward hold, node by node.
 
-The model counts what a step allocates: values saved for the backward, intermediate values of a phase, gradients, their
-buckets, results. It does not count what outlives steps (parameters, optimizer state) or the batch. Views cost nothing;
-an op that may write into an input that dies allocates nothing. An offloaded value is held until its offload is awaited,
-and again from the start of its reload.
+The model counts memory that a step allocates: values saved for the backward, intermediate values of a phase, gradients,
+buckets, results. It does not count memory that outlives steps (parameters, optimizer state) or the batch. Views cost
+nothing, and neither does an op that may write into a dying input. An offloaded value is held until its offload is
+awaited, and again from the start of its reload.
 
-A data-dependent size counts as the graph expects it (`embrace_fx.vocabulary.sizes`); no limit is proved by it.
+Data-dependent sizes count with their expected value (`embrace_fx.vocabulary.sizes`), which proves no limit.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_know
 Numbers = NDArray[np.int64]
 
 NEVER_READ = np.iinfo(np.int64).max
-"""The first read of a storage that nothing reads."""
+"""Position of the first read of a storage without reads."""
 
 
 @dataclass(eq=False)
 class Storage:
-    """The memory that one node allocates, and all values that lie in it.
+    """The memory that one node allocates, and all values in it.
 
     Attributes:
-        number: its place among the step's storages.
-        born, dies: the positions, among the step's nodes, of the node that makes it and of its last reader; `dies` is
-            the number of nodes where it outlives the step.
-        known: False where its size depends on data: `nbytes` is then an expected size.
-        last_forward, first_backward: positions of its last reader in the forward, its first in the backward (or None).
+        number: its index among the step's storages.
+        born, dies: the positions, among the step's nodes, of the node that allocates it and of its last reader. `dies`
+            is the number of nodes if it outlives the step.
+        known: False if its size depends on data: `nbytes` is then an expected size.
+        last_forward, first_backward: positions of its last reader in the forward and its first in the backward (or
+            None).
     """
 
     number: int
@@ -63,10 +64,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Every read of a storage in a step, by numbers of nodes and storages; a node also reads what its result lies in.
+    """Every read of a storage in a step, as numbers of nodes and storages. A node also reads the storages of its
+    result.
 
     Attributes:
-        reader, value, storage: the node that reads, what it reads, and a storage that this lies in.
+        reader, value, storage: the reading node, the value that it reads, and a storage that contains the value.
     """
 
     reader: Numbers
@@ -82,8 +84,9 @@ class StepMemory:
         nodes: of forward and backward, in execution order.
         backward: the position of the first node of the backward.
         storages: all memory that the step allocates.
-        memory: node -> the storages that its value lies in.
-        reads: every read of a storage; `backward_peak` and `passes/memory/memory_simulator.py` place them anew.
+        memory: node -> the storages of its value.
+        reads: every read of a storage. `backward_peak` and `passes/memory/memory_simulator.py` compute with other
+            positions.
     """
 
     nodes: Sequence[fx.Node]
@@ -94,7 +97,7 @@ class StepMemory:
 
     @cached_property
     def by_time(self) -> list[int]:
-        """Bytes while each node runs."""
+        """Returns the bytes held while each node runs."""
         return self._held(self.storages)
 
     @property
@@ -103,11 +106,11 @@ class StepMemory:
 
     @property
     def known_peak_bytes(self) -> int:
-        """The peak of the storages whose sizes are known: the part of the peak that can be proved."""
+        """Returns the peak of the storages of known size, which is a proven lower bound."""
         return max(self._held([s for s in self.storages if s.known]), default=0)
 
     def backward_peak(self, order: Sequence[fx.Node]) -> int:
-        """Returns the most bytes that the backward would hold if its nodes ran in this order."""
+        """Returns the maximum bytes that the backward would hold if its nodes ran in this order."""
         count = len(self.nodes)
         stands = np.arange(count)
         stands[[self.position[node] for node in order]] = np.arange(self.backward, count)
@@ -117,7 +120,7 @@ class StepMemory:
 
     @property
     def saved(self) -> list[Storage]:
-        """The storages that the forward saves for the backward, in the forward's order."""
+        """Returns the storages that the forward saves for the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
 
     @property
@@ -126,27 +129,27 @@ class StepMemory:
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
-        """Node -> its number, its position in `nodes`."""
+        """Maps each node to its position in `nodes`."""
         return {node: k for k, node in enumerate(self.nodes)}
 
     @cached_property
     def inputs(self) -> list[list[int]]:
-        """Lists for each node the numbers of the nodes that it reads."""
+        """Returns, for each node, the positions of the nodes that it reads."""
         return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
 
     @cached_property
     def born(self) -> Numbers:
-        """Lists for each storage the number of the node that makes it."""
+        """Returns, for each storage, the position of the node that allocates it."""
         return np.array([s.born for s in self.storages], dtype=np.int64)
 
     @cached_property
     def nbytes(self) -> Numbers:
-        """Lists the bytes of each storage."""
+        """Returns the bytes of each storage."""
         return np.array([s.nbytes for s in self.storages], dtype=np.int64)
 
     @cached_property
     def outlives(self) -> Numbers:
-        """Lists the numbers of the storages that outlive the step."""
+        """Returns the numbers of the storages that outlive the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
@@ -156,7 +159,7 @@ class StepMemory:
 
 
 def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
-    """Counts the bytes held while each of `count` nodes runs, of storages with these lifetimes."""
+    """Returns the bytes held while each of `count` nodes runs, for storages with these lifetimes."""
     change = np.zeros(count + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, np.minimum(dies + 1, count), nbytes)
@@ -164,7 +167,7 @@ def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
 
 
 def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Finds the position of the last read of each of `count` storages; -1 if there is none.
+    """Returns the position of the last read of each of `count` storages; -1 if there is none.
 
     Args:
         storage, position: of each read.
@@ -175,14 +178,14 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 
 def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Finds the position of the first read of each of `count` storages; `NEVER_READ` if there is none."""
+    """Returns the position of the first read of each of `count` storages; `NEVER_READ` if there is none."""
     first = np.full(count, NEVER_READ, dtype=np.int64)
     np.minimum.at(first, storage, position)
     return first
 
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
-    """Computes the memory of a step, of its phases or, before partitioning, of the phases to come."""
+    """Computes the memory of a step from its phases; before partitioning, from the future phases."""
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
     return memory_of(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
@@ -220,7 +223,7 @@ def _phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Counts the bytes of a fake tensor, or of several."""
+    """Returns the bytes of a fake tensor, or of several."""
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
     )
@@ -242,14 +245,14 @@ def memory_of(
     Args:
         backward: the position of the first node of the backward.
         outputs: the values that outlive the step.
-        saved: placeholder -> the saved value that it stands for.
-        expected: numbers in place of data-dependent sizes.
+        saved: placeholder -> the saved value that it represents.
+        expected: numbers for data-dependent sizes.
     """
     position = {node: k for k, node in enumerate(nodes)}
     of: dict[fx.Node, Sequence[Storage]] = {}
     storages: list[Storage] = []
     reads: list[tuple[int, int, int]] = []
-    places: dict[fx.Node, dict[int, int]] = {}  # cached: a node may have a thousand results
+    places: dict[fx.Node, dict[int, int]] = {}  # cached, because a node may have a thousand results
 
     def make(node: fx.Node, k: int, sizes: Sequence[int]) -> list[Storage]:
         known, first = _is_known(node), len(storages)
@@ -277,7 +280,7 @@ def memory_of(
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
             reads += [(k, position[saved.get(value, value)], storage.number) for storage in lies_in(value)]
-    for k, node in enumerate(nodes):  # an op's temporaries die with it and have no name
+    for k, node in enumerate(nodes):  # temporaries of the op
         reads += [(k, k, storage.number) for storage in make(node, k, [scratch_bytes(node, expected)])]
     outlives = [storage.number for value in outputs for storage in lies_in(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T
@@ -285,7 +288,7 @@ def memory_of(
 
 
 def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Notes on each storage when it is read."""
+    """Sets the positions of each storage's reads."""
     reads, count = found.reads, len(found.storages)
     early = reads.reader < found.backward
     dies = last_reads(reads.storage, reads.reader, count)
@@ -301,7 +304,7 @@ def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
 
 
 def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
-    """Counts the bytes of each of a node's results."""
+    """Returns the bytes of each of a node's results."""
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     workspace = saved_workspace_bytes(node, expected)
     return sizes if workspace is None else [*sizes[:-1], workspace]
@@ -335,13 +338,13 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Numbers the results of a node that have memory: a result's number -> its place among those."""
+    """Maps the index of each result of a node that has memory to its index among those."""
     with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of one item of several results."""
+    """Returns the storage of one of several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):

@@ -1,11 +1,11 @@
-"""Finds the tables of a graph and what the graph does with each.
+"""Finds the tables of a graph and their uses.
 
 Contract
-    Analysis only: what it finds becomes `TrainingGraph.tables`.
+    Analysis only: the result becomes `TrainingGraph.tables`.
     A table is a parameter that at least one lookup (`embedding`, `_embedding_bag`) reads. Its `TableUse`s are the
-    lookups, each with the backward nodes that make its share of the table's gradient; everything else that reads the
-    weight, or adds to its gradient, is a dense user. The gradient of an EmbeddingBag's per-sample weights is no dense
-    user: it reads only the looked-up rows.
+    lookups, each with the backward nodes that compute its share of the table's gradient. All other nodes that read the
+    weight, or add to its gradient, are dense users. The gradient of an EmbeddingBag's per-sample weights is not a dense
+    user, because it reads only the looked-up rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
 
 
 def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
-    """Finds every table, in the order of the graph's parameters.
+    """Returns every table, in the order of the graph's parameters.
 
     Two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
     """
@@ -75,7 +75,7 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
 
 
 def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns (the nodes that read the weight or a copy that `max_norm` makes, the weight and these copies)."""
+    """Returns (the nodes that read the weight or a copy made by `max_norm`, the weight and these copies)."""
     readers: list[fx.Node] = []
     copies = [weight]
     for node in copies:
@@ -98,7 +98,7 @@ def _needs_only_shape(node: fx.Node) -> bool:
 
 
 def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
-    """Lists the terms of the sum that is a table's gradient."""
+    """Returns the terms of the sum that is a table's gradient."""
     terms, waiting = [], [gradient]
     while waiting:
         node = waiting.pop(0)

@@ -1,1 +1,1 @@
-"""Chooses what a step saves for its backward, offloads or recomputes, so that it keeps a budget."""
+"""Chooses which values a step saves for its backward, offloads or recomputes, to keep a memory budget."""

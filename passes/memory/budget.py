@@ -1,9 +1,9 @@
 """Keeps a step within a memory budget by recomputing and offloading, as DELTA does (arXiv 2203.15980; TACO 2024).
 
 Contract
-    Same values, bit for bit. The bytes that the rewritten graph's step holds at any time, as predicted
-    (`step_memory`), are within the budget, or `ValueError` names the least that is possible. A budget given as a
-    fraction rises to that least, because batches differ in it. What the user has checkpointed stays as decided.
+    Same values, bit for bit. The predicted bytes (`step_memory`) that the step holds are always within the budget, or
+    `ValueError` gives the minimum. A budget given as a fraction is raised to the minimum, which differs between
+    batches. The user's own checkpointing is kept.
 
     rewrite:  h = relu(x @ w); y = h @ v; ...; gv = h.t() @ g
     ->        h = relu(x @ w); y = h @ v; ...; h_again = relu(x @ w); gv = h_again.t() @ g
@@ -28,24 +28,24 @@ from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, written_by
 
 AIMS = 3
-"""Number of limits tried, each lower, where a graph holds more than simulated (saved random states, say)."""
+"""Number of lower limits to try if a graph holds more than simulated, for example saved random states."""
 
 BETTERED = 3
-"""Number of best choices that the search tries to improve by giving up fewer storages."""
+"""Number of best choices that the search tries to improve by evicting fewer storages."""
 
 MOST_TAKEN_BACK = 100
-"""Number of storages of a choice that the search tries to keep after all."""
+"""Number of storages of a choice that the search tries to keep instead."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Lowers the memory that a step holds to a budget.
+    """Keeps the memory of a step within a budget.
 
     Attributes:
-        budget: bytes; below 1, a fraction of what the step holds when everything is saved.
-        compute: how fast nodes run.
-        copies: how fast values are offloaded and reloaded; by default none is.
-        on_relaxed: called with (bytes asked for, least possible bytes) where a fraction asks for too little.
+        budget: bytes; below 1, a fraction of the bytes that the step holds if everything is saved.
+        compute: the speed of nodes.
+        copies: the speed of offloads and reloads; by default nothing is copied.
+        on_relaxed: called with (requested bytes, minimum bytes) if a fraction is too small.
     """
 
     budget: float
@@ -56,7 +56,7 @@ class Memory:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         before = step_memory(graph)
         limit = int(self.budget * before.peak_bytes) if self.budget < 1 else int(self.budget)
-        if before.backward == len(before.nodes):  # no backward: nothing is saved
+        if before.backward == len(before.nodes):  # without a backward, nothing is saved
             return graph
         free = RecomputeCheap(self.compute)(graph)
         if step_memory(free).peak_bytes <= limit:
@@ -76,7 +76,7 @@ class Memory:
 
 
 def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Searches for a graph within a limit; where there is none, returns the graph that holds the least, or `free`."""
+    """Searches for a graph within a limit; if there is none, returns the graph with the lowest peak, or `free`."""
     written = written_by(graph.module)
     simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_run_again(node, written)))
     aim = limit
@@ -101,18 +101,18 @@ def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: i
 
 
 def _counts(growing: Growing) -> list[int]:
-    """Spreads up to nine counts of storages to give up: giving up more may hold more, as recomputed values are held."""
+    """Returns up to nine counts of storages to evict. Evicting more may hold more, as recomputed values are held."""
     return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
 
 
 def _leanest(simulator: MemorySimulator, sequences: Sequence[Growing], limit: int) -> list[SimulatedMemory]:
-    """Finds each sequence's choice with the lowest predicted peak; sorts them by that peak."""
+    """Returns each sequence's choice with the lowest predicted peak, sorted by that peak."""
     simulated = ([simulator.simulate(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
     return sorted((min(each, key=lambda f: f.peak_bytes) for each in simulated), key=lambda f: f.peak_bytes)
 
 
 class _Search:
-    """Searches for the fastest choice within a limit, and simulates only choices that can be it."""
+    """Searches for the fastest choice within a limit, simulating as few choices as possible."""
 
     def __init__(self, simulator: MemorySimulator, limit: int) -> None:
         self._foresight = simulator
@@ -120,13 +120,13 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[Growing]) -> SimulatedMemory | None:
-        """Finds the choice within the limit that adds the least time; None: there is none."""
+        """Returns the choice within the limit that adds the least time; None if there is none."""
         found = [each for growing in sequences for each in self._first_of(growing)]
         better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
     def _first_of(self, growing: Growing) -> Iterator[tuple[SimulatedMemory, Growing, int]]:
-        """Yields the choice of a sequence that fits by giving up the fewest storages, and their count."""
+        """Yields the choice of a sequence that fits with the fewest evicted storages, and their number."""
         tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
@@ -153,7 +153,7 @@ class _Search:
         yield tried[high], growing, high
 
     def _taken_back(self, simulated: SimulatedMemory, growing: Growing, count: int) -> SimulatedMemory:
-        """Keeps each storage without which the choice still fits and is faster, from the last one given up backward."""
+        """Keeps each storage without whose eviction the choice still fits and is faster, from the last evicted back."""
         given_up = list(growing.given_up[:count])
         for each in given_up[-MOST_TAKEN_BACK:][::-1]:
             fewer = [other for other in given_up if other is not each]
@@ -164,11 +164,11 @@ class _Search:
 
 
 def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit: int) -> TrainingGraph:
-    """Makes the graph whose backward recomputes and reloads what the choice says.
+    """Builds the graph whose backward recomputes and reloads according to the choice.
 
     Args:
         step: the step of `graph`.
-        limit: bytes that the step may hold; copies are placed to keep it, where possible.
+        limit: maximum bytes that the step may hold, used to place copies.
     """
     nodes = step.memory.nodes
     regions = {nodes[k].name: number for k, number in enumerate(choice.segment) if number != NEVER}
@@ -183,7 +183,7 @@ def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep
     """Inserts offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
-    for node in found.nodes:  # in execution order: the forward's nodes before the backward's
+    for node in found.nodes:  # in execution order, forward before backward
         output.prepend(node)
     leaving = values_that_leave(found)
     storages = [s for s in found.saved if s in leaving and leaving[s].name in values]

@@ -1,9 +1,9 @@
-"""Chooses what a forward keeps, offloads or recomputes, so that a step stays within a budget (DELTA).
+"""Chooses which values a forward keeps, offloads or recomputes to stay within a budget (DELTA).
 
-The forward is cut into segments, each recomputed as one piece, at places where little is in use. Storages are given up
-one after the other in one of two orders, DELTA's filter and its knapsack (arXiv 2203.15980, and TACO 2024); the others
-are kept. A storage that is given up is recomputed, or copied out and back, whichever costs less. Of all choices, the
-one with the least predicted time is taken. This module only decides: `Memory` applies the choice.
+The forward is cut into segments, each recomputed as one piece, at places where few bytes are live. Storages are evicted
+one by one in one of two orders, DELTA's filter and its knapsack (arXiv 2203.15980, and TACO 2024), and the others are
+kept. An evicted storage is recomputed, or offloaded and reloaded, whichever costs less. The choice with the least
+predicted time wins. This module only decides; `Memory` applies the choice.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory, Storage
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""The numbers of segments that are tried."""
+"""Numbers of segments to try."""
 
 SEGMENTS_WITH_COPIES = (1, 2, 4, 8, 16, 32)
-"""The numbers tried where values may be offloaded too: fewer, because placing copies takes longer to simulate."""
+"""Numbers of segments to try if values may be offloaded: fewer, because copies take longer to simulate."""
 
 NEVER = -1
 """The segment of a node that cannot be recomputed."""
@@ -35,10 +35,10 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The memory of a step, and the time that its nodes and copies take.
+    """The memory of a step, and the time of its nodes and copies.
 
     Attributes:
-        node_ms: milliseconds of a node.
+        node_ms: returns the milliseconds of a node.
         copies: the speed of offloads and reloads.
     """
 
@@ -48,31 +48,31 @@ class TimedStep:
 
     @cached_property
     def ms(self) -> list[float]:
-        """Lists the milliseconds of each node."""
+        """Returns the milliseconds of each node."""
         return [self.node_ms(node) for node in self.memory.nodes]
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """Lists the start time of each node, and the end of the last."""
+        """Returns the start time of each node, and the end of the last."""
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Measures the milliseconds from the last read of a storage in the forward to the first in the backward."""
+        """Returns the milliseconds from the last read of a storage in the forward to the first in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def names(self, storage: Storage) -> list[int]:
-        """Lists the numbers of the nodes whose values lie in a storage."""
+        """Returns the positions of the nodes whose values are in a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision about each of a step's saved values: save, offload or recompute it.
+    """A decision for each saved value of a step: save, offload or recompute it.
 
     Attributes:
         segment: for each node of the forward, the segment that recomputes it, or `NEVER`.
-        kept: numbers of the nodes that are saved although their segment is recomputed.
-        offloaded: storages that are copied to the host, or a file, until the backward.
+        kept: positions of nodes that are saved although their segment is recomputed.
+        offloaded: storages that are copied to the host or a file until the backward.
     """
 
     segment: Sequence[int]
@@ -85,7 +85,7 @@ class Evicted:
     """A storage that is offloaded or recomputed.
 
     Attributes:
-        names: numbers of the nodes that are recomputed; None: the storage is offloaded.
+        names: positions of the nodes to recompute; None if the storage is offloaded.
     """
 
     storage: Storage
@@ -94,10 +94,10 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Growing:
-    """A sequence of choices; each evicts one storage more than the one before.
+    """A sequence of choices, each of which evicts one more storage than the previous one.
 
     Attributes:
-        kept: numbers of the nodes that are saved where nothing is given up.
+        kept: positions of the nodes that are saved if nothing is evicted.
     """
 
     segment: Sequence[int]
@@ -108,11 +108,11 @@ class Growing:
         return len(self.given_up)
 
     def first(self, count: int) -> Choice:
-        """Makes the choice that gives up the first `count` storages."""
+        """Returns the choice that evicts the first `count` storages."""
         return self.choice(self.given_up[:count])
 
     def choice(self, given_up: Sequence[Evicted]) -> Choice:
-        """Makes the choice that gives up these storages."""
+        """Returns the choice that evicts these storages."""
         again = frozenset[int]().union(*(each.names for each in given_up if each.names is not None))
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
 
@@ -150,7 +150,7 @@ def _in_both_orders(
 
 
 def _candidates(held: StepMemory) -> list[Storage]:
-    """Lists the saved storages that are worth a decision: at least 1 % of the mean size."""
+    """Returns the saved storages that are worth a decision: at least 1 % of the mean size."""
     saved = held.saved
     mean = held.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
@@ -172,7 +172,7 @@ class _Cut:
         self._saved = list(accumulate(saved, initial=0))
 
     def segments(self, count: int) -> list[int]:
-        """Lists, for each node of the forward, its segment."""
+        """Returns the segment of each node of the forward."""
         cuts = [self._place(k / count, 0.5 / count) for k in range(1, count)]
         number, found = 0, []
         for position, able in enumerate(self._able):
@@ -181,7 +181,7 @@ class _Cut:
         return found
 
     def _place(self, share: float, around: float) -> int:
-        """Finds a position that few bytes cross, before which about this share of all saved bytes is saved."""
+        """Returns a position that few bytes cross and before which about this share of all saved bytes is saved."""
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - around) * total)
         last = bisect_right(self._saved, (share + around) * total, first)
@@ -190,7 +190,7 @@ class _Cut:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts storages by DELTA's filter: at each turn, of those held at the peak, the largest bytes x unread time."""
+    """Sorts storages by DELTA's filter: repeatedly, among those held at the peak, the largest bytes x unread time."""
     held = np.array(step.memory.by_time, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
     end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
@@ -210,7 +210,7 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
 def _knapsack_order(
     step: TimedStep, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
-    """Sorts storages by the time that giving them up costs per byte, the cheapest first: the dearest are kept."""
+    """Sorts storages by the time that evicting them costs per byte, cheapest first."""
     segment = [0 if each else NEVER for each in able]
     saved = {name for storage in step.memory.saved for name in step.names(storage)}
 
@@ -222,13 +222,13 @@ def _knapsack_order(
 
 
 def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
-    """Prices the copies of a storage out and back; compute hides `idle_ms` of them."""
+    """Returns the cost of offloading and reloading a storage, of which compute hides `idle_ms`."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
 def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Adds up the time to recompute a storage from the other saved ones; stops counting beyond `most_ms`."""
+    """Returns the time to recompute a storage from the other saved ones; stops counting above `most_ms`."""
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
         return inf
@@ -242,7 +242,7 @@ def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Seque
 
 
 def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]) -> Growing:
-    """Decides for each storage of `order` whether giving it up recomputes or, for one in `copied`, offloads it."""
+    """Decides for each storage of `order` whether to evict it by recomputation or, if in `copied`, by offloading."""
     across = _read_across(step, segment)
     saved = {name for storage in step.memory.saved for name in step.names(storage)}
     kept = frozenset(saved | across)
@@ -264,7 +264,7 @@ def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage]
 
 
 def _read_across(step: TimedStep, segment: Sequence[int]) -> set[int]:
-    """Finds the values that a segment reads from another one: recomputing the segment starts from them."""
+    """Returns the values that a segment reads from another one, from which its recomputation starts."""
     return {
         value
         for node, own in enumerate(segment)

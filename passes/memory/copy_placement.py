@@ -1,9 +1,9 @@
-"""Places offloads and reloads in a step: where compute hides them, or nearer to their readers where the limit asks.
+"""Places offloads and reloads in a step: where compute hides them, or nearer to their readers if the limit requires it.
 
-An offload begins behind the node that makes its value. It is awaited where it should have ended or, where that would
-hold too much, as early as behind the value's last reader. A reload begins so early that it should have ended at its
-reader or, where that would hold too much, as late as right before it. Each lane copies one value after the other. The
-time that the program still waits for copies is added to the step's time.
+An offload starts after the node that computes its value. It is awaited where it should have ended; if that would hold
+too much, earlier, down to the value's last reader. A reload starts early enough to end before its reader; if that would
+hold too much, later, up to right before it. Each lane copies one value at a time. The remaining wait time is added to
+the step's time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from embrace_fx.passes.step_memory import Storage
 
 @dataclass(frozen=True)
 class CopyRate:
-    """How fast values are copied.
+    """The speed of copies.
 
     Attributes:
-        bytes_per_ms: one way; 0: nothing is copied.
+        bytes_per_ms: in one direction; 0 means that nothing is copied.
         start_ms: the fixed time of a copy.
-        share: the fraction of a copy's time that compute loses, where both share cores.
+        share: the fraction of a copy's time that compute loses if both use the same cores.
     """
 
     bytes_per_ms: float = 0.0
@@ -32,7 +32,7 @@ class CopyRate:
     share: float = 0.0
 
     def ms(self, nbytes: int) -> float:
-        """Returns the milliseconds of a copy, one way."""
+        """Returns the milliseconds of a copy in one direction."""
         return self.start_ms + nbytes / self.bytes_per_ms
 
 
@@ -42,11 +42,11 @@ NO_COPIES = CopyRate()
 
 @dataclass
 class PlacedCopy:
-    """The places of one storage's copies: positions of the nodes before which they are inserted.
+    """The placement of one storage's copies: positions of the nodes before which they are inserted.
 
     Attributes:
-        left: where the offload is awaited; the position of the backward stands for the forward's end.
-        comes: where the reload begins.
+        left: where the offload is awaited; the position of the backward means the forward's end.
+        comes: where the reload starts.
     """
 
     storage: Storage
@@ -55,7 +55,7 @@ class PlacedCopy:
 
     @property
     def back(self) -> int:
-        """The position where the reload is awaited."""
+        """Returns the position where the reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 
@@ -80,8 +80,8 @@ def place(
     """Places the copies of saved storages.
 
     Args:
-        by_time: bytes held while each node runs, were nothing offloaded.
-        starts_ms: when each node begins; and when the last ends.
+        by_time: bytes held while each node runs without offloads.
+        starts_ms: the start of each node, and the end of the last.
         backward: the position of the first node of the backward.
     """
     held = np.array(by_time, dtype=np.int64)
@@ -96,7 +96,7 @@ def place(
 
 
 def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[PlacedCopy]:
-    """Awaits each offload as early, and begins each reload as late, as nothing waits for them."""
+    """Places each await of an offload as early, and each start of a reload as late, as needed to hide the copy."""
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -113,25 +113,25 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
 def _nearer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy so that less is held at the peak; returns False where there is none to move."""
+    """Moves one copy to reduce the peak; returns False if none can be moved."""
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:
-            copy = min(late, key=lambda c: (c.storage.born, c.left))  # its offload began first
+            copy = min(late, key=lambda c: (c.storage.born, c.left))  # the one whose offload started first
             held[peak : copy.left] -= copy.storage.nbytes
             copy.left = peak
         return bool(late)
     early = [c for c in copies if c.comes <= peak < c.back]
     if early:
-        copy = max(early, key=lambda c: (c.back, c.storage.born))  # its reader comes last
+        copy = max(early, key=lambda c: (c.back, c.storage.born))  # the one whose reader is last
         held[copy.comes : peak + 1] -= copy.storage.nbytes
         copy.comes = peak + 1
     return bool(early)
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Adds up the time that the program waits for copies, and the compute time that copying takes."""
-    events: list[tuple[int, int, int]] = []  # position, what happens there, which copy
+    """Returns the time that the program waits for copies, plus the compute time that copying takes."""
+    events: list[tuple[int, int, int]] = []  # (position, event, copy)
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]
     lanes = {0: 0.0, 2: 0.0}

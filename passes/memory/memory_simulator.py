@@ -1,7 +1,7 @@
-"""Predicts a choice's memory and time without rewriting the graph, because hundreds of choices are compared.
+"""Predicts a choice's memory and time without rewriting the graph, to compare hundreds of choices.
 
-The forward's nodes keep their positions; the backward's keep their order. Of the step's reads (`StepMemory.reads`),
-those in the backward move to recomputed values, and each recomputed node reads what its original reads.
+The forward's nodes keep their positions, and the backward's keep their order. Reads in the backward
+(`StepMemory.reads`) are redirected to recomputed values, and each recomputed node reads the inputs of its original.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embrace_fx.passes.step_memory import NEVER_READ, Numbers, first_reads, held
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """A choice, the peak of the step under it, and the time that it adds."""
+    """A choice, the step's peak with it, and the time that it adds."""
 
     choice: Choice
     peak_bytes: int
@@ -32,7 +32,7 @@ class _Places:
     Attributes:
         own: the positions of the step's own nodes, and the end.
         again: the recomputed nodes, in execution order.
-        copies: node -> its position as a recomputed one; only nodes of `again` have one.
+        copies: node -> the position of its recomputed copy; only for nodes in `again`.
     """
 
     own: Numbers
@@ -41,12 +41,12 @@ class _Places:
 
 
 class MemorySimulator:
-    """Simulates choices for one step, but for saved random states: `step_memory` may find a bit more."""
+    """Simulates choices for one step. Ignores saved random states, so that `step_memory` may give slightly more."""
 
     def __init__(self, step: TimedStep) -> None:
         self._step, self._memory = step, step.memory
         self._count = len(step.memory.nodes)
-        backward, inputs = step.memory.backward, step.memory.inputs  # a view of a parameter lies in no storage
+        backward, inputs = step.memory.backward, step.memory.inputs  # a view of a parameter has no storage of the step
         late = [(v, k) for k in range(backward, self._count) for v in inputs[k] if v < backward]
         value, reader = np.array(late, dtype=np.int64).reshape(-1, 2).T
         self._first_read = first_reads(value, reader, self._count)
@@ -56,7 +56,7 @@ class MemorySimulator:
         """Simulates a choice.
 
         Args:
-            limit: bytes that the step may hold; offloads and reloads are placed to keep it.
+            limit: maximum bytes that the step may hold, used to place offloads and reloads.
         """
         again = self._computed_again(choice)
         added_ms = sum(self._step.ms[node] for node in again)
@@ -83,11 +83,11 @@ class MemorySimulator:
         return SimulatedMemory(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
-        """Returns the time of a choice's recomputing, without a simulation."""
+        """Returns the recomputation time of a choice, without a simulation."""
         return sum(self._step.ms[node] for node in self._computed_again(choice))
 
     def _computed_again(self, choice: Choice) -> set[int]:
-        """Finds the nodes that the backward recomputes."""
+        """Returns the nodes that the backward recomputes."""
         segment, kept, inputs = choice.segment, choice.kept, self._memory.inputs
         found = {node for node in self._read_late if segment[node] >= 0 and node not in kept}
         waiting = list(found)
@@ -112,14 +112,15 @@ class MemorySimulator:
         return _Places(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
     def _reads(self, choice: Choice, places: _Places) -> tuple[Numbers, Numbers]:
-        """Returns the storage and the position of each read; a recomputed storage has its number plus their count."""
+        """Returns the storage and the position of each read. A recomputed storage has its number plus their count."""
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
         again = np.zeros(self._count, dtype=bool)
         again[places.again] = True
         segment = np.full(self._count, -1, dtype=np.int64)
         segment[:backward] = choice.segment
         copied = again[self._memory.born][reads.storage]
-        # The backward's own views are views of the copy; a recomputed view of no recomputed storage views the original.
+        # The backward's own views read the copy. A recomputed view of a storage that is not recomputed reads the
+        # original.
         own = copied & (reads.reader >= backward) & (again[reads.value] | (reads.value >= backward))
         by_copy = again[reads.reader]
         of_copy = (copied & again[reads.value] & (segment[reads.value] == segment[reads.reader]))[by_copy]
@@ -127,7 +128,7 @@ class MemorySimulator:
         return storage, np.concatenate([places.own[reads.reader], places.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, places: _Places) -> list[float]:
-        """Lists the start time of each node, copies included, and the end of the last."""
+        """Returns the start time of each node, copies included, and the end of the last."""
         of_nodes, ms = np.array(self._step.ms), np.zeros(places.own[-1])
         ms[places.own[:-1]] = of_nodes
         ms[places.copies[places.again]] = of_nodes[places.again]

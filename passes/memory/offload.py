@@ -1,8 +1,8 @@
-"""Saved values are offloaded behind their last reader in the forward, and reloaded before their first in the backward.
+"""Offloads saved values after their last reader in the forward, and reloads them before their first in the backward.
 
 Contract
-    Same values, bit for bit. A storage is offloaded as a whole; the backward makes other views of it again from the
-    reloaded value. Nothing reads a value whose memory is freed.
+    Same values, bit for bit. A storage is offloaded as a whole. The backward recreates other views of it from the
+    reloaded value. No node reads a value whose memory is freed.
 
     rewrite:  h = relu(x); y = h @ v; ...;               gv = h.t() @ g
     ->        h = relu(x); t = offload(h); y = h @ v; ...; s = await_offload(t); ...
@@ -29,11 +29,11 @@ from embrace_fx.vocabulary.ops import op_name
 embrace = torch.ops.embrace
 
 
-# ---- what can leave ----
+# ---- values that can be offloaded ----
 
 
 def values_that_leave(found: StepMemory) -> dict[Storage, fx.Node]:
-    """Finds the storages that can be offloaded -> the value that covers all of the storage.
+    """Maps each storage that can be offloaded to the value that covers all of it.
 
     The storage of a result or a launch stays in memory.
     """
@@ -58,7 +58,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node that a node is a view of; None: it is no view."""
+    """Returns the node that a node is a view of; None if it is not a view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:
@@ -91,7 +91,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Returns whether `empty_like` gives a node's value the same strides; compared as text, to add no guards."""
+    """Returns whether `empty_like` gives a node's value the same strides, comparing text to avoid new guards."""
     value = node.meta["val"]
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 
@@ -130,7 +130,7 @@ class InsertCopies:
             self._read_back(copy.storage, self._values[copy.storage], back)
 
     def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts a node that begins or awaits a copy of a storage."""
+        """Inserts a node that starts or awaits a copy of a storage."""
         name = self._values[storage].name
         leaves = op in (embrace.offload, embrace.await_offload)
         launch = copy_ops.offload_id(name) if leaves else copy_ops.reload_id(name)
@@ -141,7 +141,7 @@ class InsertCopies:
         return node
 
     def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
-        """Makes the backward read the reloaded value, and views of it."""
+        """Makes the backward read the reloaded value and views of it."""
         for name in storage.names:
             readers = [user for user in name.users if self._held.position.get(user, -1) >= self._held.backward]
             if self._held.position[name] >= self._held.backward or not readers:
@@ -151,7 +151,7 @@ class InsertCopies:
                 reader.replace_input_with(name, made)
 
     def _made_of(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """Makes a view of a value again, from the reloaded value."""
+        """Recreates a view of a value from the reloaded value."""
         source = view_of(name)
         if name is value:
             return back

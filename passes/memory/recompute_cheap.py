@@ -1,11 +1,11 @@
-"""Recomputes cheap values instead of saving them: masks, casts, pointwise chains, norms along rows.
+"""Recomputes cheap values instead of saving them: masks, casts, pointwise chains, row norms.
 
-AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.partitioners`). So does this pass,
-between storages, while recomputing takes at most `AT_MOST` of the step's predicted time.
+Like AOTAutograd (`torch._functorch.partitioners`), this pass chooses the saved values by a minimum cut, here between
+storages, while recomputation takes at most `AT_MOST` of the step's predicted time.
 
 Contract
-    Same values, bit for bit; fewer bytes saved, and no higher peak. A model with checkpointed regions of its own is
-    left unchanged: its user has decided.
+    Same values, bit for bit; fewer bytes saved, and no higher peak. A model with the user's own checkpointed regions is
+    left unchanged.
 
     rewrite:  h = a + b; y = relu(h); z = y @ w; ...; gh = threshold_backward(g, y, 0); gw = y.t() @ gz
     ->        h = a + b; y = relu(h); z = y @ w; ...; y_again = relu(a + b); ...          where a and b are saved anyway
@@ -30,13 +30,13 @@ from embrace_fx.vocabulary.graph import TrainingGraph, reached, written_by
 from embrace_fx.vocabulary.ops import op_name
 
 AT_MOST = 0.01
-"""Fraction of a step's time that recomputing may take: less than steps differ among themselves."""
+"""Maximum fraction of a step's time for recomputation, below the variation between steps."""
 
 WORTH_BYTES = 2**15
-"""Least bytes saved per recomputed op: what moves at 10 GB/s in the 3 us or so that calling an op takes."""
+"""Minimum bytes saved per recomputed op: about the bytes moved at 10 GB/s in the 3 us that calling an op takes."""
 
 LONGEST = 4
-"""Most ops in a row that are recomputed: the first values of a longer chain would be held long before their reader."""
+"""Maximum length of a recomputed chain of ops. A longer chain would hold its first values long before their reader."""
 
 _MOVES = (
     *("add", "sub", "mul", "div", "neg", "relu", "abs", "sign", "clamp", "clamp_min", "clamp_max", "where"),
@@ -74,7 +74,7 @@ class RecomputeCheap:
         if not chosen:
             return graph
         result = run_again(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
-        # Recomputed values may all be held at one time.
+        # All recomputed values may be held at the same time.
         return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
 
@@ -85,7 +85,7 @@ class _Piece:
     Attributes:
         again: storages that are recomputed instead of saved.
         bytes: reduction of the saved bytes.
-        ms: the time of recomputing.
+        ms: the recomputation time.
     """
 
     again: tuple[Storage, ...]
@@ -102,7 +102,7 @@ class _Cuts:
         self._written = written_by(graph.module)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
-        # Values that the backward reads anyway: the user may write other inputs between forward and backward.
+        # Only inputs that the backward reads anyway, because the user may write others between forward and backward.
         self._still_there = {
             value
             for node in found.nodes[found.backward :]
@@ -112,7 +112,7 @@ class _Cuts:
         self._makers = {s: self._made_by(s) for s in self._storages}
 
     def chosen(self) -> list[list[fx.Node]]:
-        """Lists the nodes to recompute, a list for each piece."""
+        """Returns the nodes to recompute, one list per piece."""
         allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
         regions = []
         for piece in sorted(self._pieces(), key=lambda p: p.ms / p.bytes):
@@ -122,13 +122,13 @@ class _Cuts:
         return regions
 
     def _made_by(self, storage: Storage) -> list[fx.Node]:
-        """Lists the nodes of the forward that make a storage or write into it."""
+        """Returns the nodes of the forward that compute a storage or write into it."""
         nodes = (storage.node, *storage.names)
         return list(dict.fromkeys(n for n in nodes if n in self._forward and op_name(n) and view_of(n) is None))
 
     @cached_property
     def _sources(self) -> dict[Storage, list[Storage]]:
-        """Storage that may be recomputed -> the storages that recomputing it reads."""
+        """Maps each storage that may be recomputed to the storages that recomputing it reads."""
         found: dict[Storage, list[Storage]] = {}
         depth: dict[Storage, int] = {}
         for storage in self._storages:
@@ -141,7 +141,7 @@ class _Cuts:
         return found
 
     def _read_by(self, storage: Storage) -> list[Storage] | None:
-        """Returns the storages that making this one reads; None: it is not cheap to make."""
+        """Returns the storages that computing this one reads; None if it is not cheap to compute."""
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
@@ -186,13 +186,13 @@ class _Cuts:
         return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _again(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
-        """Finds the storages to recompute so that all of `needed` exist."""
+        """Returns the storages to recompute so that all of `needed` exist."""
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 
 
 def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """Finds, by a minimum cut, the fewest bytes of storages that suffice to compute all needed ones.
+    """Returns, by a minimum cut, the storages with the fewest bytes from which all needed ones can be computed.
 
     Args:
         sizes: bytes of each storage.

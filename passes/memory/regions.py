@@ -1,21 +1,20 @@
-"""The backward recomputes the regions that the user has marked by `torch.utils.checkpoint`; the rest is saved.
+"""Recomputes the regions marked with `torch.utils.checkpoint` in the backward, and saves all other values.
 
 Contract
-    Same values, bit for bit: recomputing runs the same ops on the same inputs, and draws random numbers from the state
-    that the forward drew them from. Nothing is launched, exchanged or written twice: values that a region gets from
-    communication are saved. So are a region's inputs, the results that later nodes need, and what a selective policy
-    keeps. A region is recomputed as one piece, just before the first node of the backward that needs it.
-    State that the forward writes (running statistics) is read as it was before, and written once.
+    Same values, bit for bit: recomputation runs the same ops on the same inputs, with the random state of the forward.
+    Nothing is launched, exchanged or written twice: results of communication in a region are saved. So are a region's
+    inputs, results that later nodes need, and values that a selective policy saves. A region is recomputed as one
+    piece, just before the first node of the backward that needs it. Recomputed nodes read state that the forward writes
+    (running statistics) as it was before the forward.
 
     rewrite:  h = relu(x @ w); y = dropped(h @ v, noise = bernoulli(..)); ...; gv = h.t() @ g; ...
     ->        s = random_state(cpu); h = relu(x @ w); y = ...; ...
               h_again = relu(x @ w); n = begin_replay(s, cpu); noise_again = bernoulli(..); end_replay(n, cpu)
               gv = h_again.t() @ g; ...
 
-Levels. A region within a region runs again each time that the outer one does, and once more for its own backward.
-Copies of level 1 serve the inputs of inner regions, those of level 2 the backward of an inner region's nodes, and so
-on. A reader that has the first k regions of its path in common with a value's reads the copy of level k; the saved
-value itself is level 0.
+Levels. A nested region is recomputed each time that the outer one is, and once more for its own backward. Copies of
+level 1 are for the inputs of inner regions, those of level 2 for the backward of an inner region's nodes, and so on. A
+reader whose path shares its first k regions with a value's path reads the copy of level k. Level 0 is the saved value.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class RecomputeRegions:
 
 
 def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
-    """Makes the graph whose backward recomputes some nodes.
+    """Builds the graph whose backward recomputes some nodes.
 
     Args:
-        regions: name of a node -> the number of its region, which is recomputed as one piece.
-        kept: names of nodes of regions that are saved all the same.
+        regions: node name -> the number of its region, which is recomputed as one piece.
+        kept: names of nodes in regions that are saved nevertheless.
     """
     result = graph.edit()
     for node in result.graph.nodes:
@@ -66,7 +65,7 @@ def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection
 
 
 def compute_again(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts copies of the nodes with regions into the backward, in place; removes the regions; returns the copies."""
+    """Inserts copies of the nodes in regions into the backward, in place; removes the regions; returns the copies."""
     copies = _Copies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)
@@ -96,7 +95,7 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 class _Copies:
-    """Inserts the copies of one graph's forward nodes, by level."""
+    """Inserts the copies of a graph's forward nodes, by level."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph.graph
@@ -127,10 +126,10 @@ class _Copies:
         self._read_unwritten()
         return list(self._copies.values())
 
-    # -- what is recomputed -------------------------------------------------------------------------------------------
+    # -- the nodes to recompute ---------------------------------------------------------------------------------------
 
     def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
-        """Finds the forward nodes that can be recomputed -> the regions that they are in."""
+        """Maps the forward nodes that can be recomputed to the regions that they are in."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
@@ -139,7 +138,7 @@ class _Copies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level of the copy that a reader in regions `reader` reads; None: a node of the backward."""
+        """Returns the level of the copy that a reader in regions `reader` reads; None means a node of the backward."""
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -161,7 +160,7 @@ class _Copies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _chains_of(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Maps each draw to its chain: the draws in a row, of one generator and in the same regions."""
+        """Maps each draw to its chain: consecutive draws of one generator in the same regions."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
@@ -177,7 +176,7 @@ class _Copies:
             last[device] = node
         return chains
 
-    # -- where it goes -------------------------------------------------------------------------------------------------
+    # -- inserting copies ----------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
         """Inserts a region's copies before a node, and the copies of outer regions that they read."""
@@ -213,7 +212,7 @@ class _Copies:
         return list(found.values())
 
     def _begin(self, first: fx.Node) -> fx.Node:
-        """Inserts the begin of a chain's replay, and saves the random state before the chain's first draw."""
+        """Inserts the start of a chain's replay, and saves the random state before the chain's first draw."""
         device = device_of(first)
         if first not in self._states:
             with self._rewriter.before(first):

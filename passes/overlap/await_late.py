@@ -1,11 +1,11 @@
-"""A table's rows are awaited where the forward first computes with them, not where they are looked up.
+"""Awaits a table's rows where the forward first computes with them, instead of at the lookup.
 
-A model may look up all of its tables at the head of its forward, and read some of them next to the loss: without this
-pass the first layer would wait for the softmax's rows, which may arrive while it runs.
+A model may look up all tables at the start of its forward, and use some of them next to the loss. Without this pass,
+the first layer would wait for the softmax's rows, which could arrive while it runs.
 
 Contract
-    Same nodes, same values. An await of rows is moved down, with the nodes that only depend on these rows, right before
-    their first reader; all other nodes keep their order. Where no node computes in between, the graph is unchanged.
+    Same nodes, same values. An await of rows, with the nodes that depend only on these rows, is moved right before
+    their first reader. All other nodes keep their order. If no node computes in between, the graph is unchanged.
 
     rewrite:  flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); y = mm(x, w); z = mm(y, rows)
     ->        y = mm(x, w); flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); z = mm(y, rows)
@@ -38,7 +38,7 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _Moved:
-    """The nodes of a table that are moved, in their order, and the reader before which they are put."""
+    """The nodes of a table to move, in order, and the reader before which to insert them."""
 
     nodes: list[fx.Node]
     reader: fx.Node
@@ -62,9 +62,9 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
 
 
 def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
-    """Returns a table's awaits and the light nodes that read only these, each other and what earlier phases have saved.
+    """Returns a table's awaits, and the light nodes that read only these, each other and saved values.
 
-    No node writes into a saved value, so that it is the same further down.
+    No node writes into a saved value, so it is the same further down.
     """
 
     def joins(node: fx.Node, found: set[fx.Node]) -> bool:
@@ -74,7 +74,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Returns whether a node may move, is no user's op and takes no long time."""
+    """Returns whether a node may move, is not a user's op and takes little time."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

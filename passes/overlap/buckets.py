@@ -1,4 +1,4 @@
-"""Buckets of dense gradients travel in chunks, and update parameters where the next forward first reads them.
+"""Sends buckets of dense gradients in chunks, and updates parameters where the next forward first reads them.
 
 rewrite, `ChunkBuckets`:
     backward   flat = wait(all_reduce_(bucket)); m1, m2 = unpack_bucket(flat, [p1, p2])
@@ -45,7 +45,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ChunkBuckets:
-    """Cuts every bucket's AllReduce into chunks.
+    """Splits every bucket's AllReduce into chunks.
 
     Attributes:
         chunks: for each bucket, in launch order, the elements of each chunk.
@@ -62,14 +62,14 @@ class ChunkBuckets:
             node
             for node in backward.graph.nodes
             if node.target in (ALL_REDUCE, EXCHANGE)
-            and node.all_input_nodes[0].target is embrace.pack_bucket.default  # other passes reduce counts
+            and node.all_input_nodes[0].target is embrace.pack_bucket.default  # a reduction of counts by another pass
         ]
         for bucket, launch in enumerate(launches):
             _chunk(Rewriter(backward), launch, bucket, self.chunks[bucket])
 
 
 def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Awaits the chunks of a bucket one after the other; returns the awaits, the last one first, and `flat`."""
+    """Awaits the chunks of a bucket in order; returns the awaits, the last one first, and `flat`."""
     awaits = [flat]
     for k in range(count):
         launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"
@@ -100,7 +100,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
 
 @dataclass(frozen=True)
 class UpdateBeforeRead:
-    """Lets the updates of dense parameters run into the next forward.
+    """Defers the updates of dense parameters to the next forward.
 
     Attributes:
         buckets: parameters of each bucket, in launch order.
@@ -154,7 +154,7 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
-        if not read:  # this batch does not read the bucket; it must be updated all the same
+        if not read:  # this batch does not read the bucket, but it must be updated
             read = [rewriter.copy_of(elsewhere[bucket[0]])]
         readers = [min(node.users) for node in read if node.users] or [forward.graph.output_node()]
         with rewriter.before(min(readers)):

@@ -1,4 +1,4 @@
-"""Inserts and finds nodes with the id of a launch, for all passes of this folder."""
+"""Helpers of these passes to insert and find nodes with launch ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
-    """A graph's phases, each copied when it is first read, so that the other ones stay verified."""
+    """A graph's phases. Each is copied when it is first read, so that the others stay verified."""
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
         self._phases = phases
@@ -27,7 +27,7 @@ class Phases:
 
 
 def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> TrainingGraph:
-    """Returns a copy whose phases `rewrite` has changed in place; the graph itself where it has no backward."""
+    """Returns a copy whose phases `rewrite` has changed in place; the same graph if it has no backward."""
     if "backward" not in graph.phases:
         return graph
     phases = Phases(graph.phases)
@@ -44,7 +44,7 @@ def rename(node: fx.Node, launch: OperationId) -> None:
 
 
 def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
-    """Lists the calls of an op, in the order of the program."""
+    """Returns the calls of an op, in program order."""
     return list(module.graph.find_nodes(op="call_function", target=target))
 
 
@@ -62,7 +62,7 @@ def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[f
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node that nothing reads, and the nodes that only it depended on."""
+    """Erases a node without readers, and the nodes that only it depended on."""
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes
@@ -72,7 +72,7 @@ def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
 
 
 def drop_unread(module: fx.GraphModule, *kinds: type[InputRole]) -> None:
-    """Erases placeholders of some kinds that nothing reads any more."""
+    """Erases placeholders of some kinds that no node reads any more."""
     for node, role in list(inputs_of(module)):
         if not node.users and isinstance(role, kinds):
             module.graph.erase_node(node)

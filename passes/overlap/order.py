@@ -1,18 +1,18 @@
-"""Reorders the backward's compute by units: for each submission of gradients, the compute that it needs.
+"""Reorders the backward's compute by units, each the compute for one submission of gradients.
 
-Autograd fixes one order of a backward; the dependences allow many. Only its AllReduce reads a weight's gradient, which
-can therefore be computed after the nodes that a table's gradient depends on, or before them.
+Autograd uses one order of the backward, but the dependences allow many. A weight's gradient is read only by its
+AllReduce, so it can be computed before or after the nodes that a table's gradient depends on.
 
 Contract
     Same nodes, same values, bit for bit. A unit is all submissions of one table, row space or bucket. The units'
-    submissions follow each other in the given order; each node that computes stands with the first unit that needs it,
-    and within a unit in its old order. Nodes with effects (random draws, awaits, updates, recomputed nodes, ops that
-    write into their arguments) keep their order.
+    submissions have the given order. Each compute node is placed with the first unit that needs it, and keeps its order
+    within the unit. Nodes with effects (random draws, awaits, updates, recomputed nodes, ops that write into their
+    arguments) keep their order.
 
     rewrite:  gx = mm(g, w); gw = mm(x, g); submit bucket 0 (gw); rows = backward(gx); submit words (rows)
     ->        gx = mm(g, w); rows = backward(gx); submit words (rows); gw = mm(x, g); submit bucket 0 (gw)
 
-Source: out-of-order back-propagation (Oh et al., EuroSys 2022), decided here by simulation, for tables as well.
+Source: out-of-order backpropagation (Oh et al., EuroSys 2022). Here a simulation decides, and tables are included.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from embrace_fx.vocabulary.submissions import is_submission
 
 @dataclass(frozen=True)
 class OrderCompute:
-    """Puts the backward's units into an order.
+    """Reorders the backward's units.
 
     Attributes:
-        units: names of tables, row spaces and buckets; the backward's other units follow in their old order.
+        units: names of tables, row spaces and buckets, in the new order. Other units follow in their old order.
     """
 
     units: tuple[str, ...]
@@ -65,8 +65,8 @@ class BackwardUnits:
 
     Attributes:
         units: in submission order.
-        needed_by: node, in the order of the program -> a mask of the units that need its value, a bit each, by their
-            place in `units`. Placeholders and the output are left out.
+        needed_by: node, in program order -> a bit mask of the units that need its value, by index in `units`. Without
+            placeholders and the output.
     """
 
     units: tuple[str, ...]
@@ -87,7 +87,7 @@ class BackwardUnits:
         return cls(units, needed)
 
     def standing(self) -> dict[fx.Node, str]:
-        """Maps each node to the unit of the next submission behind it; nodes behind all submissions are left out."""
+        """Maps each node to the unit of the next submission after it. Nodes after all submissions are left out."""
         found: dict[fx.Node, str] = {}
         among: list[fx.Node] = []
         last = None
@@ -101,12 +101,12 @@ class BackwardUnits:
         return found
 
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
-        """Lists all units: those of an order first, then the others."""
+        """Returns all units: those of an order first, then the others."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def ordered(self, order: Sequence[str]) -> list[fx.Node]:
-        """Lists the nodes, each with the first unit of an order that needs it; last, the nodes that no unit needs."""
+        """Returns the nodes, each with the first unit of an order that needs it; last, the nodes that no unit needs."""
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_of(order)
         for node, mask in self.needed_by.items():
@@ -114,7 +114,7 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Makes the function mask of units -> the place, in an order, of the first one; for no units, their number."""
+        """Returns a function: mask of units -> place, in an order, of the first one; for none, the number of units."""
         place = {unit: k for k, unit in enumerate(self.complete(order))}
         places = [place[unit] for unit in self.units]
         return cache(lambda mask: min((places[k] for k in _bits(mask)), default=len(places)))
@@ -128,7 +128,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """Returns the table, row space or bucket whose gradients a node submits or hands over; None: any other node."""
+    """Returns the table, row space or bucket whose gradients a node submits or hands over; None for other nodes."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])
@@ -140,8 +140,8 @@ def _unit(node: fx.Node) -> str | None:
 def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
     """Maps each node to the nodes that must stay before it although it does not read them.
 
-    Nodes with effects stay behind each other. The head, up to its last submission of rows, stays before all other
-    nodes: it finishes the step before.
+    Nodes with effects keep their order. The head, up to its last submission of rows, stays first, because it finishes
+    the previous step.
     """
     before: dict[fx.Node, list[fx.Node]] = {}
     fixed = [node for node in nodes if node not in member and not may_move(node)]

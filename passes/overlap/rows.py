@@ -1,4 +1,4 @@
-"""A table's rows and gradients are submitted and awaited; its update stands before the next lookup.
+"""Submits and awaits a table's rows and gradients, and updates the table before the next lookup.
 
 rewrite:
     forward    flat = wait(all_to_all_rows(lookup(shard, ids), counts, D, ...)); rows = join_columns(flat, D, N)
@@ -8,7 +8,7 @@ rewrite:
                part = await_rows(ids, counts, table, "table rows"); flat = join_rows([part], ids, counts, table)
                rows = join_columns(flat, D, 1)
     backward   submit_gradients(grad_rows, ids, counts, table, ..., "table gradients")
-On a grid the rewrite is the same without `route_grid`: the exchange routes each part of the rows by itself.
+On a grid, the rewrite is the same and removes `route_grid`, because the exchange routes each part of the rows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SubmitRows:
     """Overlaps the row gradients and updates of sharded tables with the next step.
 
     Attributes:
-        within_step: tables whose rows and gradients are awaited in their step: the update needs the gradient of an
-            output layer too, and the next forward reads every row.
+        within_step: tables whose rows and gradients are awaited in their step, because the update also needs the
+            gradient of an output layer, and the next forward reads every row.
     """
 
     within_step: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class SubmitRows:
 
 @dataclass(frozen=True)
 class _Route:
-    """A `route_grid` of the forward: the ids and counts that it takes, and the values it saves for the backward."""
+    """A `route_grid` of the forward: its ids and counts, and the results that are saved for the backward."""
 
     ids: fx.Node
     counts: fx.Node
@@ -64,8 +64,8 @@ class _Route:
 
 def _overlap(phases: Phases, within_step: Collection[str]) -> None:
     forward, backward = phases["forward"], phases["backward"]
-    routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
-    head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted behind this node
+    routes: dict[str, _Route] = {}  # name of the ids that `coalesce` reads -> route
+    head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
     outputs = list(outputs_of(backward))
     trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
     for join in [node for node in forward.graph.nodes if node.target in JOINS and _table_of(node) not in within_step]:
@@ -89,12 +89,12 @@ def _lookup_of(join: fx.Node) -> fx.Node:
 
 
 def _table_of(join: fx.Node) -> str:
-    """Returns the table or row space whose arrived columns a node joins."""
+    """Returns the table or row space whose received columns a node joins."""
     return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
 
 
 def _gradient_of(coalesced: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
-    """Returns the role of the gradient that a `coalesce` sums up."""
+    """Returns the role of the gradient that a `coalesce` sums."""
     return next(role for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
 
 
@@ -119,7 +119,7 @@ def _await_rows(
         sent = submit_rows(rewriter, table, (shard, ids, counts), dtype, trained=table in trained)
     with rewriter.before(join):
         flat = await_rows(rewriter, table, (ids, counts), dtype)
-    flat.meta["val"] = wait.meta["val"]  # later nodes read its symbol for the unknown size
+    flat.meta["val"] = wait.meta["val"]  # later nodes use its symbol for the unknown size
     join.target = embrace.join_columns.default
     join.args = (flat, join.meta["val"].shape[1], 1)
     erase_chain(forward.graph, wait, keep={shard, ids})
@@ -168,7 +168,7 @@ def submit_gradients(
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
-    """Erases `route_grid`, and its results that a forward saved: the exchange computes them by itself."""
+    """Erases `route_grid` and its saved results, because the exchange computes them."""
     for node, role in list(inputs_of(backward)):
         if isinstance(role, Saved) and role.name in saved:
             backward.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Rows travel in parts (vertical scheduling): early and late rows, prior gradients and delayed ones in pieces.
+"""Splits the exchange of rows (vertical scheduling): early and late rows, prior and delayed gradients.
 
     rewrite:
         forward    updated = update_rows(shard, table, "table gradients"); submit_rows(updated, ..., "table rows")
@@ -14,8 +14,8 @@
                    submit_gradients(..., "table prior"); submit_gradients(..., "table delayed [0]")
 
 Contract
-    The ops find out, from the data, which rows are in a part. The phases are those of a step whose batch was known a
-    step ahead and whose next batch is known; `variants.py` derives those of all other steps.
+    The ops determine, from the data, which rows are in a part. The phases are for a step whose own and next batch are
+    known in advance; `variants.py` derives those of all other steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Cuts every exchange of rows in two, and delayed gradients into pieces.
+    """Splits every exchange of rows in two, and delayed gradients into pieces.
 
     Attributes:
         pieces: (table or row space, number of pieces of its delayed gradients).
@@ -102,7 +102,7 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Inserts, at the head of a backward, the delayed updates of the step before and the next batch's early rows."""
+    """Inserts, at the start of a backward, the previous step's delayed updates and the next batch's early rows."""
     shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
     routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
     with rewriter.before(first_after_placeholders(rewriter.graph)):

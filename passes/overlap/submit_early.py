@@ -1,12 +1,12 @@
-"""Row gradients are submitted as soon as their inputs are computed, not where autograd has put them.
+"""Submits row gradients as soon as their inputs are computed, instead of where autograd computes them.
 
-Autograd computes in the reverse order of the forward: the gradients of all tables that are looked up at its head come
-at the end of the backward, although that of a table read next to the loss could be computed at its beginning.
+Autograd runs in the reverse order of the forward, so the gradients of tables looked up at the start come at the end of
+the backward, although that of a table used next to the loss could be computed at its start.
 
 Contract
-    Same nodes, same values. The nodes that only a row gradient depends on are moved up, with its submissions, right
-    behind the last of their inputs; all other nodes keep their order. Random draws, communication and recomputed nodes
-    are not moved; no node is where a memory budget leaves no room for gradients that come earlier.
+    Same nodes, same values. The nodes that only a row gradient depends on are moved, with its submissions, right after
+    the last of their inputs. All other nodes keep their order. Random draws, communication and recomputed nodes are not
+    moved. Nothing is moved if a memory budget leaves no room for earlier gradients.
 
     rewrite:  g = mul(...); ...; mm(...); ...; rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...)
     ->        g = mul(...); rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...); ...; mm(...); ...
@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """Moves row gradients right behind the last of their inputs."""
+    """Moves row gradients right after the last of their inputs."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -54,13 +54,13 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 
 def _head(graph: fx.Graph) -> fx.Node:
-    """Returns the last node of a backward's head, which finishes the step before and submits early rows."""
+    """Returns the last node of a backward's head, which finishes the previous step and submits early rows."""
     head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
 
 
 HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
-"""The ops in the head of a backward, which finishes the step before and submits early rows."""
+"""The ops in the head of a backward, which finishes the previous step and submits early rows."""
 
 
 def made_for(readers: list[fx.Node]) -> set[fx.Node]:
@@ -71,16 +71,16 @@ def made_for(readers: list[fx.Node]) -> set[fx.Node]:
 
 
 def may_move(node: fx.Node) -> bool:
-    """Returns whether a node may move anywhere behind its inputs: it computes, and has no other effect.
+    """Returns whether a node may move anywhere after its inputs: it computes and has no other effect.
 
-    A user's op may, unless its schema says that it writes, or its tags that it draws.
+    A user's op may move unless its schema says that it writes, or its tags that it draws random numbers.
     """
     if node.op != "call_function" or "again" in node.meta:
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # items of tuples, arithmetic of sizes
+        return True  # items of tuples, and size arithmetic
     if op_name(node) in _COMMUNICATE or node.target.namespace in _OTHERS:
         return False
     return not node.target._schema.is_mutable and not draws(node)

@@ -1,4 +1,4 @@
-"""Derives, from the steady step's graph, those of steps whose own or next batch was not known in advance.
+"""Derives the graphs of steps whose own or next batch is not known in advance from the steady step's graph.
 
     rewrite of a forward:
         arrives whole     early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
@@ -20,8 +20,8 @@
                       ->
 
 Contract
-    Same values. The launches that remain keep their order, so that one launch order serves all variants. Where nothing
-    is cut, the prior gradients are all gradients and the late rows are all rows.
+    Same values. The remaining launches keep their order, so that one launch order serves all variants. If rows are not
+    split, the prior gradients are all gradients and the late rows are all rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts the updates by all delayed pieces behind the prior one, before the rows are looked up."""
+    """Inserts the updates by all delayed pieces after the prior one, before the rows are looked up."""
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
         with rewriter.before(last.next):

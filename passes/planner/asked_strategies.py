@@ -1,4 +1,4 @@
-"""Reads the user's `strategy=`: one for all tables, or by patterns of parameters' names."""
+"""Parses the user's `strategy=`: one strategy for all tables, or one per pattern of parameter names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from embrace_fx.vocabulary.plan import STRATEGIES, Grid
 
 Strategy = str | Grid | Mapping[str, str | Grid]
-"""A name of `STRATEGIES`, "auto", or a grid ("alltoall" on it); for all tables, or by patterns of parameters' names."""
+"""A name of `STRATEGIES`, "auto", or a grid (for "alltoall"); for all tables, or per pattern of parameter names."""
 
 
 def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` where a strategy is neither a name nor a mapping of names, or a name does not exist.
+    """Raises `ValueError` if a strategy is neither a name nor a mapping of names, or a name does not exist.
 
     Args:
         where: the call that the error names.

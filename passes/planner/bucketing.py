@@ -1,4 +1,4 @@
-"""Cuts dense parameters into the buckets whose gradients travel together."""
+"""Groups dense parameters into buckets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def plan_buckets(
     *,
     read_later: bool = True,
 ) -> tuple[tuple[str, ...], ...]:
-    """Cuts parameters into buckets, the last one first: about the order of gradients in the backward.
+    """Groups parameters into buckets in launch order, about the order of gradients in the backward.
 
-    Parameters are cut in the forward's order, so that those that are reduced and updated together
-    are also needed together; those that it does not read keep their order. A bucket has one dtype, and the size that
-    the cost model chooses; a parameter with a sparse exchange has its own bucket.
+    Parameters are grouped in the forward's order, so that those reduced and updated together are also needed together.
+    Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
+    model. A parameter with a sparse exchange has its own bucket.
 
     Args:
         reduced: replicas with a gradient.
@@ -46,5 +46,5 @@ def plan_buckets(
         buckets[-1].append(name)
         filled += sizes[name]
         dtype = produced[name].meta["val"].dtype
-    elsewhere = tuple(sorted(reduced - set(produced)))  # read by other ranks' first batches only
+    elsewhere = tuple(sorted(reduced - set(produced)))  # read only by other ranks' first batches
     return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)

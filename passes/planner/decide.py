@@ -1,8 +1,8 @@
 """Decides the strategy of every parameter and the buckets; the passes apply the plan.
 
 Contract
-    A pure function of the captured graph, the first batches' rows on all ranks, the optimizer's blockers and the
-    cluster: one rank computes the plan, the others receive it.
+    A pure function of the captured graph, the rows of all ranks' first batches, the optimizer's blockers and the
+    cluster. One rank computes the plan and broadcasts it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from embrace_fx.vocabulary.schedule import AUTO, FULL, INTO_FORWARD, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
-"""Shares of a table's rows read by each rank; the planner tries them to see if the strategy depends on the share."""
+"""Shares of a table's rows read by each rank, to test whether the strategy depends on the share."""
 
 
 DENSELY = 0.5
-"""Share of a table's rows, read by each rank at every step, at which AllReduce sends about as much as AlltoAll. Below
-it shards win unless whole tables are clearly faster, so that small differences between two probes of the links do not
-change the strategy."""
+"""Share of a table's rows, read by each rank in every step, at which AllReduce sends about as much as AlltoAll. Below
+it the table is sharded unless a whole table is clearly faster, so that small differences between two measurements of
+the
+links do not change the strategy."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class _Choice:
     """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: strategy -> price, of all strategies weighed; empty where there was nothing to choose.
-        against: the reason against the other strategies, where it is not their time.
-        may_travel: the reason to be given if a whole table is sharded after all to share another table's start-ups; ""
-            where something besides start-ups keeps it whole.
-        sparsely_read: each rank reads less than `DENSELY` of its rows.
+        priced: strategy -> price, for all compared strategies; empty without a choice.
+        against: the reason against the other strategies, if it is not their time.
+        may_travel: the reason to give if a whole table is sharded to share latency with other tables; "" if something
+            other than latency keeps it whole.
+        sparsely_read: whether each rank reads less than `DENSELY` of its rows.
     """
 
     chosen: Priced
@@ -52,7 +53,7 @@ class _Choice:
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Lists the strategies weighed, each with the reason against it."""
+        """Returns the compared strategies, each with the reason against it."""
         return tuple(
             Candidate(
                 each.strategy,
@@ -73,17 +74,17 @@ def decide(
     current: Plan | None = None,
     links_are: LinksAre = "assumed",
 ) -> Plan:
-    """Decides the plan for a graph: for the schedule asked for, or under "auto" for the one with the shortest step.
+    """Decides the plan for a graph, for the requested schedule or, under "auto", for the one with the shortest step.
 
-    "2d" stands where there is nothing to compare: one rank, links that nobody knows, no compute to hide behind.
+    Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind.
 
     Args:
-        links: the links that strategies are compared on, and buckets and blocks cut for.
-        current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
+        links: the links for which strategies are compared and buckets and blocks sized.
+        current: the plan in use. A table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards keep their grid.
 
     Raises:
-        ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
+        ValueError: a strategy does not exist, a pattern matches nothing, or a grid does not fit the ranks.
     """
     if findings.schedule != AUTO:
         return _decide(findings, links, current, links_are)
@@ -149,7 +150,7 @@ def _choice(
     if not fact.trainable:
         return _Choice(nothing_sent("frozen"), "takes no gradient")
     if fact.local:
-        return _Choice(nothing_sent("local"), "to be ignored: each rank has its own")
+        return _Choice(nothing_sent("local"), "ignored as with DDP: each rank has its own")
     if not fact.used:
         return _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
     if table is None:
@@ -170,7 +171,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         chosen.predicted_ms,
         chosen.scheme,
         chosen.grid,
-        choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
+        choice.candidates() if world_size > 1 else (),  # one rank sends nothing, so there is nothing to compare
         str(sparsity[fact.name]) if fact.name in sparsity else "",
         chosen.rests,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
@@ -183,7 +184,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
 
 
 def _rows(table: Table, findings: Findings) -> RowCounts | None:
-    """Predicts how many rows of a table steps read; None where no rank knows."""
+    """Predicts the number of a table's rows that steps read; None if no rank knows."""
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
         return None
@@ -193,10 +194,10 @@ def _rows(table: Table, findings: Findings) -> RowCounts | None:
 
 
 def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
-    """Finds whole tables that should be sharded because tables of a row space share their start-ups.
+    """Returns whole tables to shard because tables of a row space share latency.
 
-    Without start-ups, their AlltoAll adds less to a step than their AllReduce. They are sharded where their space has a
-    table that is sharded anyway, or where together they save more than the start-ups of one table.
+    Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their row space has a
+    table that is sharded anyway, or if together they save more than the latency of one table.
     """
     facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
@@ -218,7 +219,7 @@ def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pri
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Predicts the time that a step saves by shards that share start-ups; near ties favour the strategy in use."""
+    """Predicts the time saved per step by shards that share latency. Near ties favour the strategy in use."""
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
         return whole_ms - _near(choice.sparsely_read) * sharded_ms
@@ -226,7 +227,7 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _near(sparsely_read: bool) -> float:
-    """Returns the factor on the time of shards that whole tables must stay below to be chosen."""
+    """Returns the factor of the shards' time below which a whole table must stay to be chosen."""
     return CLEARLY if sparsely_read else 1.0
 
 
@@ -258,7 +259,7 @@ def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Ch
 def _of_table(
     pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
 ) -> _Choice:
-    """Chooses for a table: first by what is legal, then by what was asked for, then by price."""
+    """Chooses for a table: by legality, then by the user's request, then by price."""
     priced = pricing.of_table(table, fact, rows, wanted)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     wanted = "alltoall" if isinstance(wanted, Grid) else wanted
@@ -301,7 +302,7 @@ def _of_table(
 
 
 def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced], read: str) -> _Choice | None:
-    """Chooses to shard an output layer whose loss is in the graph, where this is clearly faster; None: it is not."""
+    """Chooses to shard an output layer whose loss is in the graph if this is clearly faster; else returns None."""
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
         return None
@@ -313,7 +314,7 @@ def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced
 
 
 def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -> _Choice | None:
-    """Chooses the strategy that was asked for, where it is legal; None: none was, or no whole table is legal either."""
+    """Chooses the requested strategy, if it is legal; None if there is no request, or no legal whole table either."""
     if wanted == "auto":
         return None
     asked, blocker, allreduce = f"{wanted} was asked for", priced[wanted].blocker, priced["allreduce"]
@@ -331,14 +332,14 @@ def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -
 
 
 def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:
-    """Explains to the user that a table is whole although it could be sharded."""
+    """Returns the reason why a table is whole although it could be sharded."""
     if pricing.world_size == 1:
         return f"densely read: {what}"
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
-    """Returns whether the best strategy, alone or in a row space, depends on how many rows are read."""
+    """Returns whether the best strategy, alone or in a row space, depends on the number of rows read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
@@ -361,7 +362,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
 
 
 def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced:
-    """Returns the cheapest sparse exchange that is legal."""
+    """Returns the cheapest legal sparse exchange."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
     return min(legal, key=lambda each: each.predicted_ms)
 

@@ -1,4 +1,4 @@
-"""Prices every strategy of a parameter: time, bytes, memory, and the reason why it is not legal.
+"""Prices every strategy of a parameter: time, bytes, memory, and the reason if it is not legal.
 
 Contract
     This module only prices; `decide.py` chooses. Existing shards are priced on their grid.
@@ -40,21 +40,21 @@ from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, SHARDED, 
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
 CLEARLY = 0.8
-"""Factor on a predicted time that a rival must stay below: on that of the strategy in use, for a table to change; on a
-legal AlltoAll's, for a sparse exchange, which needs the whole table on every rank; on that of columns, for a grid."""
+"""A change must be predicted to take less than this fraction of the time: of the strategy in use; of a legal AlltoAll,
+for a sparse exchange, which needs the whole table on every rank; of columns, for a grid."""
 
 INDEX_BYTES = 8
 """Bytes of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
 
 
 HEAD_EXCHANGES = 3
-"""Exchanges of a head in a step: counts, labels and coefficients."""
+"""Exchanges of an output layer per step: counts, labels and coefficients."""
 
 CHUNK_EXCHANGES = 3
-"""Exchanges of each chunk of a head: hidden states, statistics and hidden gradients."""
+"""Exchanges of an output layer per chunk: hidden states, statistics and hidden gradients."""
 
 MOST_CHUNKS = 8
-"""Most chunks of a head: 1/8 of the logits at hand, and of a transfer that nothing hides."""
+"""Maximum chunks of an output layer: then 1/8 of the logits are in memory, and 1/8 of a transfer is exposed."""
 
 RESIDUAL_BYTES = 4
 """Bytes of an element in the rounding residual (`embrace_fx.runtime.ranks.wire_rounding`)."""
@@ -62,19 +62,19 @@ RESIDUAL_BYTES = 4
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Facts about a parameter that the planner needs and the graph does not hold."""
+    """Facts about a parameter that the planner needs and the graph does not contain."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool
-    used: bool  # by the first batch of any rank
+    used: bool  # by any rank's first batch
     row_update_blocker: str | None
     param_group: int = 0  # index among all optimizers' param groups
     moving: Moving = ""
     local: bool = False  # each rank has its own
-    adds_up_norms: bool = False  # its optimizer needs the squares of a row's columns, over all ranks
-    tied: tuple[str, ...] = ()  # further names by which the model holds it
+    adds_up_norms: bool = False  # its optimizer needs the sum of a row's squares over all ranks
+    tied: tuple[str, ...] = ()  # further names in the model
 
     @property
     def nbytes(self) -> int:
@@ -83,21 +83,22 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a plan depends on besides links; rank 0 makes it from the reports of every rank.
+    """All inputs of a plan except the links. Rank 0 builds it from the reports of every rank.
 
     Attributes:
         graph: the captured graph with its tables found.
         facts: every parameter of the model.
         rows: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
-        schedule: the schedule that steps will follow.
-        sparsity: table -> the sparsity of its gradients on all ranks, in rows; of other tables it is estimated for as
-            many random rows as `rows` says.
-        local_rows: table -> how many of each rank's measured rows are in its own row of a grid; of other tables, the
+        schedule: the schedule of the steps.
+        sparsity: table -> the sparsity of its gradients on all ranks, in rows. Estimated for other tables, as random
+            rows.
+        local_rows: table -> the number of each rank's measured rows in its own row of a grid; for other tables, the
             random share.
         travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
-        has_budget: there is a budget of memory.
-        scored: table -> how many positions of each rank's batch its output layer's loss scores; of others, all.
+        has_budget: whether there is a memory budget.
+        scored: table -> the number of positions of each rank's batch that its output layer's loss scores; for others,
+            all.
     """
 
     graph: TrainingGraph
@@ -132,7 +133,7 @@ class Priced:
 
     Attributes:
         predicted_ms: the time it adds to a step that exchanges nothing else.
-        sharing_ms: the same where an AllReduce shares its start-ups with its bucket, an AlltoAll with its row space.
+        sharing_ms: the same if an AllReduce shares latency with its bucket, or an AlltoAll with its row space.
         blocker: why the strategy is not legal, or None.
         rests: shards whose rows without gradient are updated when they are next read.
         norm_bytes: the part of the sent bytes that is squares of rows.
@@ -155,18 +156,18 @@ class Priced:
 
     @property
     def start_ups_ms(self) -> float:
-        """The start-up time that this exchange saves where it shares start-ups with others."""
+        """Returns the latency that this exchange saves if it shares latency with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """The time that this table adds to a step. Buckets exist under every plan; other sharded tables may not."""
+        """Returns the time that this table adds to a step. Only buckets, not other sharded tables, always exist."""
         return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """All that prices depend on besides the parameter; for times, `cluster` is `links` as one rank per machine.
+    """Prices the strategies of parameters. For times, `cluster` is `links` with one rank per machine.
 
     Attributes:
         in_use: parameter -> its decision in the plan in use.
@@ -196,7 +197,7 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """Prices the candidates, the strategy asked for and the one in use; shards on the present or best grid."""
+        """Prices the candidates, the requested strategy and the one in use, with shards on the present or best grid."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
@@ -214,8 +215,8 @@ class Pricing:
         return replicas | shards
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
-        """Prices a parameter that no lookup reads, as if its gradient had no zeros."""
-        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
+        """Prices a parameter that no lookup reads, assuming a gradient without zeros."""
+        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # packing into its bucket
         replicas = [each for each in strategies if each != "vocabulary"]
         priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
         if "vocabulary" in strategies:
@@ -223,10 +224,10 @@ class Pricing:
         return priced
 
     def _of_head(self, fact: ParameterFacts, table: Table | None = None, rows: tuple[int, ...] = ()) -> Priced:
-        """Prices rows dealt out over the ranks: those that lookups read, and an output layer over all of them.
+        """Prices a table whose rows are sharded: lookups, and an output layer over all rows.
 
-        Hidden states of scored positions go to every rank, and their gradients come back; as many logits are computed
-        as by every rank for itself.
+        Hidden states of scored positions are sent to every rank, and their gradients are returned. The number of logits
+        is the same as without shards.
         """
         grid = Grid(self.world_size, 1)
         both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
@@ -253,8 +254,8 @@ class Pricing:
     def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
         """Prices the exchanges of a head for the positions of a batch, and returns the milliseconds that are hidden.
 
-        Hidden states of K chunks leave while products with others are computed, which hides all but 1 / K of the
-        shorter of both. Each chunk takes three exchanges. K is the number with the shortest sum.
+        With K chunks, hidden states are sent while other chunks' products are computed, which hides all but 1 / K of
+        the shorter of both. Each chunk takes three exchanges. K minimizes the sum.
         """
         try:
             head = find_head(self.findings.graph, fact.name, self._forward)
@@ -280,7 +281,7 @@ class Pricing:
         return sent, plan, min(both_ms) * (1 - 1 / chunks)
 
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
-        """Names the reason why a head cannot be sharded; None: it can."""
+        """Returns the reason why an output layer cannot be sharded; None if it can."""
         if self.world_size == 1:
             return "one rank has all of it"
         if not Grid(self.world_size, 1).takes(fact.shape[0]):
@@ -298,7 +299,7 @@ class Pricing:
         around: cost.Work,
         strategies: Collection[str],
     ) -> dict[str, Priced]:
-        """Prices strategies of replicas; all need `upkeep` and the work `around` the exchange."""
+        """Prices strategies of replicas, which all need `upkeep` and the work `around` the exchange."""
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
@@ -309,10 +310,10 @@ class Pricing:
                 found = replace(found, mean=narrow, critical=narrow)
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
             if strategy == "zen" and scheme == "balanced":
-                held += INDEX_BYTES * rows.num_units  # every server's index set, kept from step to step
+                held += INDEX_BYTES * rows.num_units  # every server's index set, kept between steps
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
-            if rounds:  # the residuals: of the rank's own gradient, and of the share that it adds up
+            if rounds:  # rounding errors of the rank's own gradient and of its reduced share
                 held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
             priced[strategy] = Priced(
                 strategy,
@@ -325,12 +326,14 @@ class Pricing:
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
-        """Prices shards as asked for, or on their present grid; else by columns, or on a grid that is clearly faster.
+        """Prices shards as requested, or on their present grid; else by columns, or on a clearly faster grid.
 
-        Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of
-        D / N columns, with u rows read by each rank. On a grid of R rows it handles only rows of its own row of ranks:
-        N u / R pieces of D / C columns (`shard_work`). Of the grids with useful columns, the one with most columns is
-        priced: columns share the work evenly for any ids, rows only as far as ids are spread.
+        Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of D /
+            N columns,
+        if each rank reads u rows. On a grid of R rows it handles only rows of its own row of ranks: N u / R pieces of D
+            / C
+        columns (`shard_work`). Of the grids with useful columns, the one with most columns is priced, because columns
+        share the work evenly for any ids, and rows only if ids are spread evenly.
         """
         if isinstance(wanted, Grid):
             check_grid(wanted, fact.name, fact.shape, self.world_size)
@@ -346,7 +349,7 @@ class Pricing:
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
-        """Prices shards on a grid; by columns where it is None or has one row."""
+        """Prices shards on a grid; by columns if it is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
@@ -375,7 +378,7 @@ class Pricing:
         )
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Prices the AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
+        """Prices the AllReduce of one number per row that any rank reads, if the optimizer needs it."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
@@ -383,7 +386,7 @@ class Pricing:
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
     def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
-        """Decides between sweep and replay: (rows without gradient rest until read, the work of updating them)."""
+        """Chooses between updating all rows and deferring updates: (whether to defer, the work)."""
         if fact.moving in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
@@ -393,11 +396,13 @@ class Pricing:
         return rests, replay if rests else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times; on a single rank they are 0."""
+        """Returns both times; 0 on a single rank."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Returns the sparsity of a table's gradient in rows: dense if read densely or by ids of the forward."""
+        """Returns the sparsity of a table's gradient in rows: dense if read densely or by ids that the forward
+        computes.
+        """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
         assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
@@ -410,7 +415,7 @@ class Pricing:
 
 
 def shard_blocker(table: Table) -> str | None:
-    """Returns the reason why a table cannot be sharded; None: it can."""
+    """Returns the reason why a table cannot be sharded; None if it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
@@ -431,10 +436,10 @@ def shard_blocker(table: Table) -> str | None:
 
 
 def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Names the reason why rows of a table that is read densely cannot be dealt out over the ranks; None: they can.
+    """Returns the reason why rows of a densely read table cannot be sharded; None if they can.
 
     Args:
-        forward: what `heads.forward_of` returns, where it is known.
+        forward: the result of `heads.forward_of`, if known.
     """
     table = next((each for each in graph.tables if each.parameter == name), None)
     of_lookups = shard_blocker(replace(table, dense_users=())) if table is not None else None
@@ -452,7 +457,7 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """Counts what one rank sends per step, besides the gradient, to keep the replicas of a table equal."""
+    """Counts the bytes that one rank sends per step, besides the gradient, to keep a table's replicas equal."""
     upkeep = cost.Exchange(0, 0)
     if world_size == 1 or not rows_by_rank:
         return upkeep

@@ -1,10 +1,10 @@
-"""Finds sharded tables that can be one row space.
+"""Finds sharded tables that can be joined as row spaces.
 
 Contract
-    Tables of a space lie by columns, are of one width, dtype and param group, and get gradients from the same results;
-    a table with a padding row is read by no bag. Where communication overlaps compute, no node computes between their
-    lookups, nor between the places where their gradients are complete (`passes/overlap/submit_early.py` moves them
-    there): none waits longer for another than packing takes.
+    Tables of a row space are sharded by columns, have the same width, dtype and param group, and get gradients from the
+    same results. A table with a padding row has no bag lookups. If communication overlaps compute, no node computes
+    between their lookups, nor between the places where their gradients are complete
+    (`passes/overlap/submit_early.py`), so that none waits longer for another than packing takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Joinable:
     """A sharded table, and the properties that tables of a row space must share.
 
     Attributes:
-        param_group: the number of the param group that updates it.
+        param_group: the number of its param group.
         part_bytes: bytes of the largest part on any rank.
     """
 
@@ -63,7 +63,7 @@ def _space(tables: list[Table]) -> RowSpace:
 
 
 def _is_joined(use: TableUse) -> bool:
-    if not use.lookup:  # the graph has the gradient alone
+    if not use.lookup:  # the graph contains only the gradient
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
@@ -73,7 +73,7 @@ def _room(run: list[Joinable], table: Joinable) -> bool:
 
 
 class _Order:
-    """The order, in a captured graph, of lookups, of the gradients of tables, and of compute."""
+    """The order of lookups, table gradients and compute in a captured graph."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
@@ -81,7 +81,7 @@ class _Order:
         self._position = {name: k for k, name in enumerate(self._nodes)}
         self._computes = [k for k, node in enumerate(graph.graph.nodes) if computes(node)]
         computing = set(self._computes)
-        self._had: dict[fx.Node, int] = {}  # value -> position of the last computing node that it depends on, or is
+        self._had: dict[fx.Node, int] = {}  # value -> position of the last compute node that it is or depends on
         for k, node in enumerate(graph.graph.nodes):
             before = max((self._had[value] for value in node.all_input_nodes), default=0)
             self._had[node] = k if k in computing else before
@@ -91,17 +91,17 @@ class _Order:
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: Table) -> int:
-        """Returns the position of the last node that computes for a table's gradient; -1 where it has none."""
+        """Returns the position of the last node that computes for a table's gradient; -1 if there is none."""
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether nothing is computed between the lookups, nor between the gradients, of two tables."""
+        """Returns whether no compute is between the lookups, nor between the gradients, of two tables."""
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def common(self, each: Joinable) -> tuple[object, ...]:
-        """Returns what tables of a space must have in common."""
+        """Returns the properties that tables of a row space must share."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (

@@ -1,4 +1,4 @@
-"""Counts a table's cost per step: bytes and work of its shards, by columns or on a grid; work of a whole table."""
+"""A table's cost per step: bytes and work of its shards, by columns or on a grid; work of a whole table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, SCHEDULES
 
 USEFUL_COLUMNS = 128
-"""Least columns of shards on a grid, where a table has as many: half a KiB of float32."""
+"""Minimum columns of shards on a grid, if the table has as many: half a KiB of float32."""
 FEWEST_RANKS = 16
-"""Fewest ranks for a grid: its gain is only predicted, and on fewer ranks columns were measured."""
+"""Minimum ranks for a grid, whose gain is only predicted. On fewer ranks, columns were measured."""
 ROUTED_BYTES = 128
 """Bytes moved per id in a step on a grid: `route_grid` makes eight passes over int64, for rows and for gradients."""
 
@@ -23,24 +23,24 @@ UPDATE_PASSES = 8
 know which."""
 
 REPLAY_PASSES = 4
-"""Passes over a row's weights for each step that it has skipped: a product, a quotient and two sums."""
+"""Passes over a row's weights per deferred step: a product, a quotient and two sums."""
 LONGEST_TAIL = 128
-"""Steps after which a momentum of 0.9 changes no bit of a float32 any more."""
+"""Steps after which a momentum of 0.9 no longer changes a float32."""
 
 ONE_WAY: dict[str, int] = {name: 2 if name in LOOKS_AHEAD else 1 for name in SCHEDULES}
 """Schedule -> number of AlltoAlls for a table's rows, and as many for their gradients: two (early and late rows, prior
-and delayed gradients) where the next batch is known."""
+and delayed gradients) if the next batch is known."""
 
 ROUNDS = 7.0
 """Units of handling (`Handling.round_ms`) per launch of a table: rows or gradients are selected, cut, handed over to
 the launching thread, awaited and joined (`python -m benchmarks.micro.table_rounds`)."""
 
 LocalRows = Mapping[int, tuple[int, ...]]
-"""Number of rows of a grid -> for each rank, how many of the rows it reads are in its own row of the grid."""
+"""Number of rows of a grid -> for each rank, the number of rows it reads that are in its own row of the grid."""
 
 
 def widest_useful(table: Table, world_size: int) -> Grid:
-    """Returns the grid with most columns of ranks whose shards still have `USEFUL_COLUMNS`, or all of the table's."""
+    """Returns the grid with the most columns whose shards have at least `USEFUL_COLUMNS`, or all of the table's."""
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
     columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
@@ -48,7 +48,7 @@ def widest_useful(table: Table, world_size: int) -> Grid:
 
 
 def launches_of(schedule: str) -> int:
-    """Counts the launches of a sharded table in a step: ids, rows, gradients."""
+    """Returns the number of launches of a sharded table in a step: ids, rows, gradients."""
     return 1 + 2 * ONE_WAY[schedule]
 
 
@@ -66,8 +66,8 @@ def shard_exchange(
     Args:
         wire: the format of its rows' columns on the wire.
         grid: the grid of its shards; None: by columns.
-        local_rows: how many of the rows that each rank reads are in its own row of the grid; None: an even share.
-        schedule: whether rows and gradients are cut in two follows from it.
+        local_rows: the number of rows that each rank reads in its own row of the grid; None for an even share.
+        schedule: determines whether rows and gradients are split in two.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
@@ -90,12 +90,12 @@ def shard_work(
     grid: Grid | None = None,
     schedule: str = "2d",
 ) -> cost.Work:
-    """Adds up the work of a rank's processor per step for a sharded table, at the rank that reads most rows.
+    """Adds up the work of a rank's processor per step for a sharded table, on the rank that reads the most rows.
 
     The rank looks up its columns of all ranks' rows and joins its own rows; it splits gradients by columns, clears and
-    adds up those of its columns, and updates these rows. It sorts ids twice: those that it reads, and those that all
-    ranks read; on a grid it searches all ids for those of its row, and sorts these. It prepares each AlltoAll and the
-    AllGather of ids, and takes what arrives.
+    sums those of its columns, and updates these rows. It sorts ids twice: those that it reads, and those that all ranks
+    read. On a grid it searches all ids for those of its row, and sorts these. It prepares and receives each AlltoAll
+    and the AllGather of ids.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Work()
@@ -111,15 +111,15 @@ def shard_work(
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
-    """Returns the work of a sweep: the optimizer updates all rows of a shard, with gradient or without."""
+    """Returns the work of an optimizer step on all rows of a shard."""
     return cost.passes_over((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
-    """Returns the work per step of a replay: rows take the steps they have skipped when they are next read.
+    """Returns the work per step if rows apply deferred steps when they are next read.
 
-    Every row skips about one step per step, and takes it later; but after `LONGEST_TAIL` skipped steps the momentum has
-    died away, and further ones cost nothing.
+    Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has
+    died out, and further steps cost nothing.
     """
     steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
     passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
@@ -129,6 +129,6 @@ def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, worl
 def replica_work(nbytes: int) -> cost.Work:
     """Returns the work of a rank's processor per step for a whole table under any exchange.
 
-    Its gradient, which has every row, is allocated, cleared and packed into its bucket, and updates every row.
+    Its gradient has every row. It is allocated, cleared and packed into its bucket, and updates every row.
     """
     return cost.passes_over((2 + UPDATE_PASSES) * nbytes) + cost.claim(2 * nbytes)

@@ -1,14 +1,14 @@
-"""Prices what communication adds to a step under each schedule, so that the cheapest can be chosen.
+"""Prices the time that communication adds to a step under each schedule, to choose the cheapest.
 
 Contract
     A pure function of a captured graph, a plan for it, and the plan's links.
 
     waits    transfers that compute waits for
-    beside   the other transfers; they cost a processor shared with compute `Cluster.busy` of their time
-    work     a processor's work for tables (`shard_cost`), and for what a schedule does beyond "none"
+    beside   other transfers, which take `Cluster.busy` of their time from a processor shared with compute
+    work     a processor's work for tables (`shard_cost`), and for the extra operations of a schedule
 
-    A window's transfers share one link. Under "none" and "horizontal" ids and rows are awaited at the head of the
-    forward; under "vertical" and "2d" half of the rows have come, and half of their gradients may come later. Under
+    A window's transfers share one link. Under "none" and "horizontal", the forward first waits for ids and rows. Under
+    "vertical" and "2d", half of the rows have arrived before, and half of their gradients may arrive later. Under
     "none" and "vertical" the backward waits for buckets, under the others the next forward does.
 """
 
@@ -33,23 +33,23 @@ UPDATE_ROUNDS = 2.5
 bucket that the forward updates, where "none" steps all at once (`python -m benchmarks.micro.table_rounds`)."""
 
 ERROR = 0.2
-"""Relative error of predicted waits and work, so that a gain of less than this share of what differs is no gain."""
+"""Relative error of predicted waits and work: a gain below this share of the difference does not count."""
 
 SHORTER = 0.99
-"""Factor on a predicted step that another schedule's must stay below."""
+"""Another schedule's predicted step must be below this fraction."""
 
 LEAST_MS = 0.05
-"""What is hidden below this is printed as nothing."""
+"""Hidden times below this are printed as none."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What communication adds to a step, in milliseconds.
+    """The time that communication adds to a step, in milliseconds.
 
     Attributes:
-        waits_ms: compute waits for transfers.
-        work_ms: work of a rank's processor, and what transfers beside compute take from it.
-        compute_ms: the compute of the step that it adds to.
+        waits_ms: waits of compute for transfers.
+        work_ms: work of a rank's processor, and the time that concurrent transfers take from it.
+        compute_ms: the compute of the step.
     """
 
     waits_ms: float
@@ -62,7 +62,7 @@ class Added:
 
 
 def compared(price: Mapping[str, Added], chosen: str) -> str:
-    """Explains a schedule in one line: what it hides or, of "none", what "2d" would hide, and for how much work."""
+    """Explains a schedule in one line: the hidden time (for "none", the time that "2d" would hide) and the work."""
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
     costs_ms = price[shown].work_ms - price["none"].work_ms
@@ -73,10 +73,10 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
 
 
 def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
-    """Returns the schedule with the shortest step; among predictions too close to call, the one with less work.
+    """Returns the schedule with the shortest step; if predictions are too close, the one with less work.
 
     Args:
-        in_use: the schedule that stays unless another one is clearly shorter.
+        in_use: the schedule to keep unless another one is clearly shorter.
     """
     best, *others = sorted(price, key=lambda name: (name != in_use, price[name].work_ms))
     for name in others:
@@ -96,7 +96,7 @@ class _Compute:
 
     Attributes:
         backward_ms: of its backward.
-        ready_ms: parameter -> the backward's compute before its gradient is there.
+        ready_ms: parameter -> the backward's compute before its gradient is ready.
     """
 
     step_ms: float
@@ -106,7 +106,7 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The transfers of a table or row space, of rows one way and ids; and when the last of its gradients is there."""
+    """The transfers of a table or row space (rows in one direction, ids), and the time of its last gradient."""
 
     one_way_ms: float
     ids_ms: float
@@ -114,13 +114,13 @@ class _Rows:
 
 
 def has_compute(graph: TrainingGraph) -> bool:
-    """Returns whether a graph has compute to hide transfers behind; one that is given all gradients has none."""
+    """Returns whether a graph has compute to hide transfers behind. A graph of gradients has none."""
     made = [node for node, role in graph.outputs() if isinstance(role, Gradient) and node is not None]
     return any(node.op != "placeholder" for node in made)
 
 
 def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
-    """Predicts what communication adds to a step: schedule -> its price, under the plan that was made for it."""
+    """Predicts the time that communication adds to a step: schedule -> its price, under the plan made for it."""
     node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
     return {name: _added(plan, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
@@ -147,9 +147,9 @@ def _added(plan: Plan, compute: _Compute) -> Added:
 
 
 def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
-    """Estimates the compute of a step, at the pace of this plan's processors.
+    """Estimates the compute of a step on this plan's processors.
 
-    The lookups' own backward counts only where the table is whole.
+    The lookups' own backward counts only if the table is whole.
     """
     left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
     of_backward = after_tangents(graph.module)
@@ -190,7 +190,7 @@ def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
 
 
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
-    """Prices a sharded table's share of the exchange of ids, by the rows that the plan expects to be read."""
+    """Prices a sharded table's share of the id exchange, by the rows that the plan expects to be read."""
     own = decision.rows.own if decision.rows is not None else 0
     return cost.gather_ids((own,) * world_size, decision.shape[0])
 
@@ -205,7 +205,7 @@ def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _C
 
 
 def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
-    """Simulates when the last of the backward's transfers ends, each leaving when it is ready and the link is free."""
+    """Simulates when the backward's last transfer ends. Each starts when it is ready and the link is free."""
     end_ms = 0.0
     for ready_ms, transfer_ms in sorted(transfers):
         end_ms = max(end_ms, ready_ms) + transfer_ms
@@ -213,7 +213,7 @@ def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Takes a table's transfers off its predicted time: the rest is work."""
+    """Returns a table's predicted time without its transfers: its work."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")

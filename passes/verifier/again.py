@@ -1,4 +1,4 @@
-"""Invariants of recomputed values (`passes/memory`): they are the forward's, bit for bit.
+"""Invariants of recomputed values (`passes/memory`): they equal the forward's, bit for bit.
 
 `node.meta["again"]` of a recomputed node is the name of the node that it is a copy of.
 """
@@ -23,8 +23,9 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """A copy calls the op of its original on the same values, or copies of them; it launches and awaits nothing, and
-    reads no state that the forward writes."""
+    """A copy calls its original's op on the same values, or copies of them; launches and awaits nothing; and reads no
+    state that the forward writes.
+    """
     nodes = {node.name: node for node in graph.graph.nodes}
     written = written_by(graph.module)
     for node in (node for node in nodes.values() if "again" in node.meta):
@@ -42,7 +43,7 @@ def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """Random numbers are drawn again from the state before their first draw, in the same order, and from no other."""
+    """Random numbers are drawn again from the state before their first draw, in the same order."""
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
     replays: dict[torch.device, _Replay] = {}
@@ -82,7 +83,7 @@ def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay that has begun: the node that began it, the number of the forward's draws before it, the draws since."""
+    """A replay: the node that began it, the number of the forward's draws before it, and the draws since."""
 
     begin: str
     after: int
@@ -90,7 +91,7 @@ class _Replay:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
-    """Returns a node's call as text to compare; a copy stands for its original."""
+    """Returns a node's call as text for comparison. A copy counts as its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 
@@ -98,6 +99,6 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 def _origin(node: fx.Node) -> str:
     if op_name(node) == "embrace::copy_unwritten":
         node = node.all_input_nodes[0]
-    while op_name(node) in COPY_OPS:  # an offloaded and reloaded value stands for the value itself
+    while op_name(node) in COPY_OPS:  # an offloaded and reloaded value counts as the value itself
         node = node.all_input_nodes[0]
     return str(node.meta.get("again", node.name))

@@ -44,7 +44,7 @@ def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
-    """Behind the await of an offload, no node of any phase reads the offloaded value or a view of it."""
+    """After the await of an offload, no node of any phase reads the offloaded value or a view of it."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
     freed: dict[str, str] = {}  # value -> the await that freed it
@@ -78,7 +78,7 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
-    """Refuses a step that, with its copies as placed, holds more than its limit; data-dependent sizes count as 0."""
+    """The step holds no more than its limit, with its copies as placed. Data-dependent sizes count as 0."""
     if graph.memory_limit is None:
         return
     found = step_memory(graph)

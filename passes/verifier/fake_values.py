@@ -1,7 +1,7 @@
-"""Compares a node's recorded fake value with what its op yields; the graph's fake mode keeps no trace of it.
+"""Compares a node's recorded fake value with its op's result, without changing the graph's fake mode.
 
-A node's op is run on the recorded values of its inputs. If every node agrees, all values follow from those of the
-placeholders, and a node that no pass has changed need not be run again.
+Runs a node's op on the recorded values of its inputs. If every node agrees, all values follow from those of the
+placeholders, and unchanged nodes need not be run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embrace_fx.passes.rewriter import Derived, derives
 
 
 def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
-    """Context manager: ops run under `mode` and add no guards or pending symbols to its shape environment."""
+    """Opens a context in which ops under `mode` add no guards or pending symbols to its shape environment."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(derives(mode))
@@ -34,7 +34,7 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
 
 
 def is_derived(node: fx.Node) -> bool:
-    """Returns whether a node's value was computed from the fake values that its inputs have now."""
+    """Returns whether a node's value was computed from its inputs' current fake values."""
     derived: Derived | None = node.meta.get("derived")
     return (
         derived is not None
@@ -46,7 +46,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Returns whether the node of the same name in `verified` makes the same call with the very same fake values."""
+    """Returns whether the node of the same name in `verified` has the same call with identical fake values."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -60,7 +60,7 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether arguments are the same; a node stands for its fake value, which must be the very same object."""
+    """Returns whether arguments are equal. A node counts as its fake value, which must be the same object."""
     if isinstance(b, fx.Node):
         return (a.meta.get("val", a) if isinstance(a, fx.Node) else a) is b.meta.get("val", b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -71,9 +71,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
-    """Returns (value expected, value recorded) if they differ in dtype, device, layout or shape, else None.
+    """Returns (expected value, recorded value) if they differ in dtype, device, layout or shape, else None.
 
-    To be called within `nothing_recorded(mode)`.
+    Call it inside `nothing_recorded(mode)`.
     """
     yields = node.op == "placeholder" or (isinstance(node.target, OpOverload) and bool(node.target._schema.returns))
     if "val" not in node.meta:
@@ -83,7 +83,7 @@ def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) ->
     inputs = {value: _recorded(value, module, mode) for value in node.all_input_nodes}
     try:
         derived = _derive(node, module, inputs)
-    except Exception as error:  # an op's fake kernel may raise anything
+    except Exception as error:  # fake kernels may raise any error
         lines = str(error).strip().splitlines() or [""]
         return f"inputs that {node.target} takes", f"{type(error).__name__}: {lines[0]}"
     recorded = node.meta["val"]
@@ -105,9 +105,9 @@ def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]
 
 
 def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether two values are alike; data-dependent sizes are new symbols each time.
+    """Returns whether two values agree. Data-dependent sizes are new symbols each time.
 
-    The new symbols must correspond one to one to the recorded sizes, which must be data-dependent too.
+    The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
     """
     a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
     if [_kind(leaf) for leaf in a] != [_kind(leaf) for leaf in b]:

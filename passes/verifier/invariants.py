@@ -1,12 +1,12 @@
 """The verifier that runs between passes: the invariants of a training graph, each a function of its own.
 
 Contract
-    `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
-    The invariants run in the order of `INVARIANTS`, then those of windows: each may rely on those before it. The first
-    broken one is raised, by the name of its function.
+    `verify` only reads: it changes neither the graph nor the symbols and guards of its fake tensors. The invariants are
+    checked in the order of `INVARIANTS`, then those of windows. Each may rely on those before it. The first broken one
+    raises, with the name of its function.
 
-A graph that has been partitioned has several modules: the joint one, kept for reading, and the phases, which run. Each
-must be legal by itself; what the whole graph yields is counted over the modules that run.
+A partitioned graph has several modules: the joint module, for reading, and the phases, which run. Each must be legal.
+Outputs of the whole graph are counted over the modules that run.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
     }
 )
-"""Python functions that compute sizes: they take and return numbers, never tensors."""
+"""Python functions that compute sizes, from numbers to numbers."""
 
 
 class VerificationError(RuntimeError):
-    """A pass left a graph that breaks an invariant: a defect of the pass, not of the user's model."""
+    """A pass produced a graph that breaks an invariant: a defect of the pass, not of the user's model."""
 
 
 def verify(
@@ -76,10 +76,10 @@ def verify(
 
     Args:
         after: the pass that made `graph`, for the message.
-        captured: the graph the pipeline started from; it says which parameters train, and which results and mutations
-            the forward has. None: `graph` itself.
-        previous: a verified graph whose fake values `graph` may share; modules that both have are not checked again,
-            and the values of unchanged nodes are not computed again.
+        captured: the graph at the start of the pipeline, which determines the trained parameters, results and
+            mutations. None for `graph` itself.
+        previous: a verified graph whose fake values `graph` may share. Common modules are not checked again, and values
+            of unchanged nodes are not computed again.
 
     Raises:
         VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
@@ -92,7 +92,7 @@ def verify(
         is_verified = previous is not None and module in (previous.module, before)
         for of_a_module in _OF_WHAT_PHASES_SAVE if is_verified else _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
-        # A phase consists of nodes of the joint graph, which are verified by now.
+        # A phase consists of nodes of the joint graph, which are already verified.
         verified = verified | _by_name(module)
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
     for against_the_captured in _AGAINST_THE_CAPTURED:
@@ -107,11 +107,11 @@ def verify(
 
 @dataclass(frozen=True)
 class Scope:
-    """One module of a graph, and what is known before it is checked.
+    """One module of a graph, and facts known before it is checked.
 
     Attributes:
         phase: "joint", or the name of the phase.
-        verified: name -> node whose value is known to be right.
+        verified: name -> node whose value is known to be correct.
         handed_on: names of the values that earlier phases save.
     """
 
@@ -169,10 +169,9 @@ def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
 
 
 def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
-    """Only its wait reads a launch, and no other node reads a buffer from its reduction in place on.
+    """Only its wait reads a launch, and no other node reads a buffer from its in-place reduction on.
 
-    Reading the buffer after the wait would be as wrong as before it: the value depends on where the reader stands, and
-    no edge of the graph keeps it there.
+    A read of the buffer after the wait is also wrong, because no edge of the graph keeps the reader after the wait.
     """
     for launch in filter(is_launch, scope.module.graph.nodes):
         for reader in launch.users:
@@ -190,13 +189,15 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
     mode = fake_mode_of(scope.module.graph) or FakeTensorMode()
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
     changed = [node for node in scope.module.graph.nodes if not (is_derived(node) or unchanged(node, scope.verified))]
-    with nothing_recorded(mode):  # no yield inside: a caller that never resumes would leave the mode on
+    with nothing_recorded(mode):  # do not yield inside, because a caller that never resumes would leave the mode on
         found = {node: disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
 
 
 def values_have_roles(scope: Scope) -> Iterator[Violation]:
-    """Every placeholder has a role, no two the same; every output has one; earlier phases save what later ones read."""
+    """Every placeholder has a unique role, every output has a role, and earlier phases save values that later ones
+    read.
+    """
     seen: dict[InputRole, fx.Node] = {}
     for node in scope.module.graph.nodes:
         if node.op != "placeholder":
@@ -223,7 +224,7 @@ def values_have_roles(scope: Scope) -> Iterator[Violation]:
 
 
 def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
-    """No result, no mutation and nothing before the backward depends on a gradient that only the backward has."""
+    """No result, mutation or node before the backward depends on a tangent."""
     for node, input_role in inputs_of(scope.module):
         if isinstance(input_role, Tangent) and scope.phase not in {"joint", "backward"}:
             yield Violation(node, f"no tangent in the {scope.phase} phase", "one", "move its readers to the backward")
@@ -271,7 +272,7 @@ INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 
 def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:
     for v in violations:
-        # Without a source line, `source_of` gives the node's name: once is enough.
+        # Without a source line, `source_of` returns the node's name again.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
         raise VerificationError(
             f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To fix it: {v.remedy}."
@@ -296,7 +297,7 @@ def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
     buffers: dict[fx.Node, set[fx.Node]] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}  # by buffer, in the order of the graph
     for node in module.graph.nodes:
-        # A launch's result counts as a new buffer: readers of its wait rightly read the reduced value.
+        # A launch's result counts as a new buffer, because readers of its wait may read the reduced value.
         aliased = [] if node in launches else aliased_inputs(node)
         buffers[node] = set().union(*(buffers[value] for value in aliased)) or {node}
         for buffer in set().union(*(buffers[value] for value in node.all_input_nodes)):

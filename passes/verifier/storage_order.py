@@ -1,4 +1,4 @@
-"""Verifies that a schedule reads rows of tables beyond memory before they are looked up, and has slots for them."""
+"""Verifies that a schedule reads rows of tables beyond memory before their lookup, and has enough slots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
-    """Raises where a schedule looks rows up before they are read, evicts rows of a later step, or holds too many.
+    """Raises if a schedule looks rows up before they are read, evicts rows of a later step, or holds too many.
 
-    A step's rows have slots from the submission of their read until the step's last lookup. Together with the rows of
-    all steps whose reads are submitted meanwhile, they must fit the slots. Then no prefetched row is evicted before its
-    step, because rows of no step are evicted first. There are as many slots as fit the bytes that were asked for.
+    A step's rows have slots from the submission of their read until the step's last lookup. They must fit the slots
+    together with the rows of all steps whose reads are submitted meanwhile. Then no prefetched row is evicted before
+    its step, because rows without a step are evicted first.
 
     Args:
         memory: table beyond memory -> its rows in memory.
@@ -44,11 +44,11 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _asked_meanwhile(ahead_in_window: int, distance: int) -> int:
-    """Counts the windows whose reads are submitted before this window's rows have been looked up.
+    """Returns the number of windows whose reads are submitted before this window's rows have been looked up.
 
     Args:
-        ahead_in_window: how many places of the program a read's submission stands behind the last lookup of its
-            window; negative: before it.
-        distance: how many windows after its submission a read is needed.
+        ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;
+            negative if the submission is before the lookup.
+        distance: the number of windows from the submission of a read to its lookup.
     """
     return max(0, distance - (ahead_in_window > 0))

@@ -1,13 +1,12 @@
-"""The invariant of launches: those in flight where a window, or the phase of a variant, begins, and where it ends.
+"""The invariant of launches in flight at the start and end of a window, or of a variant's phase.
 
 Contract
-    A steady window, a backward and the forward after it, begins and ends with the launches that run under the next
-    step. A variant says which launches earlier phases have left in flight, and which it leaves to later ones. Each is
-    checked by itself against that; phases that follow each other agree on it. So in any sequence of steps each launch
-    has one submission and then one await, no row is looked up before its last update, and no update is lost or applied
-    twice.
+    A steady window, a backward and the next forward, starts and ends with the launches that overlap the next step. A
+    variant defines the launches in flight at its start and end. Each variant is checked separately, and consecutive
+    phases agree on the launches in flight. Thus, in any sequence of steps, each launch has one submission followed by
+    one await, no row is looked up before its last update, and no update is lost or applied twice.
 
-    | phase    | variant         | in flight where it begins            | in flight where it ends         |
+    | phase    | variant         | in flight at its start               | in flight at its end            |
     |----------|-----------------|--------------------------------------|---------------------------------|
     | both     | steady          | delayed, ids                         | delayed, ids                    |
     | forward  | arrives cut     | prior, delayed, early rows, chunks   | delayed; ids, if one is coming  |
@@ -34,17 +33,17 @@ Launches = frozenset[OperationId]
 
 
 def window(graph: TrainingGraph) -> list[fx.Node]:
-    """Lists the nodes of a window: a backward, and the forward after it."""
+    """Returns the nodes of a window: a backward and the next forward."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def crosses(launch: OperationId) -> bool:
-    """Returns whether a launch is awaited in the window after that of its submission."""
+    """Returns whether a launch is awaited in the window after its submission."""
     return launch == IDS or launch.part == "delayed"
 
 
 def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
-    """A steady window, or the phase of another variant, awaits, submits and looks up what is due, in order."""
+    """A steady window, or the phase of another variant, awaits, submits and looks up the right launches in order."""
     varied = graph.varied
     if varied is not None:
         where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)
@@ -73,7 +72,7 @@ def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def ends(varied: Varied) -> tuple[Launches, Launches]:
-    """Returns the launches in flight where the phase of a variant begins, and those where it ends."""
+    """Returns the launches in flight at the start and at the end of a variant's phase."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -89,7 +88,7 @@ def ends(varied: Varied) -> tuple[Launches, Launches]:
 
 
 def _looked_up(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
-    """Yields a violation where rows are looked up before their last update; late rows have no delayed update."""
+    """Yields a violation if rows are looked up before their last update. Late rows have no delayed update."""
     gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
     if launch.part == "late" and rows_id(launch.what, "early") in under_way:
         gradients = {each for each in gradients if each.part != "delayed"}

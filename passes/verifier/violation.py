@@ -1,4 +1,4 @@
-"""The report of an invariant that does not hold."""
+"""The report of a broken invariant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Violation:
-    """One place where an invariant does not hold; `node` is None where no single node is to blame."""
+    """A place where an invariant does not hold; `node` is None if no single node causes it."""
 
     node: fx.Node | None
     expected: str

@@ -36,10 +36,11 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice. A table
-    that an output layer reads has one of its shard, with or without such a pair.
+    """A trained parameter has one dense gradient, or one pair of ids and rows, never both or twice. A table that an
+    output layer reads has one of its shard, with or without such a pair.
 
-    A parameter trains that has a gradient in the captured graph, or from a pass (only other ranks' batches use it).
+    A parameter is trained if it has a gradient in the captured graph, or from a pass (only other ranks' batches use
+    it).
     """
     found = _gradients(graph)
     for name in _gradients(captured) | found:
@@ -53,7 +54,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
         )
         lookups_to_shard = not graph.phases and parts == {"dense": 1, "shard": 1}  # a head has been sharded
         if not parts and any(name == promise.table for promise in graph.promised.values()):
-            continue  # its gradient comes from losses outside of the model
+            continue  # its gradient comes from a loss outside of the model
         if parts not in legal and not lookups_to_shard:
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
             remedy = "keep one Gradient or pending output, or the outputs of rows and of the shard"
@@ -61,7 +62,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
 
 
 def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """The results and mutations are those of the captured graph, once each, in its order."""
+    """The results and mutations are those of the captured graph, once each, in the same order."""
     expected = [role for role in _output_roles(captured) if isinstance(role, Result | Mutation)]
     found = [role for role in _output_roles(graph) if isinstance(role, Result | Mutation)]
     if expected != found:
@@ -69,11 +70,10 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
-    """Refuses launches that could differ between ranks, and phases that do not launch what the joint graph does, group
-    by group.
+    """No launch may differ between ranks, and the phases launch what the joint graph does, in each group's order.
 
-    A rank sees only its own graph: it checks that no launch's identity depends on the batch, that a group has one size,
-    and that partitioning changed no group's order. The runtime compares the identities between ranks, by
+    A rank sees only its own graph. It checks that no launch's identity depends on the batch, that a group has one size,
+    and that partitioning changed no group's order. The runtime compares the identities between ranks by
     `sequence_hash`.
     """
     sizes: dict[str, int] = {}
@@ -85,7 +85,7 @@ def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
     if not graph.phases or overlaps_steps(graph):
-        return  # the schedule decides the order; `handed_over_once` checks that no launch was lost
+        return  # the schedule determines the order; `handed_over_once` checks that no launch was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):

@@ -1,10 +1,10 @@
-"""Invariants of communication that overlaps the next step, over two windows: a backward and the forward after it.
+"""Invariants of communication that overlaps the next step.
 
 Contract
-    Each is a function of the phases of a graph whose communication overlaps steps; they are the same under any
-    schedule. What holds from one window to the next holds for all; a variant's phase runs only once in between.
+    Each is a function of the phases of a graph with overlapped communication, under any schedule. An invariant that
+    holds from one window, a backward and the next forward, to the next holds for all.
 
-`blocked` checks what only a schedule decides: that no await waits for ever behind the launch order.
+`blocked` checks a property of the schedule: that no await waits forever because of the launch order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 
 def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """An overlapped graph has each exchange of the joint graph: as itself, as a submission, or as an await.
+    """An overlapped graph has each exchange of the joint graph once: as itself, as a submission, or as an await.
 
     Early and delayed parts, and further chunks, are not counted.
     """
@@ -49,11 +49,11 @@ _HANDED_OVER = {
     "embrace::submit_gradients": ("embrace::all_to_all_gradients",),
     "embrace::join_rows": ("embrace::all_to_all_rows",),
 }
-"""Op of an overlapped graph -> the exchange of the joint graph that it stands for."""
+"""Op of an overlapped graph -> the corresponding exchange of the joint graph."""
 
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
-    """Every submission and every await has the id of its launch, and prints it."""
+    """Every submission and every await has its launch's id, and prints it."""
     for node in window(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
@@ -64,7 +64,7 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """Rows are looked up in the result of every update that stands before the lookup, and of no earlier shard."""
+    """Rows are looked up in the result of all updates before the lookup, and of no earlier shard."""
     for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
@@ -84,7 +84,7 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
-    """A forward joins all parts of a table's rows that were sent."""
+    """A forward joins all sent parts of a table's rows."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
     for node in graph.phases["forward"].graph.nodes:
         if op_name(node) != "embrace::join_rows" or graph.varied is not None:
@@ -98,7 +98,7 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """A table's gradient travels whole, or as prior and all pieces of delayed gradients: each row once."""
+    """A table's gradient is sent whole, or as prior and all pieces of delayed gradients: each row once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if graph.varied is None else ():
         if launch.kind in ("gradients", "delayed"):
@@ -161,7 +161,7 @@ def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """A parameter that the next forward updates is read there after its update, which follows all chunks' awaits."""
+    """A parameter that the next forward updates is read after its update, which follows all chunks' awaits."""
     forward = graph.phases["forward"]
     parameters = parameters_of(forward)
     sent = _submitted(graph)
@@ -206,17 +206,17 @@ INVARIANTS = (
     chunks_unread_in_flight,
     parameters_current,
 )
-"""Checked in this order: an invariant may rely on those before it."""
+"""Checked in this order, because an invariant may rely on those before it."""
 
 
 # ---- a launch order ----
 
 
 def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
-    """Names the reason why steps would deadlock under a launch order; None: they would not.
+    """Returns the reason why steps would deadlock under a launch order; None if they would not.
 
-    Launches leave strictly in the order, window after window, each once it is submitted; the program waits at an await
-    until that launch has left. Two windows are simulated: the second begins with the first one's launches in flight.
+    Launches start strictly in this order, window after window, once they are submitted. The program waits at an await
+    until the launch has started. Two windows are simulated: the second starts with the first one's launches in flight.
     """
     submitted = {id_of(node) for node in window(graph) if is_submission(node)}
     if set(order) != submitted or len(order) != len(submitted):
@@ -248,7 +248,7 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
 
 
 def check_launches(graph: TrainingGraph, order: Sequence[OperationId]) -> None:
-    """Raises where the steps of a graph would deadlock under a launch order.
+    """Raises if the steps of a graph would deadlock under a launch order.
 
     Raises:
         ValueError: names the await that would never end.
