@@ -84,6 +84,7 @@ OF_THEIR_OWN = (
     *("an optimizer made before the model is wrapped", "a curriculum of lengths", "hooks that come and go"),
     *("a late table on one rank", "questions to tables and averages in states", "master weights by hand"),
     *("skip grams of bags", "a critic frozen at its first call", "items mined by workers"),
+    *("a model served by its script", "rank 0 evaluates and tells"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (

@@ -35,6 +35,7 @@ from tests.support.scenarios import (
     processes,
     rare_optimizers,
     schemes,
+    served,
     states,
     strangers,
     weights,
@@ -66,6 +67,7 @@ ROOMS = {
         strangers,
         weights,
         processes,
+        served,
     )
 }
 """The names of all scenarios by their files."""

@@ -238,6 +238,78 @@ def evaluations_of_unequal_length(training: Training) -> None:
         training.note(found)
 
 
+def _by_model(model: Any, plain: Any, steps: range) -> Any:
+    return [model(ids_of(0, k)).sum() for k in steps]
+
+
+def _by_module(model: Any, plain: Any, steps: range) -> Any:
+    return [plain(ids_of(0, k)).sum() for k in steps]
+
+
+def _by_a_part(model: Any, plain: Any, steps: range) -> Any:
+    return [plain.encode(ids_of(0, k)).norm() for k in steps]
+
+
+def _by_a_copy(model: Any, plain: Any, steps: range) -> Any:
+    alone = copy.deepcopy(plain)
+    return [alone(ids_of(0, k)).sum() for k in steps]
+
+
+def _by_a_state(model: Any, plain: Any, steps: range) -> Any:
+    alone = Words()
+    alone.load_state_dict({name.removeprefix("module."): value for name, value in model.state_dict().items()})
+    return [alone(ids_of(0, k)).sum() for k in steps]
+
+
+def _by_norms(model: Any, plain: Any, steps: range) -> Any:
+    return [(name, each.norm().item(), each.grad.abs().max().item()) for name, each in plain.named_parameters()]
+
+
+def _and_all_are_told(model: Any, plain: Any, steps: range) -> Any:
+    return [float(model(ids_of(0, k)).sum()) for k in steps]
+
+
+EVALUATED: dict[str, Callable[[Any, Any, range], Any]] = {
+    "rank_0_evaluates_the_model": _by_model,
+    "rank_0_evaluates_the_module": _by_module,
+    "rank_0_evaluates_a_part": _by_a_part,
+    "rank_0_evaluates_a_copy": _by_a_copy,
+    "rank_0_evaluates_a_state": _by_a_state,
+    "rank_0_logs_norms": _by_norms,
+    "rank_0_evaluates_and_tells": _and_all_are_told,
+}
+
+
+def _by_rank_0(name: str, evaluate: Callable[[Any, Any, range], Any]) -> None:
+    """With whole tables, rank 0 evaluates alone while the others wait in a collective."""
+
+    def run(training: Training) -> None:
+        plain = Words()
+        model = training.wrap(plain, **({"strategy": "allreduce"} if training.is_compiled else {}))
+        optimizer = adam(training, model)
+        for k in range(4):
+            train(training, model, optimizer, range(k, k + 1))
+            told: list[Any] = [None]
+            if training.rank == 0:
+                model.eval()
+                with torch.inference_mode() if k % 2 else torch.no_grad():
+                    told = [evaluate(model, plain, range(50, 52 + k))]
+                    training.note(told)
+                model.train()
+            if "tells" in name:
+                dist.broadcast_object_list(told)
+                training.note(told)
+            else:
+                dist.barrier()
+
+    run.__name__ = name
+    scheme(run)
+
+
+for _name, _evaluate in EVALUATED.items():
+    _by_rank_0(_name, _evaluate)
+
+
 @scheme
 def weights_logged_as_a_histogram(training: Training) -> None:
     plain, model = wrapped(training)
