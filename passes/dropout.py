@@ -1,12 +1,14 @@
-"""Dropout as in eager mode on the CPU.
+"""Dropout as eager runs it.
 
 Contract
-    Same distribution and the same random numbers as the eager model, so that one rank reproduces the eager loss curve.
-    ATen tracing yields `native_dropout`, whose CPU kernel multiplies twice, by a mask of another dtype. Eager mode
-    multiplies once, by scaled noise. On other devices `native_dropout` is the fused kernel and stays.
+    Same distribution, and the same random numbers as the eager model: on one rank, the loss curve is the eager one.
+    Dropout with p=0 is traced as a copy, where eager returns its input: the copy goes, on any device.
+    ATen tracing yields `native_dropout`, whose CPU kernel multiplies by a mask of another dtype, twice; eager
+    multiplies by scaled noise, once. On other devices `native_dropout` is the fused kernel, and stays.
 
     rewrite:  out, mask = aten.native_dropout(x, p, True); g = aten.native_dropout_backward(grad, mask, 1 / (1 - p))
     ->        noise = aten.div(aten.bernoulli(x, 1 - p), 1 - p); out = x * noise; g = grad * noise
+    rewrite:  y = aten.clone(x); z = f(y)     ->   z = f(x)
 """
 
 from __future__ import annotations
@@ -19,16 +21,44 @@ from torch import Tensor, fx
 
 from embrace_fx.passes.rewriter import Rewriter, rewrite_each
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY, same_layout, yields_views
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class EagerDropout:
-    """Replaces `native_dropout` on the CPU."""
+    """Replaces `native_dropout` on the CPU, and drops the copies that dropout with p=0 has left."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_each(graph, _dropouts, use_scaled_noise)
+        return rewrite_each(rewrite_each(graph, _copies, _use_original), _dropouts, use_scaled_noise)
+
+
+def _copies(graph: TrainingGraph) -> list[fx.Node]:
+    """Lists copies of computed values, in the same layout, that do not leave the graph."""
+    found = []
+    for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        original = node.args[0]
+        is_computed = isinstance(original, fx.Node) and original.op == "call_function" and not node.kwargs
+        if is_computed and same_layout(original, node) and not _leaves(node):
+            found.append(node)
+    return found
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is an output of its graph."""
+    return any(user.op == "output" or (_is_view(user) and _leaves(user)) for user in node.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return node.target is operator.getitem or (is_op and (node.target in SHARES_MEMORY or yields_views(node.target)))
+
+
+def _use_original(rewriter: Rewriter, node: fx.Node) -> None:
+    (original,) = node.all_input_nodes
+    node.replace_all_uses_with(original)
+    rewriter.graph.erase_node(node)
 
 
 def _dropouts(graph: TrainingGraph) -> list[fx.Node]:

@@ -34,7 +34,7 @@ def written_into(node: fx.Node) -> int | None:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
         source = node.args[position]
-        if isinstance(source, fx.Node) and _dies_here(source, node) and _same_layout(source, node):
+        if isinstance(source, fx.Node) and _dies_here(source, node) and same_layout(source, node):
             return position
     return None
 
@@ -58,7 +58,8 @@ def _is_new_memory(node: fx.Node) -> bool:
     return len(returns) == 1 and returns[0].alias_info is None
 
 
-def _same_layout(source: fx.Node, node: fx.Node) -> bool:
+def same_layout(source: fx.Node, node: fx.Node) -> bool:
+    """Returns whether two values have the same shape, dtype and strides."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False

@@ -55,6 +55,19 @@ def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> Non
     assert "aten::native_dropout" not in targets(after.graph)
 
 
+def test_dropout_of_nothing_copies_nothing() -> None:
+    model = tables_model(lambda m, x: F.dropout(m.linear(F.dropout(m.table(x), 0.0)), 0.0).square())
+    graph = analysed(model, IDS)
+    after = EagerDropout()(graph)
+    verify(after, after="EagerDropout", captured=graph, previous=graph)
+    assert "aten::clone" in targets(graph.graph)
+    assert "aten::clone" not in targets(after.graph)
+    found, expected = run_graph(after, model, IDS), model(IDS)
+    torch.testing.assert_close(found[Result(0)], expected, rtol=0, atol=0)
+    expected.backward(tangent(expected))
+    torch.testing.assert_close(found[Gradient(Parameter("table.weight"))], model.weight.grad)
+
+
 @pytest.mark.parametrize(
     "forward",
     [
