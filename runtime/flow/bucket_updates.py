@@ -47,8 +47,8 @@ class PendingGradient(Tensor):
     is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
-        """Makes those of all parameters, of which `late` are the gradients."""
+    def each(parameters: Sequence[Tensor], late: Late[Tensor], *, sparse: bool) -> list[PendingGradient]:
+        """Makes the stand-ins of all parameters whose gradients are `late`."""
         found = list[PendingGradient]()
         for place, like in enumerate(parameters):  # of every parameter: without calls
             made: PendingGradient = Tensor._make_wrapper_subclass(
@@ -177,7 +177,7 @@ class Bucket(Owed):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wanted(self, sent: _Sent) -> Sequence[Tensor]:
-        """Returns gradients of which someone uses one, once they are here."""
+        """Waits for gradients, one of which is about to be used, and returns them."""
         # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
         with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._land(sent)
@@ -208,7 +208,7 @@ class Bucket(Owed):
         updates, late, gradients = self._updates, self.late, self._land(self.sent)
         self.sent, self.late, self._updates, self.stepped = None, None, [], {}
         if late is not None:
-            late.landed = gradients  # for whoever still holds a stand-in
+            late.landed = gradients  # stand-ins may still be held
         before = [parameter.grad for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from embrace_fx.cost import links as cost
@@ -146,7 +147,7 @@ class Flow:
         self._land_waiting()
         self.launcher.enter_forward()
         self._coming = None
-        if following is not None and program.routes and all(size >= 0 for row in everyone.coming for size in row):
+        if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
             following.announced = everyone.coming
             of_ranks = program.rows_of_ranks(values)
             following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
@@ -171,7 +172,7 @@ class Flow:
         return ahead
 
     def _arrives(self) -> Arrival:
-        """Tells how the batch of this forward arrives, and forgets it."""
+        """Returns how the batch of this forward arrives, and forgets it."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -270,7 +271,7 @@ class Flow:
         self._forget_rows()
 
     def give_up_backward(self) -> None:
-        """Forgets a backward, of which everything that leaves on any rank has been submitted, or has been dropped."""
+        """Forgets a backward. All that leaves of it, on any rank, has been submitted or dropped."""
         self._ahead = None
         self._left = self.looks_ahead  # of this backward or of the one before
         self._forget_rows()
@@ -337,7 +338,7 @@ class Flow:
 
     @contextlib.contextmanager
     def _out_of_turn(self) -> Iterator[None]:
-        """Opens a context in which what is on its way arrives before its turn, whatever its caller is amid."""
+        """Opens a context where what is on its way may arrive before its turn. Callers may be anywhere in a step."""
         with outside_of_modes(), self.launcher.hurrying():
             yield
 

@@ -1,7 +1,7 @@
 """The next batch: its rows are found, and the ranks exchange their ids, while the step before it runs.
 
 Contract
-    A step begins with an announcement. In it each rank tells how many rows its batch reads, and how many the next one
+    A step begins with an announcement. In it each rank sends how many rows its batch reads, and how many the next one
     will. So all ranks know the sizes of the messages by which ids travel, before these leave.
     On the CPU a batch's rows are found at once.
     On a device another stream finds them, exchanges the ids and cuts both batches; the host waits for none of it. What
@@ -89,7 +89,7 @@ class IdsProgram:
 
 
 class NextBatch:
-    """The next batch, of which all is known on the host.
+    """The next batch. Its host knows all of it.
 
     Args:
         counts: (T,) unique rows by table, where only the device knows; None: all are.
@@ -234,7 +234,7 @@ class DeviceBatch(NextBatch):
         ranks = self._tables[0].counts.numel()
         counts = [sizes[k * ranks : (k + 1) * ranks] for k in range(len(self._tables))]
         wait(ticket)
-        self.usable = all(count >= 0 for of_table in counts for count in of_table)
+        self.usable = min(sizes[: ranks * len(counts)]) >= 0
         if not self.usable:
             return
         self._cut_padding([of_table[self._rank] for of_table in counts])
@@ -257,7 +257,7 @@ class DeviceBatch(NextBatch):
     def _cut_padding(self, counts: Sequence[int]) -> None:
         """Cuts this rank's unique rows to their numbers. From here on the stream of compute uses what was prepared."""
         padded = self.program.rows_of_batch(self.values)
-        self._streams.keep(*(value for value in self.values.values() if isinstance(value, Tensor)))
+        self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
 
@@ -269,7 +269,7 @@ def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | No
     there = streams.record("batch ready")
     with streams.on("ids", "unique rows"):
         streams.wait(there)
-        streams.keep(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        streams.keep(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         values, counts = program.unique_on_device(leaves)
         of_tables = torch.stack(counts) if counts else torch.empty(0, device="cpu")
         return DeviceBatch(program, leaves, values, of_tables, streams)
@@ -332,7 +332,7 @@ def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequen
     """
     try:
         values = program.unique(leaves)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any kind: the other ranks must be informed
         announcements.announce_step((), unreadable(error))
         raise
     return values, program.bad_id(values)

@@ -4,7 +4,7 @@
     stepped    an optimizer has taken them; the update waits for the next forward, under the options of that moment
     applied    nothing is owed
 
-Whoever is about to read or change parameters or gradients calls one of three.
+Code that is about to read or change parameters or gradients calls `wait`, `apply` or `drop`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ class Routing:
 
     Attributes:
         ids: (R,) in rank order.
+        all_ids: those of all rows of its batch.
         counts: how many of them are whose.
         whole: all of the batch's, where these are some; None: these are all.
         sums: how their gradients are summed up; None: found when they arrive.
@@ -63,6 +64,7 @@ class Routing:
     ) -> None:
         self.ids, self.counts, self.whole, self.sums, self.owner = ids, counts, whole, sums, owner
         self.grid, self.rank = grid, rank
+        self.all_ids = ids if whole is None else whole.ids
         self.rest: Callable[[], Sequence[Routing]] = tuple
         self.held_ids, self.own_positions = ids, places
         self.counts_by_row: Sequence[Sequence[int]]
@@ -73,11 +75,6 @@ class Routing:
         self.held_ids, by_row, order = route_grid(ids, sizes, rank, grid.rows, grid.columns)
         self.counts_by_row = by_row.tolist()
         self.own_positions = order if places is None else places.index_select(0, order)
-
-    @property
-    def all_ids(self) -> Tensor:
-        """The ids of all rows of its batch."""
-        return self.ids if self.whole is None else self.whole.ids
 
     def where(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
         """Returns the rows that a mask (R,) bool selects.
@@ -145,7 +142,7 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
 
 
 MOST_MARKED = 1 << 22
-"""Rows of a table on the CPU, each of which has a mark of its own: marks of more rows are memory, and not in cache."""
+"""The most rows of a table on the CPU that have a mark each: marks of more rows would not stay in cache."""
 
 Among = Callable[[Tensor, Tensor], Tensor]
 """Marks those of ids (R,) that are among others: bool (R,)."""
@@ -286,7 +283,7 @@ class SplitAhead:
         none = torch.zeros(self._ranks, dtype=torch.int64, device=ids.device)
         counts = [none.index_add(0, of, mask.to(torch.int64)) for of, mask in counted]
         self.sizes = torch.cat([*counts, ends, number.index_select(0, ends)])
-        """All sizes, in the order in which `cut` takes them: int64, of a length that the host knows."""
+        """All sizes, in the order that `cut` expects: int64, of a length that the host knows."""
 
     def tensors(self) -> list[Tensor]:
         """Lists the tensors that another stream will read."""

@@ -70,6 +70,7 @@ class RowExchange:
         self.table, self.overlaps = table, overlaps
         self._communicator = communicator
         self._grid = table.grid or Grid(1, communicator.world_size)
+        self._row, _ = self._grid.place(communicator.rank)
         self._launcher = launcher
         self._recorder = launcher.recorder
         self.delayed_chunks = delayed_chunks
@@ -153,14 +154,14 @@ class RowExchange:
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Launches the rows of a batch, of which nothing leaves early or late: columns (M, d)."""
+        """Launches all rows of a batch at once: columns (M, d)."""
         ticket = self._launch(launch, columns, by_row(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
         width, rank = self.table.shape[1], self._communicator.rank
-        kept = counts[rank][self._grid.place(rank)[0]]  # rows that this rank reads from its own part
+        kept = counts[rank][self._row]  # rows that this rank reads from its own part
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_rows(columns, counts, width, LANE_GROUP[launch.lane]),
@@ -183,7 +184,7 @@ class RowExchange:
         """Cuts both batches at the start of a backward, with the next batch's routing.
 
         Args:
-            found: how they are cut, as `routing.cut` tells, where that is known already.
+            found: what `routing.cut` returns, where that is known already.
         """
         gradient = self.gradient
         gradient.apply()
@@ -205,7 +206,7 @@ class RowExchange:
 
     @property
     def usable(self) -> bool:
-        """Whether rows that were sent equal those of the table, as far as that can be told without comparing values."""
+        """Whether rows that were sent equal those of the table, as far as that is known without comparing values."""
         # They were chosen for not being among the rows of the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None

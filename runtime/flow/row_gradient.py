@@ -1,7 +1,7 @@
 """The gradient of the rows of a table or a row space, on its way from a backward to the table.
 
     sent        its parts leave: prior rows first (row 5, which batch 2 reads), then delayed ones (row 2), in chunks
-    delivered   `.grad` of each table is on its way; whoever looks at it waits, and has an ordinary gradient
+    delivered   `.grad` of each table is on its way; a look at it waits, and finds an ordinary gradient
     taken       an optimizer has stepped: the update waits for the next forward, under the options of that moment
     applied     part by part, as the forward and the backward after it come to need the rows
 
@@ -56,14 +56,14 @@ class RowGradient(Owed):
     Attributes:
         batch: the rows of the batch whose forward runs or ran last; None: another batch's gradient has left since.
         prior: of those, the ones whose gradients leave first; None: all gradients leave together.
-        parts: those that no step has applied, by their launches, in the order in which they left.
+        parts: those that no step has applied, by their launches, in the order of their leaving.
         step: the step that has taken it; None before one.
     """
 
     def __init__(self, table: RowTable | JoinedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
         self._table, self._communicator = table, communicator
         self._launcher, self._recorder = launcher, launcher.recorder
-        self._grid = grid
+        self._grid, (self._row, _) = grid, grid.place(communicator.rank)
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
         self.batch: Routing | None = None
@@ -134,8 +134,7 @@ class RowGradient(Owed):
         return self._launch(launch, flat, by_row(counts), embedding_dim)
 
     def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
-        rank = self._communicator.rank
-        kept = counts[rank][self._grid.place(rank)[0]] * self._columns
+        kept = counts[self._communicator.rank][self._row] * self._columns
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),

@@ -146,7 +146,7 @@ class Launcher:
         """Queues a launch at its place in the current window.
 
         Args:
-            sent_bytes: bytes this rank sends, for the recorder; a guess if only the launch's end tells them.
+            sent_bytes: bytes this rank sends, for the recorder; a guess if they are known only at the launch's end.
         """
         queue = self.queue
         assert which in queue.windows[-1].expected, str(which)
@@ -176,5 +176,5 @@ class Launcher:
             raise
 
     def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which launches not yet submitted do not delay those that the caller waits for."""
+        """Returns a context where launches not yet submitted do not delay those that the caller waits for."""
         return self.queue.hurrying()

@@ -95,8 +95,8 @@ class StreamQueue(LaunchQueue):
     """Enqueues due launches on streams, under its lock.
 
     Attributes:
-        overtook: a launch has left out of turn since the ranks last told each other.
-        tells: this rank's position when it did so, still to be told to others; None: nothing is to be told.
+        overtook: a launch has left out of turn since the ranks last exchanged whether one has.
+        tells: this rank's position when it did so, which the others still have to learn; None: they have.
     """
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
@@ -122,7 +122,7 @@ class StreamQueue(LaunchQueue):
                 while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # told first: over gloo the host waits here until another rank does the same
+                    if not in_turn:  # noted first: over gloo the host waits here until another rank does the same
                         self.overtook, self.tells = True, self.place()
                     last = self._issued[-1][0] if self._issued else (-1,)
                     self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)
@@ -183,13 +183,12 @@ class StreamQueue(LaunchQueue):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the communicator runs the calling thread's collectives."""
+        """Makes the context for a collective of the calling thread."""
         return self._in_turn
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Opens a context in which another collective is enqueued on the current stream: behind all launches issued so
-        far, and before all later ones."""
+        """Opens a context for another collective on the current stream: behind launches so far, before later ones."""
         with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
@@ -211,8 +210,8 @@ class StreamQueue(LaunchQueue):
         return window.number, len(window.expected)
 
     def look(self, store: Any, name: str) -> None:
-        """Tells other ranks that launches have left out of turn here, or does the same if another rank tells so at this
-        rank's position. Called a few times a second, by a thread that must not block.
+        """Informs other ranks that launches have left out of turn here, or does the same where another rank has, at
+        this rank's position. Called a few times a second, by a thread that must not block.
 
         Args:
             store: a store that only that thread uses.

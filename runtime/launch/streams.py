@@ -39,7 +39,7 @@ class Streams:
         self._by_id = _ById()
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context in which `what` is enqueued on the stream of a communication class."""
+        """Returns a context that enqueues `what` on the stream of a communication class."""
         return _On(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:

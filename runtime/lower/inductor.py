@@ -72,7 +72,7 @@ class RegionCompiler:
             return None
 
     def begin_step(self) -> None:
-        """Tells CUDA graphs that a forward begins: results of the last step may be overwritten."""
+        """Informs CUDA graphs that a forward begins: results of the last step may be overwritten."""
         if self._captures_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 

@@ -24,7 +24,7 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 @dataclass(frozen=True)
 class Walk:
-    """The order in which a layer visits its flat rows: step after step, first to last or last to first.
+    """The order of a layer's visits to its flat rows: step after step, first to last or last to first.
 
     Attributes:
         sizes: rows of each step, in time order, not increasing.

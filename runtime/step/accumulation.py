@@ -152,7 +152,7 @@ class Accumulation:
         step.exchange(gradients)
 
     def fail(self) -> None:
-        """Tells the other ranks that the backward has raised; failures of other ranks raise there, not here."""
+        """Informs the other ranks that the backward has raised; failures of other ranks raise there, not here."""
         if self._backward is None:
             return
         step, _ = self._taken()

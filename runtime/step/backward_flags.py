@@ -19,7 +19,7 @@ _NAME = "backward flags"
 """Of the exchange, where a rank that does not come to it is named."""
 
 FAILED = -1
-"""Told in place of how many tensors were written: this rank has no gradients."""
+"""Sent in place of the number of written tensors by a rank that has no gradients."""
 
 Finish = Callable[[str, Exception | None, Callable[[], bool]], tuple[int, ...]]
 
@@ -40,9 +40,8 @@ def launch_flags(
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        The function that ends it. Its arguments are the names of what was written on this rank, the error that ended
-        the backward here, and a function that says whether this rank's results may not be finite without harm to its
-        gradients. It returns the sums over ranks of `used`. On every rank it raises
+        What ends it: given the names of what was written on this rank, and why it failed, it returns the sums over
+        ranks of `used`. On every rank it raises
             PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite, and does harm.

@@ -17,7 +17,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 
 
 def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """Finds the closure among the arguments of an optimizer's step, of which the first is the optimizer."""
+    """Finds the closure among the arguments of an optimizer's step; the first one is the optimizer."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 

@@ -72,7 +72,7 @@ class GradientStep(Step):
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self) -> None:
-        """Tells the other ranks that this rank begins its backward.
+        """Informs the other ranks that this rank begins its backward.
 
         Raises:
             PeerFailure: another rank does not, where that is known at once, or has failed before; on every rank.

@@ -46,7 +46,7 @@ class _Launch:
 
 
 class MissingLaunches:
-    """The launches of one phase, of which a rank that fails makes those that are missing.
+    """The launches of one phase. A rank that fails makes those that are missing.
 
     Args:
         flow: through whose launcher those go that are in its order; others are launched on the spot.
@@ -120,7 +120,7 @@ class MissingLaunches:
         return launch.call(void, *rest)
 
     def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
-        """Makes zeros of the size in which a launch sends."""
+        """Makes zeros of the size that a launch sends."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):

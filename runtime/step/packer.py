@@ -46,7 +46,7 @@ class Packer:
             kept = self._kept = torch.cat(flats)
         else:
             torch.cat(flats, out=kept)
-        return kept.detach()  # a tensor of its own, so that whoever holds it is counted
+        return kept.detach()  # a tensor of its own, so that its holders are counted
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
         """Returns a part as `with_unreduced` makes it, and as the parameter's hooks do."""

@@ -48,12 +48,12 @@ class InPieces:
         return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
 
     def begin(self) -> None:
-        """Begins a backward, of which nothing has run."""
+        """Begins a backward: nothing of it has run."""
         self._run, self._values = 0, Values()
         self._missing = [set(needed) for _, needed in self._pieces]  # the gradients that have not been noted
 
     def note(self, tangent: int) -> bool | None:
-        """Notes that a gradient is there; tells whether the next piece may run now. None: the gradient has left."""
+        """Records a gradient; returns whether the next piece may run now, or None where the gradient has left."""
         piece = self._piece_of.get(tangent)
         if piece is None:
             return False

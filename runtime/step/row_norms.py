@@ -1,4 +1,4 @@
-"""Row-wise Adagrad over shards: a row's step needs the squares of all its columns, of which each rank has some.
+"""Row-wise Adagrad over shards: a row's step needs the squares of all its columns, and each rank has some.
 
 They are added up in one exchange a step, of all tables, which the thread that steps the optimizer launches: once their
 gradients have arrived. Rows are updated in the next forward, before any of them is looked up.

@@ -74,7 +74,7 @@ class Opened:
 
     Attributes:
         gate: finds out whether all ranks are in it; None: there are no others, or they are not waited for.
-        needed: values of which the launches that the others wait for are made, should it fail.
+        needed: values from which this rank makes the launches that the others wait for, should it fail.
     """
 
     gate: BackwardBarrier | None
@@ -149,7 +149,7 @@ class Step:
         values: Values = {}
         try:
             program.unique.saved(self._leaves, values)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be informed
             program.announcements.announce_step((), unreadable(error))
             raise
         if not program.announces:
@@ -328,8 +328,8 @@ class Step:
         }
         return backward.run(self._leaves, values, dense)
 
-    def _check_gate(self, gate: BackwardBarrier) -> None:
-        """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
+    def _check_gate(self, gate: Gate) -> None:
+        """Raises PeerFailure where a rank is not in this backward. Nothing of it has left then."""
         if gate.future.done():
             gate.wait()
         else:

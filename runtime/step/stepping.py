@@ -159,7 +159,7 @@ class Stepping:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
-            last.restore(raised=True)  # the one whose step begins, of which nothing is hidden
+            last.restore(raised=True)  # the one whose step begins: nothing of it is hidden
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
         closure = closure_of(args, kwargs) if kwargs or args[1:] else None

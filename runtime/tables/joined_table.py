@@ -271,8 +271,8 @@ class _JoinedState:
                     return False
         except (KeyError, AttributeError):  # the user's own tensor, or missing
             return False
-        every = chain.from_iterable(map(self._counters.__getitem__, self._versions))
-        return [*map(_VERSION, every)] == [*chain.from_iterable(self._versions.values())]
+        now = chain.from_iterable(map(self._counters.__getitem__, self._versions))
+        return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Stores the counters after a step in each table's state."""

@@ -24,10 +24,13 @@ State = MutableMapping[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies the options of a param group. A tensor lr is cloned, because schedulers write it in place."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
+    """The options of a param group as they are now; schedulers write into the group, and in place into a tensor lr."""
+    found = {**group}
+    found.pop("params", None)
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            found[name] = value.clone()
+    return found
 
 
 def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, Hashable], ...] | None:
@@ -229,7 +232,7 @@ def step_rows_on_device(
     if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
         return False
     parts = [part for part in state.values() if isinstance(part, Tensor) and part.dim() > 0]
-    if not all(gpu.takes(tensor) for tensor in (local, rows, *parts)):
+    if not all(map(gpu.takes, (local, rows, *parts))):
         return False
     number = float(state["step"]) + 1 if "step" in state else 0.0
     lr, common = options["lr"], {"maximize": options.get("maximize", False)}
