@@ -110,7 +110,7 @@ class Forecast(Plan):
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         beyond = rows_beyond_memory(self, LOADER_AHEAD)
-        schedule = order(self._context, self, compiled.graph, beyond).schedule
+        schedule, _ = order(self._context, self, compiled.graph, beyond)
         return DrawnSchedule.of(schedule, lambda: background_of(self, schedule))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
@@ -186,8 +187,11 @@ def facts_of(
         used: parameters that get a gradient.
         sharded: sharded table -> its whole shape.
     """
-    every = enumerate(group for optimizer in holders.optimizers for group in optimizer.param_groups)
-    groups = {id(parameter): k for k, group in every for parameter in group["params"]}
+    every = enumerate((type(each), group) for each in holders.optimizers for group in each.param_groups)
+    held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # by parameter: optimizers, and numbers of param groups
+    for k, (kind, group) in every:
+        for parameter in group["params"]:
+            held.setdefault(id(parameter), []).append((kind, k))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -198,14 +202,14 @@ def facts_of(
             parameter.element_size(),
             parameter.requires_grad,
             name in used,
-            next(filter(None, map(needs_whole, kinds)), None),
-            groups.get(id(parameter), -1),
-            _moving(holders, parameter, row_updates),
-            adds_up_norms=RowWiseAdagrad in kinds,
+            next(filter(None, (needs_whole(kind) for kind, _ in of)), None),
+            of[-1][1] if of else -1,
+            _moving(holders, parameter, row_updates) if parameter.dim() == 2 else "",
+            adds_up_norms=any(kind is RowWiseAdagrad for kind, _ in of),
             tied=tuple(names[id(parameter)][1:]),
         )
         for name, parameter in model.named_parameters()
-        for kinds in [[type(optimizer) for optimizer, _ in holders.of(parameter)]]
+        for of in [held.get(id(parameter), [])]
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from embrace_fx.cost.storage import RowMemory, together
 from embrace_fx.passes.memory.memory_timeline import memory_line
@@ -41,17 +40,6 @@ _Found = tuple[Schedule, tuple[str, ...]]
 """The schedule that rank 0 has found, and units of the backward in their new order; without units it is unchanged."""
 
 
-class Order(NamedTuple):
-    """The order that all ranks' steps follow.
-
-    Attributes:
-        memory: prediction for tables beyond memory, by row exchange; at the measured speed once there is a profile.
-    """
-
-    schedule: Schedule
-    memory: Mapping[str, RowMemory]
-
-
 def rows_beyond_memory(plan: Plan, ahead: int) -> dict[str, RowMemory]:
     """Predicts the reads of rows beyond memory by row exchange, for a loader that is read this many batches ahead."""
     return {
@@ -70,8 +58,9 @@ def order(
     *,
     name: str = "",
     compute_in_order: ComputeInOrder | None = None,
-) -> Order:
-    """Returns, on every rank, the order that rank 0 computes. Collective.
+) -> tuple[Schedule, Mapping[str, RowMemory]]:
+    """Returns, on every rank, the schedule that rank 0 computes, and the prediction for tables beyond memory by row
+    exchange: at the measured speed, if there is a profile. Collective.
 
     Args:
         graph: the graph of the first training batch, as it runs.
@@ -102,7 +91,7 @@ def order(
     check_storage(agreed.steps, memory)
     node_ms = estimate(plan.links.among(plan.world_size).compute, graph.expected)
     line = memory_line(agreed.predicted, step_memory(graph), node_ms)
-    return Order(replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory)
+    return replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory
 
 
 def _copies(graph: TrainingGraph) -> bool:

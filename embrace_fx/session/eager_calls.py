@@ -26,8 +26,6 @@ from embrace_fx.setup.log import log
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import BY_ROWS
 
-ASKED = "route='eager' was asked for"
-
 
 class EagerCalls:
     """Runs one model's calls eagerly, where no graph holds its forward, or a graph would give it nothing.
@@ -40,7 +38,7 @@ class EagerCalls:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
-        self.reason = ASKED if context.options.route == "eager" else ""
+        self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
         self._context = context
         context.stepping.of_any_layout = bool(self.reason)
         self._programs = programs

@@ -42,12 +42,9 @@ def start_flow(
     after_announcement: Callable[[], None],
     as_gradients: bool,
 ) -> Flow:
-    """Makes the flow that follows a schedule. Collective.
+    """Makes the flow that follows a schedule, for the graph of the first training batch as it runs. Collective.
 
     Args:
-        graph: the graph of the first training batch, as it runs.
-        warn: called when another batch comes than the expected one.
-        after_announcement: called at each step where every rank is known to continue.
         as_gradients: the graph has only gradients, launched in autograd's order.
     """
     launched, pieces = launches(schedule, plan), dict(cuts(plan, context.state.parameter).pieces)

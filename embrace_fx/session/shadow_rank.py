@@ -20,7 +20,6 @@ from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
-from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Entry
@@ -111,8 +110,14 @@ class ShadowRank(JoinHook):
                 self._fit()
 
     def _run(self, activity: int) -> None:
-        """Runs the program without batch."""
-        program = self._program(activity)
+        """Runs the program without batch for the others' activity."""
+        state, programs = self._context.state, self._programs
+        kind = programs.cache["no batch", activity != EVALUATING]
+        if not kind.found:
+            graph = idle_graph(state.names[0], state.parameter(state.names[0]))
+            like = replace(next(programs.cache.entries()).captured, graph=graph, result_constants={}, replay=None)
+            kind.found.append(Entry(like, graph, activity != EVALUATING))
+        program = programs.build(kind.found[0], accumulates=activity == ACCUMULATING)
         with torch.no_grad(), autocast_is_in_the_graph(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
@@ -140,13 +145,3 @@ class ShadowRank(JoinHook):
         sharded, self._sharded = self._sharded, None
         if sharded is not None and next(self._programs.cache.entries()).captured.route != EAGER:
             self._programs.change(sharded, _OVER)
-
-    def _program(self, activity: int) -> Program:
-        """Makes the program of a rank without a batch for the others' activity."""
-        state, programs = self._context.state, self._programs
-        train, kind = activity != EVALUATING, programs.cache["no batch", activity != EVALUATING]
-        if not kind.found:
-            graph = idle_graph(state.names[0], state.parameter(state.names[0]))
-            like = next(programs.cache.entries()).captured
-            kind.found.append(Entry(replace(like, graph=graph, result_constants={}, replay=None), graph, train))
-        return programs.build(kind.found[0], accumulates=activity == ACCUMULATING)
