@@ -4,8 +4,7 @@
 
 Each run is new processes, which probe their links and train `--steps` steps; runs of a model share a cache, as those of
 one user do. With `--load 10`, ten busy loops run beside them. The models are the lab's, under Adam, `small`, a language
-model of one table, and Hugging Face's GPT-2, BERT and T5. Beside the plan stands the strategy that this run's links
-alone would have made the fastest, for one table.
+model of one table, and Hugging Face's GPT-2, BERT and T5.
 """
 
 from __future__ import annotations
@@ -59,11 +58,9 @@ def rank_main(rank: int, ranks: int, name: str, steps: int, folder: str) -> None
         tables = [decision for decision in model.plan if decision.candidates]
         decided.add((tuple((d.parameter, d.name) for d in tables), model.plan.schedule_name))
     if rank == 0:
-        fastest = min(tables[0].candidates, key=lambda each: each.predicted_ms).name if tables else ""
         plan = ", ".join(f"{d.parameter} {d.name}" for d in tables[:3]) + (", ..." if len(tables) > 3 else "")
         found = (hash_of(*decided), model.plan.schedule_name, len(decided) - 1, plan)
-        told = f"{tables[0].parameter} {fastest}" if tables else ""
-        Path(folder, "plan").write_text("|".join(map(str, (*found, told))), encoding="utf-8")
+        Path(folder, "plan").write_text("|".join(map(str, found)), encoding="utf-8")
     dist.barrier()
     model.close()
     dist.destroy_process_group()
@@ -104,8 +101,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     lines = [
-        "| model | run | busy loops | load | plan | schedule | changes | its tables | fastest by this run's links |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | run | busy loops | load | plan | schedule | changes | its tables |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     differ, changed = [], []
     for name in asked.models:

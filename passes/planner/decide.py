@@ -325,6 +325,7 @@ def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -
         return _Choice(allreduce, blocker, priced, asked) if allreduce.blocker is None else None
     if blocker is not None:
         cheapest = _cheapest_exchange(priced)
+        assert cheapest is not None  # some exchange sends any gradient
         return _Choice(cheapest, f"{asked}, {blocker}; {read}", priced, "others are faster")
     if wanted == "allreduce":
         return _Choice(allreduce, priced["alltoall"].blocker or "asked for", priced, asked)
@@ -352,19 +353,23 @@ def _worth_a_change(in_use: Priced, best: Priced) -> bool:
 
 
 def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
-    """Returns the cheapest sparse exchange, if AllReduce adds more to a step and a legal AlltoAll clearly more."""
-    if pricing.world_size == 1:
+    """Returns the cheapest sparse exchange, if AllReduce adds more to a step and a legal AlltoAll clearly more.
+
+    One that sends as much as AllReduce would be faster only by an error of the measured links.
+    """
+    most = priced["allreduce"].exchange.sent_bytes if priced["allreduce"].blocker is None else inf
+    fewer = {name: each for name, each in priced.items() if each.exchange.sent_bytes < most}
+    if pricing.world_size == 1 or (cheapest := _cheapest_exchange(fewer)) is None:
         return None
-    cheapest = _cheapest_exchange(priced)
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
     limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
     return cheapest.strategy if cheapest.added_ms < min(limits_ms, default=inf) else None
 
 
-def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced:
-    """Returns the cheapest legal sparse exchange."""
+def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced | None:
+    """Returns the cheapest sparse exchange that is legal; None: there is none."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
-    return min(legal, key=lambda each: each.predicted_ms)
+    return min(legal, key=lambda each: each.predicted_ms, default=None)
 
 
 def _slower(other: Priced, chosen: Priced) -> str:

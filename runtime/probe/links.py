@@ -28,11 +28,11 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
     key: list[tuple[str, ...]] = []
     recalled: list[Cluster | None] = []
 
-    def earlier() -> Cluster | None:
+    def earlier() -> tuple[Cluster | None, bool]:
         key.extend(communicator.gather(_own_part(device), tuple[str, ...]))
         own = recall(Cluster, *key) if communicator.rank == 0 else None
         recalled.append(communicator.gather(own, Cluster | None)[0])
-        return recalled[0]
+        return recalled[0], len({host for host, *_ in key}) == 1
 
     found = probed_links(communicator, sent_bytes, device, earlier)
     if key and communicator.rank == 0 and found is not None and found != recalled[0]:

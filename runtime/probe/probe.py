@@ -81,6 +81,9 @@ number of spans, of which the median counts. Single spans have differed by a fac
 ALIKE, ALIKE_START_UP = 1.15, 3.0
 """Most ratio of times, for a large AllReduce and for a small one, which a busy core disturbs more, at which links of an
 earlier run still hold. A schedule made for links 1.4 times too slow took a ninth longer than its own."""
+ALIKE_WITHIN_A_HOST = 2.0
+"""Least ratio by which exchanges within a host take less time than expected for the links to be probed again: busy
+processors have made probes of one host differ as much."""
 
 CPU = torch.device("cpu")
 
@@ -192,14 +195,15 @@ def probed_links(
     communicator: Communicator,
     sent_bytes: int,
     device: torch.device = CPU,
-    earlier: Callable[[], Cluster | None] = lambda: None,
+    earlier: Callable[[], tuple[Cluster | None, bool]] = lambda: (None, False),
 ) -> Cluster | None:
     """Returns the links between the ranks, probed once per group; None if a step sends less than a chunk.
 
     Args:
         sent_bytes: about what a step sends; equal on all ranks.
         device: the device whose tensors are sent. Over gloo those of a GPU travel from host to host.
-        earlier: returns the links of an earlier run, or None, the same on all ranks; used if they still hold.
+        earlier: returns the links of an earlier run, or None, the same on all ranks, and whether all ranks are on one
+            host; the links are used if they still hold.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
@@ -207,16 +211,19 @@ def probed_links(
     found, computes_on = _PROBED.setdefault(group, {}), device
     device = device if communicator.uses_nccl(device) else CPU
     if computes_on.type not in found:
-        recalled = earlier()
-        holds = recalled is not None and still_holds(communicator, recalled, device)
+        recalled, on_one_host = earlier()
+        holds = recalled is not None and still_holds(communicator, recalled, device, on_one_host)
         found[computes_on.type] = recalled if recalled and holds else probe(communicator, device, computes_on)
     return found[computes_on.type]
 
 
-def still_holds(communicator: Communicator, links: Cluster, device: torch.device = CPU) -> bool:
-    """Tells whether a small and a large AllReduce take about the times predicted for these links. Collective.
+def still_holds(
+    communicator: Communicator, links: Cluster, device: torch.device = CPU, on_one_host: bool = False
+) -> bool:
+    """Returns whether a small and a large AllReduce take about the times predicted for these links. Collective.
 
-    These are two of a probe's many figures; a network of another rate or latency differs in them too.
+    These are two of a probe's many figures; a network of another rate or latency differs in them too. The links within
+    a host stay what they are: where exchanges take longer, or somewhat shorter, processors are or were busy.
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
@@ -226,7 +233,8 @@ def still_holds(communicator: Communicator, links: Cluster, device: torch.device
         alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
         found_ms = median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
         expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
-        if not expected_ms / alike < found_ms < expected_ms * alike:
+        lower = max(alike, ALIKE_WITHIN_A_HOST) if on_one_host else alike
+        if found_ms <= expected_ms / lower or (found_ms >= expected_ms * alike and not on_one_host):
             return False
     return True
 

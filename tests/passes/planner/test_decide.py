@@ -140,6 +140,18 @@ def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
     assert plan.sharded == ()
 
 
+def test_an_exchange_that_sends_as_much_as_allreduce_is_not_chosen() -> None:
+    """However fast the links were measured for it."""
+    rows = 1_000
+    facts = (replace(FACTS, name=TABLE, shape=(rows, 4), row_update_blocker=MOVES),)
+    slow, fast = cost.Link(1e3, 1.0), cost.Link(1e7, 1e-3)
+    links = cost.Cluster(1e3, 1.0, (("all_reduce", slow), ("all_to_all", fast), ("all_gather", fast)))
+    decision = decide(Findings(graph_of(rows), facts, {TABLE: (rows, rows), OTHER: (3, 3)}, 2), links)[TABLE]
+    assert decision.strategy == "allreduce"
+    took_ms = {each.strategy: each.predicted_ms for each in decision.candidates}
+    assert min(took_ms[name] for name in EXCHANGES if name in took_ms) < took_ms["allreduce"]
+
+
 def test_a_table_that_is_read_densely_counts_as_dense() -> None:
     _, graph = example("a tied projection")
     table = replace(table_of(graph), num_rows=LARGE)

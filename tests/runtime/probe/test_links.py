@@ -99,10 +99,14 @@ def test_a_second_run_probes_nothing_unless_the_network_has_changed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("times", "holds"), [(1.0, True), (1.1, True), (1 / 1.1, True), (1.4, False), (1 / 1.4, False)]
+    ("times", "on_one_host", "holds"),
+    [
+        *((1.0, False, True), (1.1, False, True), (1 / 1.1, False, True), (1.4, False, False), (1 / 1.4, False, False)),
+        *((4.0, True, True), (1 / 1.4, True, True), (1 / 3.5, True, False)),
+    ],
 )
 def test_links_hold_where_a_large_exchange_takes_about_as_long(
-    monkeypatch: pytest.MonkeyPatch, times: float, holds: bool
+    monkeypatch: pytest.MonkeyPatch, times: float, on_one_host: bool, holds: bool
 ) -> None:
     links, ranks = Cluster(1e4, 0.1), 4
     sizes: list[int] = []
@@ -118,7 +122,8 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
     monkeypatch.setattr(measuring, "alone_ms", lambda *_: 0.0)
     monkeypatch.setattr(measuring, "median_ms", median_ms)
 
-    assert measuring.still_holds(cast(Communicator, SimpleNamespace(world_size=ranks)), links) is holds
+    communicator = cast(Communicator, SimpleNamespace(world_size=ranks))
+    assert measuring.still_holds(communicator, links, on_one_host=on_one_host) is holds
 
 
 def test_slow_links_are_checked_by_fewer_bytes() -> None:
