@@ -215,7 +215,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts, begin = list[Tensor](), flat.storage_offset()
     for each in like:  # one op for each where a split and a view are two
         shape = each.shape
-        parts.append(flat.as_strided(shape, _contiguous(shape), begin))
+        parts.append(flat.as_strided(shape, _contiguous(shape), begin).data)  # no view: loops call `detach_()` on it
         begin += each.numel()
     return parts
 

@@ -47,6 +47,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         ),
         *("other data of gradients that nobody has read", "gradients changed", "a gradient scaler with clipping"),
         *("rows that were not read given gradients", "gradients zeroed before the step", "gradients kept"),
+        "gradients detached and zeroed in place",
         *("a kept gradient grows", "rows of a sum are scaled", "a sum is clamped"),
     ),
     "modes": (
@@ -84,7 +85,7 @@ OF_THEIR_OWN = (
     *("an optimizer made before the model is wrapped", "a curriculum of lengths", "hooks that come and go"),
     *("a late table on one rank", "questions to tables and averages in states", "master weights by hand"),
     *("skip grams of bags", "a critic frozen at its first call", "items mined by workers"),
-    *("a model served by its script", "rank 0 evaluates and tells"),
+    *("a model served by its script", "rank 0 evaluates and tells", "tables read by pairs"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (

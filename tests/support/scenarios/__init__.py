@@ -23,6 +23,7 @@ from tests.support.scenarios import (
     head_loops,
     heads,
     joins,
+    lookups,
     losses,
     modes,
     new_graphs,
@@ -68,6 +69,7 @@ ROOMS = {
         weights,
         processes,
         served,
+        lookups,
     )
 }
 """The names of all scenarios by their files."""

@@ -221,6 +221,18 @@ def gradients_zeroed_before_the_step(training: Training) -> None:
 
 
 @scenario()
+def gradients_detached_and_zeroed_in_place(training: Training) -> None:
+    """As optimizers did it before they had `set_to_none`."""
+    for batch in training.batches(5):
+        for parameter in training.parameters:
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+        training.model(*batch).backward()
+        training.optimizer.step()
+
+
+@scenario()
 def gradients_never_zeroed(training: Training) -> None:
     for batch in training.batches(5):
         training.model(*batch).backward()
