@@ -1,7 +1,7 @@
 """Training of tanh RNNs by the alternating direction method of multipliers, without a learning rate.
 
-`train(rnn, head, data)` stands where a loop over batches with an optimizer would. It goes back to P-ADMMiRNN (arXiv
-2006.05622): see `lagrangian` for what is minimised, `states` and `weights` for the moves, `update` for their order.
+`train(rnn, head, data)` replaces a loop over batches with an optimizer. It is based on P-ADMMiRNN (arXiv 2006.05622):
+`lagrangian` has the minimized function, `states` and `weights` the updates, and `update` their order.
 """
 
 from embrace_fx.admm.api import train

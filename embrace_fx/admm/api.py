@@ -1,4 +1,4 @@
-"""`train`: what a user calls."""
+"""The public function `train`."""
 
 from __future__ import annotations
 
@@ -38,34 +38,38 @@ def train(
 ) -> State:
     """Trains a tanh RNN and its head, in place, by the alternating direction method of multipliers.
 
-    An iteration is an epoch. There is no learning rate: how far a batch moves states and weights follows from
-    penalties, which need no tuning. The weights with the lowest loss are left in the modules; `nn.RNN`'s two biases
-    become one, in `bias_ih_l0`. Source: P-ADMMiRNN (arXiv 2006.05622), changed as `docs/admm.md` says.
+    An iteration is an epoch. There is no learning rate: the penalties, which need no tuning, determine the size of
+    updates. The weights with the lowest loss are left in the modules. `nn.RNN`'s two biases become one, in
+    `bias_ih_l0`.
+    Source: P-ADMMiRNN (arXiv 2006.05622), with the changes described in `docs/admm.md`.
 
     Args:
         rnn: one tanh layer in one direction, float32 or float64, with or without `batch_first`.
         head: from hidden units to scores of classes.
-        data: inputs (B, N, I), or (N, B, I) without `batch_first`, and classes, int64: (B,) where the head judges a
-            sequence by its last state, or as the inputs' first two sizes where it judges every step (language model).
-            In a parallel training, the rank's own sequences; the asynchronous master's are never trained on.
-        iterations: at which training ends; of a resumed one, those before it included. The master's, each an update
-            of the agreed weights, where ranks are asynchronous.
-        batch_size: sequences that move together, in an order that torch's global generator seeds.
+        data: inputs (B, N, I), or (N, B, I) without `batch_first`, and int64 classes: (B,) if the head classifies a
+            sequence by its last state, or the inputs' first two sizes if it classifies every step (language model).
+            In parallel training, this rank's own sequences; the asynchronous master does not train on its data.
+        iterations: the total number, including those before a resume. With asynchronous ranks, the master's updates of
+            the agreed weights.
+        batch_size: sequences per batch, in an order that torch's global generator seeds.
         penalties, stopping: `Penalties()` and `Stopping()` if None.
-        rescale: makes the initial weights as large as the method likes them (`start`). False: to train on from what is
-            trained already.
-        validation: data to judge weights on, as `data`; the training data itself if None.
-        state: a state to resume from, to the same bits as without a break but for asynchronous ranks.
-        parallel, process_group: how ranks train together, of the default group if None. Without: this process alone.
-        on_iteration: called with an iteration's figures.
-        timeline: a file to draw all ranks' doings to, by rank 0: .svg, .html or .json.
+        rescale: whether to scale the initial weights for the method (`setup.rescaled`). Pass False to continue from
+            trained weights.
+        validation: data to evaluate weights on, in the form of `data`; the training data if None.
+        state: a state to resume from, with the same bits as without a break unless ranks are asynchronous.
+        parallel, process_group: the parallel method, and its ranks (the default group if None). Without `parallel`,
+            this process trains alone.
+        on_iteration: called with each iteration's metrics.
+        timeline: a file for a picture of all ranks' work, written by rank 0: .svg, .html or .json.
 
-    Returns: the state after the last iteration: `state.best` is in the modules, `state.stopped` is why it ended early.
+    Returns:
+        The state after the last iteration. The modules have `state.best`; `state.stopped` is the reason for an early
+        end.
 
     Raises:
-        ValueError: for what is not supported; in a parallel training `PeerFailure`, on every rank.
-        DeadRank: a rank is gone, by its name.
-        LateRank: an asynchronous worker does not arrive within the master's patience.
+        ValueError: an input is not supported. In parallel training `PeerFailure`, on every rank.
+        DeadRank: a rank is gone.
+        LateRank: an asynchronous worker did not arrive within the master's patience.
     """
     asked = Training(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
     communicator = Communicator(group_of(parallel, process_group))
@@ -89,7 +93,7 @@ def train(
 
 
 def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:
-    """The iterations of this rank, in its part."""
+    """Runs the iterations of this rank."""
     if not isinstance(parallel, Asynchronous):
         train_in_step(state, own.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return

@@ -1,17 +1,18 @@
-"""Asynchronous consensus: a master that makes weights of what has arrived, and workers that do not wait for each other.
+"""Asynchronous consensus: a master updates the weights from arrived contributions, and workers do not wait for each
+other.
 
 Zhang and Kwok, Asynchronous Distributed ADMM for Consensus Optimization (ICML 2014). The formulas are those of
-`consensus`; the mean takes the last contribution of every worker, however old. The master, rank 0, waits until
-`arrivals` workers have arrived and nobody's contribution is older than `staleness` updates.
+`consensus`. The mean uses the last contribution of every worker. The master, rank 0, waits until `arrivals` workers
+have arrived and no contribution is older than `staleness` updates.
 
     worker                                     master
-    iterates, held to z - u                    waits
-    theta + u, sums of figures  ----------->   keeps them in the place of the worker's former ones
+    iterates, pulled to z - u                  waits
+    theta + u, sums of metrics  ----------->   replaces the worker's previous ones
                                                z = mean of all workers' last theta + u
-    u += theta - z      <-------------------   z, to those that have arrived
+    u += theta - z      <-------------------   z, to workers that have arrived
 
-A message is a plain tensor, float64, point to point: a few numbers, then a vector of weights. On the master a thread
-for each worker carries its messages into one queue, so that it waits for whoever comes first.
+A message is a float64 tensor, point to point: a few numbers, then a vector of weights. On the master, one thread per
+worker puts messages into a common queue, so that the master waits for the first to arrive.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.admm.consensus import Run, contribution, pull_of, take_agreed
-from embrace_fx.admm.model import Data, expect
+from embrace_fx.admm.model import Data, require
 from embrace_fx.admm.operations import DUALS, FIGURES, MEAN, TO_MASTER, TO_WORKER
 from embrace_fx.admm.progress import Best, Sums
 from embrace_fx.admm.state import State
@@ -41,14 +42,14 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-NUMBERS = len(fields(Sums))  # at the head of a message
+NUMBERS = len(fields(Sums))  # at the start of a message
 
 Order = Literal["go on", "end", "dead", "late"]
 ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
 
 
 class LateRank(RuntimeError):
-    """A worker that the master has to wait for has not arrived in time."""
+    """A worker that the master has to wait for did not arrive in time."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Asynchronous:
 
     Attributes:
         strength: of the pull to the agreed weights (g), per sequence of a batch.
-        arrivals: workers that the master waits for before it makes new weights (S).
-        staleness: updates after which a worker's contribution must be renewed; with 1 everybody waits for everybody.
-        patience_s: how long the master waits for a worker that it cannot go on without. Then all ranks raise. At most
-            half of the process group's timeout.
+        arrivals: the number of workers that the master waits for before it updates the weights (S).
+        staleness: the number of updates after which a worker's contribution must be renewed; with 1, all wait for all.
+        patience_s: seconds that the master waits for a worker that it needs. Then all ranks raise. At most half of the
+            process group's timeout.
     """
 
     strength: float = 0.003
@@ -70,12 +71,13 @@ class Asynchronous:
 
     def __post_init__(self) -> None:
         fits = 0 < self.strength < float("inf") and min(self.arrivals, self.staleness) >= 1 and self.patience_s > 0
-        wanted = "a positive strength and patience_s, arrivals and staleness of at least 1, in admm.Asynchronous()"
-        expect(fits, wanted, str(self), "Change them.")
+        require(fits, f"strength and patience_s must be positive, arrivals and staleness at least 1. Got admm.{self}.")
 
 
 class Reply(NamedTuple):
-    """The master's: go on from these weights; end with them, the best ones; or fail, for a rank is dead or late."""
+    """The master's reply: continue from these weights; end with these best ones; or fail, because a rank is dead or
+    late.
+    """
 
     order: Order
     vector: Tensor
@@ -85,7 +87,7 @@ class Reply(NamedTuple):
 
 
 class Line:
-    """One end of the connection to a peer, a rank of the default group, for vectors of weights like this one."""
+    """A connection to a peer, a rank of the default group, for vectors of weights like this one."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
@@ -101,7 +103,7 @@ class Line:
 
 
 def open_lines(communicator: Communicator, like: Tensor) -> dict[int, Line]:
-    """This rank's lines by the other end's rank: the master's to every worker, a worker's to the master."""
+    """Returns this rank's connections by peer: the master's to every worker, a worker's to the master."""
     group = communicator.host_group()
     ranks = dist.get_process_group_ranks(group)
     peers = range(1, communicator.world_size) if communicator.rank == MASTER else [MASTER]
@@ -109,7 +111,9 @@ def open_lines(communicator: Communicator, like: Tensor) -> dict[int, Line]:
 
 
 def work(state: State, data: Data, run: Run, communicator: Communicator, line: Line, strength: float) -> None:
-    """A worker's iterations, until the master ends them, or a dead or late rank. The best weights are the master's."""
+    """Runs a worker's iterations until the master ends them, or a rank is dead or late. The master has the best
+    weights.
+    """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.stopped is None:
@@ -133,7 +137,7 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
 
 
 def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
-    """Sends what this worker has and waits for the answer."""
+    """Sends this worker's contribution and waits for the reply."""
     started_s = time.perf_counter()
     with recorder.waiting(TO_WORKER):
         line.send(astuple(splits), vector)
@@ -145,24 +149,24 @@ def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> R
 
 
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
-    """Makes the error that every other rank raises for a dead or late worker."""
+    """Returns the error that every other rank raises for a dead or late worker."""
     dead = (
-        f"expected every rank to take part in an asynchronous training, on rank {rank}; found that rank(s) {culprit} "
-        "no longer answer. Look at the log of the ranks named, and restart the job from saved states."
+        f"Rank(s) {culprit} of an asynchronous training no longer answer rank {rank}. Look at their logs, and restart "
+        "the job from saved states."
     )
     late = (
-        f"expected rank {culprit} to arrive within the master's patience, on rank {rank}; found that it has not, and "
-        "that its contribution is too old to go on without. Raise patience_s or staleness, or look at that rank."
+        f"Rank {culprit} did not send a contribution within the master's patience_s (rank {rank}), and its last one "
+        "is too old to continue. Raise patience_s or staleness, or check that rank."
     )
     return DeadRank(dead) if order == "dead" else LateRank(late)
 
 
 Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
-"""From which worker: its sums and its theta + u, or the error of a broken line."""
+"""(worker, its sums and its theta + u, or the error of a broken connection)."""
 
 
 class Carrier(threading.Thread):
-    """Carries a worker's messages until an answer ends them, or the line breaks."""
+    """Receives a worker's messages until a reply ends them or the connection breaks."""
 
     def __init__(self, worker: int, line: Line, arrivals: Arrivals) -> None:
         super().__init__(name=f"embrace_fx admm {worker}", daemon=True)
@@ -184,9 +188,10 @@ class Carrier(threading.Thread):
 
 
 class Contributions:
-    """The workers' last contributions, and how old they are.
+    """The workers' last contributions, and their age.
 
-    Before a first report it is `start`; where that is not known, the first update waits for all workers.
+    A worker's contribution is `start` before its first report. If `start` is not known, the first update waits for all
+    workers.
     """
 
     def __init__(self, start: Tensor, workers: int, options: Asynchronous, known: bool) -> None:
@@ -196,34 +201,34 @@ class Contributions:
         self.arrived: set[int] = set()
 
     def take(self, worker: int, sums: Sums, vector: Tensor) -> None:
-        """Worker 1 is the first."""
+        """Stores a contribution. Worker 1 is the first."""
         self._vectors[worker - 1], self._sums[worker] = vector, sums
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Workers without which there must be no update; of those whose number alone counts, all."""
+        """Returns the workers needed for the next update; all that have not arrived if only their number counts."""
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
         stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """Averages the weights anew; returns them, who has arrived for them, and the age of the oldest contribution."""
+        """Averages the weights; returns them, the arrived workers, and the age of the oldest contribution."""
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
         arrived, self.arrived = self.arrived, set()
         return self._vectors.mean(0), arrived, max(ages)
 
     def sums(self) -> Sums:
-        """Adds up the sums of all workers that have ever reported."""
+        """Adds the sums of all workers that have reported."""
         return reduce(add, self._sums.values())
 
 
 class Lost(Exception):
-    """A worker is dead or late: an `Order`, and who."""
+    """A worker is dead or late: an `Order`, and the worker."""
 
 
 class Master:
-    """Leads a training over lines to the workers, by rank."""
+    """Leads a training over connections to the workers."""
 
     def __init__(
         self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Line], options: Asynchronous
@@ -233,7 +238,7 @@ class Master:
         self._carriers = {worker: Carrier(worker, line, self._inbox) for worker, line in lines.items()}
 
     def lead(self) -> None:
-        """The iterations, an update of the agreed weights each, until they end, or a dead or late rank."""
+        """Runs the iterations, each an update of the agreed weights, until they end or a rank is dead or late."""
         state = self._state
         for carrier in self._carriers.values():
             carrier.start()
@@ -242,13 +247,13 @@ class Master:
             self._dismiss(Reply("end", state.best.weights.flat(), -1, state.best.iteration, state.best.loss))
         except Lost as lost:
             order, culprit = lost.args
-            with contextlib.suppress(Lost):  # the culprit does not take its leave, which is known
+            with contextlib.suppress(Lost):  # the lost worker does not confirm the end
                 self._dismiss(Reply(order, state.agreed.flat(), culprit))
             raise failure(order, culprit, self._communicator.rank) from lost.__cause__
 
     def _iterate(self) -> None:
         state, run, recorder = self._state, self._run, self._run.recorder
-        known = state.iteration == 0  # of a resumed training only the workers know what they had sent
+        known = state.iteration == 0  # in a resumed training, only the workers know their last contributions
         contributions = Contributions(state.agreed.flat(), len(self._carriers), self._options, known)
         start_s = time.perf_counter() - state.elapsed_s
         state.stopped = None
@@ -269,7 +274,7 @@ class Master:
             run.log(progress)
 
     def _collect(self, contributions: Contributions) -> None:
-        """Takes all that has arrived, and waits until there can be an update, or raises Lost."""
+        """Takes arrived contributions, and waits until there can be an update; or raises `Lost`."""
         deadline_s = time.monotonic() + self._options.patience_s
         while not self._inbox.empty() or contributions.missing():
             try:
@@ -277,12 +282,14 @@ class Master:
             except queue.Empty:
                 raise Lost("late", contributions.missing()[0]) from None
             if isinstance(report, RuntimeError):
-                # A line breaks when its worker dies, or after so long that it is late in any case.
+                # A connection breaks when its worker dies, or after a timeout longer than the patience.
                 raise Lost("dead" if worker in self._communicator.missing_ranks() else "late", worker) from report
             contributions.take(worker, *report)
 
     def _dismiss(self, reply: Reply) -> None:
-        """Answers all workers' reports, those that wait or the next, and waits until all have it, or raises Lost."""
+        """Replies to the current or next report of every worker, and waits until all have the reply; or raises
+        `Lost`.
+        """
         for carrier in self._carriers.values():
             carrier.replies.put(reply)
         deadline_s = time.monotonic() + self._options.patience_s

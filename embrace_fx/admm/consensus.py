@@ -1,11 +1,11 @@
-"""Training in step: ranks iterate on their own sequences, then agree on the weights. A process alone is one rank.
+"""Synchronous consensus: ranks iterate on their own sequences and then agree on the weights.
 
-P-ADMMiRNN's parallel form. Rank i moves weights theta_i of its own from the agreed ones, z, held to them by
-g/2 |theta_i - z + u_i|^2; after each iteration
+The parallel form of P-ADMMiRNN. Rank i updates its own weights theta_i, starting from the agreed weights z and pulled
+to them by g/2 |theta_i - z + u_i|^2. After each iteration
 
     z = mean of theta_i + u_i     u_i += theta_i - z
 
-The mean is one AllReduce of a vector as long as the weights. Multipliers of constraints never leave their rank.
+The mean is one AllReduce of all weights. Multipliers of constraints stay on their rank. A single process is one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 import torch
 import torch.distributed as dist
 
-from embrace_fx.admm.model import Data, expect
+from embrace_fx.admm.model import Data, require
 from embrace_fx.admm.operations import AGREE, DUALS, FIGURES
 from embrace_fx.admm.progress import Progress, Stopping, Sums
 from embrace_fx.admm.state import State
@@ -31,21 +31,21 @@ OnIteration = Callable[[Progress], object]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Ranks that wait for each other after each iteration, pulled to what they agree on with `strength` (g).
+    """Ranks that wait for each other after each iteration, pulled to the agreed weights with `strength` (g).
 
-    It is per sequence of a batch, as penalties are.
+    The strength is per sequence of a batch, like penalties.
     """
 
     strength: float = 0.003
 
     def __post_init__(self) -> None:
-        wanted = "a positive strength, in admm.Synchronous()"
-        expect(0 < self.strength < float("inf"), wanted, str(self.strength), "Change it.")
+        fits = 0 < self.strength < float("inf")
+        require(fits, f"admm.Synchronous(): strength is {self.strength}. Pass a positive number.")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The length of a training, the `monitored` data that its weights are judged on, and the callback that is told."""
+    """The length of a training, the `monitored` data to evaluate weights on, and the callback for progress."""
 
     iterations: int
     batch_size: int
@@ -60,28 +60,28 @@ class Run:
 
 
 def pull_of(state: State, strength: float) -> Consensus:
-    """The pull that holds a rank's weights to the agreed ones: z - u, with strength g."""
+    """Returns the pull of a rank's weights to the agreed ones: z - u, with strength g."""
     return Consensus(state.agreed.unflat(state.agreed.flat() - state.duals.flat()), strength)
 
 
 def contribution(state: State) -> torch.Tensor:
-    """theta + u of a rank as one vector; z is the mean of all ranks'."""
+    """Returns a rank's theta + u as one vector; z is the mean of all ranks'."""
     return state.weights.flat() + state.duals.flat()
 
 
 def take_agreed(state: State, z: torch.Tensor) -> None:
-    """Takes newly agreed weights, and moves the rank's duals: u += theta - z."""
+    """Stores newly agreed weights and updates the rank's duals: u += theta - z."""
     state.duals = state.duals.unflat(contribution(state) - z)
     state.agreed = state.agreed.unflat(z)
 
 
 def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[float]:
-    """Sums of all ranks' numbers, by place. Collective."""
+    """Returns the element-wise sums of all ranks' numbers. Collective."""
     return list(communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist())
 
 
 def train_in_step(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
-    """Trains until the run stops, and brings `state` forward in place. `strength` is g, the same on all ranks."""
+    """Trains until the run stops, and updates `state` in place. `strength` is g, equal on all ranks."""
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:

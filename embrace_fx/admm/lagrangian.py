@@ -1,14 +1,15 @@
 """The augmented Lagrangian of the unfolded RNN: penalties, and its value.
 
-P-ADMMiRNN (arXiv 2006.05622) makes the pre-activations a, the states s and the outputs o variables of their own. What
-the model defines becomes constraints, with residuals at every step n, and at every step m that the head reads:
+P-ADMMiRNN (arXiv 2006.05622) makes the pre-activations a, the states s and the outputs o separate variables. The
+model's
+equations become constraints, with residuals at every step n, and at every step m that the head reads:
 
     ra_n = a_n - U x_n - W s_{n-1} - b     rs_n = s_n - tanh(a_n)     ro_m = o_m - V s_m - c
 
     L = loss(o, y) + p1/2 sum |ra^|^2 + p2/2 sum |rs^|^2 + p3/2 sum |ro^|^2     r^ = r - l
 
-Multipliers l are divided by their penalties, and L leaves out -p/2 |l|^2, which no block moves. Losses are summed over
-sequences, so that a penalty means the same whatever their number. `model` has the legend of shapes.
+Multipliers l are divided by their penalties. L omits -p/2 |l|^2, which is constant in every update. Losses are summed
+over sequences, so that penalties do not depend on their number. `model` has the legend of shapes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dataclasses import astuple, dataclass
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from embrace_fx.admm.model import PerConstraint, expect
+from embrace_fx.admm.model import PerConstraint, require
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Prices of a move. The defaults were chosen on three tasks at once, by seeds that judge nothing.
+    """Penalties of the residuals. The defaults were chosen on three tasks at once, with seeds that no evaluation uses.
 
     Attributes:
         p1, p2, p3: of the residuals of a, s and o, per sequence.
-        damping: of the weights' least squares, in units of the squares of what a weight reads.
+        damping: of the weights' least squares, relative to the squares of a weight's inputs.
     """
 
     p1: float = 4.0
@@ -37,11 +38,11 @@ class Penalties:
 
     def __post_init__(self) -> None:
         fits = all(0 < value < float("inf") for value in astuple(self))
-        expect(fits, "positive, finite penalties, in admm.Penalties()", str(self), "Change them.")
+        require(fits, f"Penalties must be positive and finite. Got admm.{self}.")
 
 
 def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties) -> Tensor:
-    """L of outputs o and shifted residuals r^, a scalar, summed over sequences."""
+    """Returns L, summed over sequences, of outputs o and shifted residuals r^."""
     total = summed_loss(o_MBC, y_MB)
     for r, p in zip(shifted.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True):
         total = total + p / 2 * r.square().sum()
@@ -49,5 +50,5 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
 
 
 def summed_loss(o_MBC: Tensor, y_MB: Tensor) -> Tensor:
-    """Cross entropy, summed over sequences and the steps that the head reads."""
+    """Returns the cross entropy, summed over sequences and the steps that the head reads."""
     return cross_entropy(o_MBC.flatten(0, 1), y_MB.flatten(), reduction="sum")

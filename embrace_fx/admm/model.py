@@ -1,4 +1,4 @@
-"""The RNN unfolded in time, as tensors: its weights, its data, and the way between them and the user's modules.
+"""The unrolled RNN as tensors: its weights and data, and conversions from and to the user's modules.
 
     a_n = U x_n + W s_{n-1} + b     s_n = tanh(a_n)     o_m = V s_m + c
 
@@ -6,7 +6,7 @@ Legend, here and in all of `embrace_fx.admm`
     N   time steps, n = 0 .. N-1          I   inputs of a step
     B   sequences                         H   hidden units
     M   steps the head reads: the last one (M = 1: classification of sequences), or all (M = N: language model)
-    C   classes                           F, G   numbers that cell and head read: I + H + 1, H + 1
+    C   classes                           F, G   inputs of cell and head: I + H + 1, H + 1
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 
-def expect(fits: bool, expected: str, found: str, remedy: str) -> None:
-    """Raises ValueError where something does not fit."""
-    if not fits:
-        raise ValueError(f"expected {expected}, found {found}. {remedy}")
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with this message if the condition is false."""
+    if not condition:
+        raise ValueError(message)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters, [U W b] of the cell and [V c] of the head, or tensors of their shapes.
+    """The parameters, [U W b] of the cell and [V c] of the head, or tensors of these shapes.
 
-    The cell multiplies what it reads, [x_n; s_{n-1}; 1], the head [s_m; 1].
+    The cell multiplies its inputs [x_n; s_{n-1}; 1], the head [s_m; 1].
     """
 
     cell_HF: Tensor
@@ -45,18 +45,18 @@ class Weights:
         return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
-        """All of it as one vector: what travels between ranks."""
+        """Returns all weights as one vector, to be sent between ranks."""
         return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
     def unflat(self, vector: Tensor) -> Weights:
-        """A vector cut and shaped as these weights are."""
+        """Splits a vector into weights of these shapes."""
         pieces = vector.split([tensor.numel() for tensor in self.tensors()])
         return Weights(*(p.view(t.shape).clone() for p, t in zip(pieces, self.tensors(), strict=True)))
 
 
 @dataclass(frozen=True)
 class PerConstraint:
-    """A number for each constraint a_n = ..., s_n = ..., o_m = ... of each sequence: a residual, or a multiplier."""
+    """A residual or a multiplier for each constraint a_n = ..., s_n = ..., o_m = ... of each sequence."""
 
     a_NBH: Tensor
     s_NBH: Tensor
@@ -72,18 +72,18 @@ class PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
     def of(self, chosen_B: Tensor) -> PerConstraint:
-        """A copy of those of some sequences."""
+        """Copies the values of some sequences."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
     def put(self, chosen_B: Tensor, other: PerConstraint) -> None:
-        """Overwrites those of some sequences."""
+        """Overwrites the values of some sequences."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences, in the weights' dtype, and the classes, int64, that the head is to say of them."""
+    """Sequences, in the weights' dtype, and their target classes (int64)."""
 
     x_NBI: Tensor
     y_MB: Tensor
@@ -93,13 +93,13 @@ class Data:
         return self.x_NBI.shape[1]
 
     def of(self, chosen_B: Tensor) -> Data:
-        """Some of the sequences."""
+        """Copies some of the sequences."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass: what cell and head read, [x_n; s_{n-1}; 1] and [s_m; 1], states and outputs."""
+    """A forward pass: the inputs of cell and head, [x_n; s_{n-1}; 1] and [s_m; 1], the states and the outputs."""
 
     cell_NBF: Tensor
     s_NBH: Tensor
@@ -108,7 +108,7 @@ class Pass:
 
 
 def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None) -> Pass:
-    """Computes what the modules do, head on the last `head_steps` steps, or what a, s, o with given residuals are."""
+    """Runs the modules, with the head on the last `head_steps` steps; or computes a, s, o for given residuals."""
     (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
     read = x_NBI.new_empty(N + 1, B, F)
     read[:N, :, :inputs], read[0, :, inputs:-1], read[..., -1] = x_NBI, 0, 1
@@ -126,7 +126,7 @@ def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: Per
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
-    """Copies the parameters, the RNN's two biases as one; ValueError for modules that the method is not written for."""
+    """Copies the parameters, with the RNN's two biases as one. Raises `ValueError` for unsupported modules."""
     _check_modules(rnn, head)
     with torch.no_grad():
         own = dict(rnn.named_parameters())
@@ -136,7 +136,7 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
-    """Leaves the weights in the modules, the whole bias of the RNN in `bias_ih_l0`."""
+    """Writes the weights into the modules, with the RNN's whole bias in `bias_ih_l0`."""
     own = dict(rnn.named_parameters())
     with torch.no_grad():
         own["weight_ih_l0"].copy_(weights.cell_HF[:, : rnn.input_size])
@@ -148,30 +148,41 @@ def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
 
 
 def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: bool, name: str = "data") -> Data:
-    """Checks a pair (inputs, targets) against the weights and lays it out with time first.
+    """Checks a pair (inputs, targets) against the weights, and puts time first.
 
     Args:
-        data: inputs (B, N, I) if `batch_first`, else (N, B, I), and targets: (B,) for one class per sequence, or laid
-            out as the inputs' first two sizes for one class per step. ValueError where these do not fit.
-        name: what the user calls it, for errors.
+        data: inputs (B, N, I) if `batch_first`, else (N, B, I), and targets: (B,) for one class per sequence, or the
+            inputs' first two sizes for one class per step.
+        name: the user's name of the data, for errors.
+
+    Raises:
+        ValueError: the data does not fit.
     """
-    (inputs, targets), cell, where = data, weights.cell_HF, f"in the {name} of admm.train()"
+    (inputs, targets), cell, where = data, weights.cell_HF, f"admm.train(): {name}"
     size, layout = cell.shape[1] - cell.shape[0] - 1, "(B, N, I)" if batch_first else "(N, B, I)"
-    fits = inputs.dim() == 3 and inputs.shape[2] == size and 0 not in inputs.shape
-    wanted = f"inputs of shape {layout} with I = {size}, none of the sizes 0, {where}"
-    expect(fits, wanted, str(tuple(inputs.shape)), "Pad sequences to one length; make ids one-hot vectors.")
-    wanted = f"inputs of {cell.dtype} on {cell.device}, as the RNN's weights, {where}"
-    fits, found = inputs.dtype == cell.dtype and inputs.device == cell.device, f"{inputs.dtype} on {inputs.device}"
-    expect(fits, wanted, found, "Convert one of them.")
-    each, steps = (inputs.shape[0 if batch_first else 1],), tuple(inputs.shape[:2])
-    wanted = f"int64 targets of shape {each} (a class per sequence) or {steps} (a class per step), {where}"
-    fits, found = tuple(targets.shape) in {each, steps}, f"{targets.dtype} {tuple(targets.shape)}"
-    expect(fits and targets.dtype == torch.int64, wanted, found, "Make them so.")
+    require(
+        inputs.dim() == 3 and inputs.shape[2] == size and 0 not in inputs.shape,
+        f"{where}: the inputs have shape {tuple(inputs.shape)} and must have shape {layout}, with I = {size} and no "
+        "size 0. Pad sequences to one length, and convert ids to one-hot vectors.",
+    )
+    require(
+        inputs.dtype == cell.dtype and inputs.device == cell.device,
+        f"{where}: the inputs are {inputs.dtype} on {inputs.device}, but the RNN's weights are {cell.dtype} on "
+        f"{cell.device}. Convert one of them.",
+    )
+    per_sequence, per_step = (inputs.shape[0 if batch_first else 1],), tuple(inputs.shape[:2])
+    require(
+        tuple(targets.shape) in {per_sequence, per_step} and targets.dtype == torch.int64,
+        f"{where}: the targets are {targets.dtype} of shape {tuple(targets.shape)}. Pass int64 targets of shape "
+        f"{per_sequence}, a class per sequence, or {per_step}, a class per step.",
+    )
     classes, lowest, highest = len(weights.head_CG), int(targets.min()), int(targets.max())
-    wanted = f"targets from 0 to {classes - 1}, as the head has {classes} outputs, {where}"
-    fits, found = 0 <= lowest <= highest < classes, f"{lowest} to {highest}"
-    expect(fits, wanted, found, "Give the head an output for each class.")
-    expect(bool(inputs.isfinite().all()), f"finite inputs, {where}", "inf or nan", "Clean the data.")
+    require(
+        0 <= lowest <= highest < classes,
+        f"{where}: the targets go from {lowest} to {highest}, but the head has {classes} outputs. Give the head an "
+        "output for each class.",
+    )
+    require(bool(inputs.isfinite().all()), f"{where}: the inputs contain inf or nan. Remove those values.")
     targets = targets.to(inputs.device)
     y_MB = targets[None] if targets.dim() == 1 else targets.t() if batch_first else targets
     x_NBI = inputs.transpose(0, 1) if batch_first else inputs
@@ -179,20 +190,30 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
 
 
 def _check_modules(rnn: nn.RNN, head: nn.Linear) -> None:
-    where, found = "in admm.train()", f"{type(rnn).__qualname__} and {type(head).__qualname__}"
-    remedy, kinds = "The method is written for this model; train others with an optimizer.", (type(rnn), type(head))
-    expect(kinds == (nn.RNN, nn.Linear), f"a torch.nn.RNN and a torch.nn.Linear, {where}", found, remedy)
+    require(
+        (type(rnn), type(head)) == (nn.RNN, nn.Linear),
+        f"admm.train() supports a torch.nn.RNN and a torch.nn.Linear, not {type(rnn).__qualname__} and "
+        f"{type(head).__qualname__}. Train other models with an optimizer.",
+    )
     wanted = {"nonlinearity": "tanh", "num_layers": 1, "bidirectional": False, "bias": True, "dropout": 0.0}
     has = {name: getattr(rnn, name) for name in wanted} | {"bias": rnn.bias and head.bias is not None}
-    found = ", ".join(f"{name}={has[name]!r}" for name in wanted if has[name] != wanted[name])
-    model = f"an RNN of one tanh layer in one direction without dropout, and biases in RNN and head, {where}"
-    expect(has == wanted, model, found, "Make the model so, or train it with an optimizer.")
-    fits, size = head.in_features == rnn.hidden_size, f"in_features={rnn.hidden_size}, the RNN's hidden_size"
-    expect(fits, f"a head with {size}, {where}", str(head.in_features), "Give it as many inputs.")
+    others = ", ".join(f"{name}={has[name]!r}" for name in wanted if has[name] != wanted[name])
+    require(
+        has == wanted,
+        f"admm.train() does not support {others}. Use an RNN of one tanh layer in one direction without dropout, with "
+        "biases in RNN and head, or train the model with an optimizer.",
+    )
+    require(
+        head.in_features == rnn.hidden_size,
+        f"admm.train(): the head has in_features={head.in_features}, but the RNN has hidden_size={rnn.hidden_size}. "
+        "Make them equal.",
+    )
     parameters = [*rnn.parameters(), *head.parameters()]
-    found_kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
-    fits = len(found_kinds) == 1 and parameters[0].dtype in {torch.float32, torch.float64}
-    one = f"all parameters of RNN and head in float32, or all in float64, on one device, {where}"
-    expect(fits, one, ", ".join(found_kinds), "Convert them.")
+    kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
+    require(
+        len(kinds) == 1 and parameters[0].dtype in {torch.float32, torch.float64},
+        f"admm.train(): the parameters of RNN and head are {', '.join(kinds)}. Convert all to float32 or all to "
+        "float64, on one device.",
+    )
     finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
-    expect(finite, f"finite parameters, {where}", "inf or nan", "Initialise the modules again.")
+    require(finite, "admm.train(): a parameter contains inf or nan. Initialize the modules again.")

@@ -1,10 +1,10 @@
-"""Operations of an iteration, by the ids that recordings and pictures share."""
+"""Ids of the operations of an iteration, for recordings and pictures."""
 
 from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# late: of a batch as a whole, so that it is shown by its name alone
+# `late` shows only the name, because the operation is for a whole batch
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

@@ -1,4 +1,4 @@
-"""Measures an iteration: sums that add up over ranks, the figures made of them, and when these say stop."""
+"""Metrics of an iteration, computed from sums over ranks, and the criteria to stop."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from dataclasses import astuple, dataclass
 
 from embrace_fx.admm.lagrangian import summed_loss
-from embrace_fx.admm.model import Data, Weights, expect, run_forward
+from embrace_fx.admm.model import Data, Weights, require, run_forward
 
 
 @dataclass(frozen=True)
 class Progress:
-    """An iteration's figures, over all ranks.
+    """An iteration's metrics, over all ranks.
 
     Attributes:
         iteration: from 1; 0 is the start.
         loss: mean cross entropy of the model, by a plain forward pass over the monitored data.
-        accuracy: share of right answers there.
-        lagrangian: the augmented Lagrangian per sequence, after the joint moves.
-        ra, rs, ro: root mean squares of the residuals after the joint moves.
-        disagreement: root mean square of the ranks' weights less the agreed ones; 0 in a single process.
-        staleness: most updates by which a rank's contribution is behind; 0 unless ranks are asynchronous.
-        elapsed_s: wall time since training began, earlier parts of a resumed training included.
+        accuracy: share of correct answers there.
+        lagrangian: the augmented Lagrangian per sequence, after the joint updates.
+        ra, rs, ro: root mean squares of the residuals after the joint updates.
+        disagreement: root mean square of the ranks' weights minus the agreed ones; 0 in a single process.
+        staleness: maximum age of a rank's contribution, in updates; 0 unless ranks are asynchronous.
+        elapsed_s: wall time since training began, including earlier parts of a resumed training.
     """
 
     iteration: int
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums that figures are made of, over targets, sequences, constraints and ranks, each with the number summed."""
+    """Sums for the metrics, over targets, sequences, constraints and ranks, each with its count."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -55,7 +55,7 @@ class Sums:
 
     @classmethod
     def of(cls, weights: Weights, data: Data) -> Sums:
-        """Judges a model by a plain forward pass."""
+        """Evaluates a model by a plain forward pass."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
@@ -77,32 +77,34 @@ class Sums:
 
 @dataclass(frozen=True)
 class Best:
-    """The weights with the lowest loss so far, and the iteration that made them."""
+    """The weights with the lowest loss so far, and their iteration."""
 
     iteration: int
     loss: float
     weights: Weights
 
     def or_better(self, progress: Progress, weights: Weights) -> Best:
-        """These, or others where their loss is lower. A loss that is no number is never lower."""
+        """Returns the better of these weights and others. A loss that is nan is never better."""
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends training after `patience` iterations without a lower loss, or at an `accuracy`; for neither if None."""
+    """Ends training after `patience` iterations without a lower loss, or at an `accuracy`. None disables a
+    criterion.
+    """
 
     patience: int | None = 100
     accuracy: float | None = None
 
     def __post_init__(self) -> None:
         fits = self.patience is None or self.patience >= 1
-        expect(fits, "a patience of at least 1 iteration, in admm.Stopping()", str(self.patience), "Raise it.")
+        require(fits, f"admm.Stopping(): patience is {self.patience}. Pass at least 1 iteration.")
         fits = self.accuracy is None or 0 < self.accuracy <= 1
-        expect(fits, "an accuracy above 0, at most 1, in admm.Stopping()", str(self.accuracy), "Give a share.")
+        require(fits, f"admm.Stopping(): accuracy is {self.accuracy}. Pass a number above 0 and at most 1.")
 
     def reason(self, progress: Progress, best: Best) -> str | None:
-        """Names the reason for which training ends here; None: it goes on."""
+        """Returns the reason to end training now; None to continue."""
         if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
             return f"the loss was not finite at iteration {progress.iteration}"
         if self.accuracy is not None and progress.accuracy >= self.accuracy:

@@ -1,4 +1,4 @@
-"""Prepares the first iteration: checks everybody's input; the ranks agree, or all of them refuse."""
+"""Prepares the first iteration: checks the input of all ranks, and raises on all if any is invalid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embrace_fx.admm.asynchronous import Asynchronous
 from embrace_fx.admm.consensus import Synchronous, add_over_ranks
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.model import Data, Weights, expect, read_data, read_weights, run_forward
+from embrace_fx.admm.model import Data, Weights, read_data, read_weights, require, run_forward
 from embrace_fx.admm.progress import Best, Stopping, Sums
 from embrace_fx.admm.state import State
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -23,12 +23,12 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 Parallel = Synchronous | Asynchronous | None
 
 PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
-"""Root mean squares of a and o that training starts from; rounds of rescaling [U W b], with which states change."""
+"""Initial root mean squares of a and o; rounds of rescaling [U W b], each of which changes the states."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """A rank's own part of a training. Weights are judged on `monitored`; an asynchronous master does not train."""
+    """A rank's own part of a training. Weights are evaluated on `monitored`. An asynchronous master does not train."""
 
     weights: Weights
     data: Data
@@ -38,7 +38,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Training:
-    """Options of a call of `train`, which must be alike on all ranks."""
+    """Options of a call of `train`, which must be equal on all ranks."""
 
     iterations: int
     batch_size: int
@@ -52,17 +52,26 @@ class Training:
         return not isinstance(self.parallel, Asynchronous)
 
     def check(self, timeout: timedelta | None) -> None:
-        """Raises ValueError for what makes no sense, with messages that time out after `timeout`."""
-        fits, found = self.iterations >= 0 and self.batch_size >= 1, f"{self.iterations} and {self.batch_size}"
-        expect(fits, "no less than 0 iterations, of batches of at least 1, in admm.train()", found, "Raise them.")
-        if isinstance(self.parallel, Asynchronous) and timeout is not None:  # else it ends with no name to blame
+        """Raises `ValueError` for invalid options.
+
+        Args:
+            timeout: of messages. A longer patience would end in an error that names no rank.
+        """
+        require(
+            self.iterations >= 0 and self.batch_size >= 1,
+            f"admm.train(): iterations is {self.iterations} and batch_size {self.batch_size}. Pass at least 0 "
+            "iterations and a batch_size of at least 1.",
+        )
+        if isinstance(self.parallel, Asynchronous) and timeout is not None:
             limit_s = timeout.total_seconds()
-            fits, found = self.parallel.patience_s <= limit_s / 2, f"{self.parallel.patience_s:g}"
-            wanted = f"a patience_s of at most half the process group's timeout, {limit_s:g} s, in admm.Asynchronous()"
-            expect(fits, wanted, found, "Lower it, or raise the timeout of init_process_group().")
+            require(
+                self.parallel.patience_s <= limit_s / 2,
+                f"admm.Asynchronous(): patience_s is {self.parallel.patience_s:g}, more than half of the process "
+                f"group's timeout of {limit_s:g} s. Lower it, or raise the timeout of init_process_group().",
+            )
 
     def told(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
-        """Describes, by name, what ranks compare: the options, and their own data and state."""
+        """Returns, by name, the values that ranks compare: the options, and their own data and state."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
             "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
             "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
@@ -72,26 +81,27 @@ class Training:
 
 
 def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that train together; None for a single process. ValueError where that is not said, or cannot be."""
-    ready, call = dist.is_available() and dist.is_initialized(), f"in admm.train(parallel={parallel})"
+    """Returns the ranks that train together; None for a single process. Raises `ValueError` if they cannot."""
+    ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
         size = dist.get_world_size(process_group) if ready else 1
-        expect(
+        require(
             size == 1 and process_group is None,
-            f"parallel=admm.Synchronous() or admm.Asynchronous(), in admm.train() on {size} ranks",
-            "None, which would train a model of its own on each",
-            "Say how they are to train together.",
+            f"admm.train() on {size} ranks without parallel= would train a separate model on each. Pass "
+            "admm.Synchronous() or admm.Asynchronous().",
         )
         return None
-    remedy = "Call torch.distributed.init_process_group() before, or leave parallel out."
-    expect(ready, f"torch.distributed to be initialised, {call}", "that it is not", remedy)
+    require(
+        ready,
+        f"{call}: torch.distributed is not initialized. Call torch.distributed.init_process_group() before, or leave "
+        "parallel out.",
+    )
     group = process_group if process_group is not None else dist.group.WORLD
     workers = dist.get_world_size(group) - 1
-    expect(
+    require(
         not isinstance(parallel, Asynchronous) or parallel.arrivals <= workers,
-        f"no more arrivals than workers, all ranks but the master, {call}",
-        f"{workers} workers",
-        "Start more ranks, or lower arrivals.",
+        f"{call}: arrivals is more than the {workers} workers, all ranks except the master. Start more ranks, or lower "
+        "arrivals.",
     )
     return group
 
@@ -99,29 +109,32 @@ def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dis
 def read_own(
     rnn: nn.RNN, head: nn.Linear, data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor] | None, trains: bool
 ) -> Own:
-    """Copies of the modules' weights, and the data as it is used; ValueError for what is not supported."""
+    """Copies the modules' weights, and prepares the data. Raises `ValueError` for unsupported input."""
     weights = read_weights(rnn, head)
     own = judged = read_data(data, weights, batch_first=rnn.batch_first)
     if validation is not None:
         judged = read_data(validation, weights, batch_first=rnn.batch_first, name="validation")
         every_step, alike = (len(each.y_MB) == len(each.x_NBI) for each in (judged, own))
-        wanted = "validation with a class per sequence, or per step, as the data has, in admm.train()"
-        expect(every_step == alike, wanted, "the other", "Give it in the data's form.")
+        require(
+            every_step == alike,
+            "admm.train(): of data and validation, one has a class per sequence and the other a class per step. Use "
+            "one form for both.",
+        )
     return Own(weights, own, judged, trains)
 
 
 def together(communicator: Communicator, prepare: Callable[[], Own], asked: Callable[[Own], dict[str, str]]) -> Own:
-    """Calls `prepare` on every rank, and raises PeerFailure on all where it raises on one. Collective.
+    """Calls `prepare` on every rank, and raises `PeerFailure` on all if it raises on one. Collective.
 
     Args:
-        asked: what all ranks must ask for alike, by name.
+        asked: returns, by name, the settings that must be equal on all ranks.
     """
     if communicator.world_size == 1:
         return prepare()
     own, failure = None, None
     try:
         own = prepare()
-    except Exception as error:  # whatever keeps this rank from taking part, the others must know
+    except Exception as error:  # report any error to the other ranks
         failure = error
     communicator.check_none_failed(failure)
     assert own is not None
@@ -129,14 +142,16 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
     failures = {}
     for rank, theirs in enumerate(others, start=1):
         if other := [f"{name} {theirs[name]}, not {value}" for name, value in first.items() if theirs[name] != value]:
-            failures[rank] = f"expected to be asked for the same as rank 0, found {'; '.join(other)}"
+            failures[rank] = f"the call of admm.train() differs from rank 0's: {'; '.join(other)}"
     if failures:
         raise PeerFailure(failures)
     return own
 
 
 def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale: bool) -> State:
-    """A new training from rank 0's weights, in an order of batches that torch's global generator seeds. Collective."""
+    """Returns a new training from rank 0's weights, with an order of batches from torch's global generator.
+    Collective.
+    """
     add = partial(add_over_ranks, communicator)
     flat, seed = own.weights.flat(), torch.randint(2**31, (1,))
     communicator.broadcast([flat])
@@ -151,7 +166,11 @@ def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale
 def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
     """Scales [U W b] to a root mean square of `PREACTIVATIONS`, then [V c] to one of `OUTPUTS`. Collective.
 
-    Starts that differ by a factor become the same. `data` is a rank's, if it trains; `add` sums over ranks, by place.
+    Starts that differ by a factor become equal.
+
+    Args:
+        data: this rank's data if it trains.
+        add: sums numbers over ranks.
     """
     for rounds in reversed(range(ROUNDS + 1)):
         squares, count = 0.0, 0
@@ -160,7 +179,7 @@ def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]
             values = forward.cell_NBF @ weights.cell_HF.t() if rounds else forward.o_MBC
             squares, count = float(values.double().square().sum()), values.numel()
         squares, numbers = add([squares, count])
-        if squares > 0:  # of weights that are all zero there is nothing to rescale
+        if squares > 0:  # weights that are all zero cannot be rescaled
             factor = (PREACTIVATIONS if rounds else OUTPUTS) / (squares / numbers) ** 0.5
             cell, head = (factor, 1.0) if rounds else (1.0, factor)
             weights = Weights(weights.cell_HF * cell, weights.head_CG * head)

@@ -1,4 +1,4 @@
-"""All that a training is between two iterations: saved, and resumed to the same bits."""
+"""The state of a training between two iterations, which can be saved and resumed with the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.model import Data, PerConstraint, Weights, expect
+from embrace_fx.admm.model import Data, PerConstraint, Weights, require
 from embrace_fx.admm.progress import Best, Progress, Stopping
 from embrace_fx.admm.weights import Grams
 
@@ -23,13 +23,13 @@ class State:
     Attributes:
         penalties: of the Lagrangian.
         weights: this rank's own.
-        multipliers: of this rank's sequences, divided by penalties; None on an asynchronous training's master.
-        agreed: weights that all ranks agree on (z); in a single process the rank's own.
+        multipliers: of this rank's sequences, divided by penalties; None on an asynchronous master.
+        agreed: the weights that all ranks agree on (z); in a single process its own weights.
         duals: this rank's scaled multipliers of the agreement (u); zero in a single process.
-        best: the agreed weights with the lowest loss; what training leaves in the modules.
+        best: the agreed weights with the lowest loss, which training leaves in the modules.
         seed: of the batches' order.
-        grams: running means that the weights' least squares are damped with.
-        history: an entry per iteration; the same on all synchronous ranks.
+        grams: running means that damp the weights' least squares.
+        history: an entry per iteration; equal on all synchronous ranks.
         stopped: why training ended before all its iterations.
     """
 
@@ -47,7 +47,7 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Makes the state before the first iteration, with multipliers of zero for the rank's data, if it trains."""
+        """Returns the state before the first iteration, with zero multipliers for the rank's data, if it trains."""
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
         if data is not None:
@@ -59,7 +59,9 @@ class State:
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:
-        """Enters an iteration's figures, keeps the agreed weights if they are the best, and decides whether to stop."""
+        """Records an iteration's metrics, keeps the agreed weights if they are the best, and decides whether to
+        stop.
+        """
         self.history.append(progress)
         self.best = self.best.or_better(progress, self.agreed)
         self.stopped = stopping.reason(progress, self.best)
@@ -70,11 +72,14 @@ class State:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> State:
-        """Reads what `save` wrote; ValueError for another file."""
+        """Reads a state that `save` wrote. Raises `ValueError` for another file."""
         saved: Any = torch.load(path, weights_only=True, map_location=map_location)
         known = isinstance(saved, dict) and saved.pop("format", None) == FORMAT
-        wanted = f"a state written by admm.State.save(), format {FORMAT}, in admm.State.load()"
-        expect(known, wanted, f"something else in {os.fspath(path)!r}", "Give the file of a saved state.")
+        require(
+            known,
+            f"admm.State.load(): {os.fspath(path)!r} was not written by admm.State.save() in format {FORMAT}. Pass the "
+            "file of a saved state.",
+        )
         best, multipliers = saved["best"], saved["multipliers"]
         saved["penalties"], saved["grams"] = Penalties(**saved["penalties"]), Grams(**saved["grams"])
         saved["multipliers"] = PerConstraint(**multipliers) if multipliers is not None else None
@@ -83,17 +88,15 @@ class State:
         return cls(**saved | {name: Weights(**saved[name]) for name in ("weights", "agreed", "duals")})
 
     def check_fits(self, weights: Weights, data: Data | None, penalties: Penalties) -> None:
-        """Raises ValueError where modules, data or penalties are not those that the state was saved with."""
+        """Raises `ValueError` if modules, data or penalties differ from those that the state was saved with."""
         saved = () if self.multipliers is None else tuple(tuple(each.shape) for each in self.multipliers.tensors())
         found = _description(self.weights, saved, self.penalties)
         wanted = _description(weights, multiplier_sizes(weights, data) if data is not None else (), penalties)
         other = [f"{name} {value} (now {wanted[name]})" for name, value in found.items() if value != wanted[name]]
-        expect(
+        require(
             not other,
-            "the modules, data and penalties that the state was saved with, on the same rank of the same kind of "
-            "training, in admm.train(state=...)",
-            f"that it has {'; '.join(other)}",
-            "Resume with the same ones, or begin without a state.",
+            f"admm.train(state=...): the state was saved with {'; '.join(other)}. Resume with the same modules, data "
+            "and penalties on the same rank, or begin without a state.",
         )
 
 
@@ -107,7 +110,7 @@ def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
 
 
 def _description(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """The settings that must be the same before and after a break."""
+    """Returns the settings that must be equal before and after a break."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),
         "multipliers of": str(multipliers),

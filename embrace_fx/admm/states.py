@@ -1,17 +1,19 @@
-"""The joint move of a, s and o of all steps: the exact minimum of the Lagrangian linearised about a forward pass.
+"""The joint update of a, s and o of all steps: the exact minimum of the Lagrangian linearized about a forward pass.
 
-Weights given, residuals determine a, s and o, and are unknowns as good as these. In them all penalties are squares, and
-only the loss sees the model: o moves by J times the residuals' change, J the model's Jacobian, one block a constraint.
-With g and S the loss's gradient and curvature in o, R = J p^-1 J', and r^ the shifted residuals before the move,
+For given weights, the residuals determine a, s and o, so they can be the unknowns. In them all penalties are squares,
+and
+only the loss depends on the model: o changes by J times the change of the residuals, where J is the model's Jacobian
+with one block per constraint. With g and S the loss's gradient and curvature in o, R = J p^-1 J', and r^ the shifted
+residuals before the update,
 
     new r^ = -p^-1 J' y     (1 + S R) y = g - S J r^
 
-so y, of the outputs' size, is the loss's gradient where the outputs arrive, and 1 + S R keeps it from going further
-than penalties allow. S R = 0 would leave the states where they are: y = g, back-propagation.
+so y, of the outputs' size, is the loss's gradient at the new outputs, and 1 + S R limits the update by the penalties.
+S R = 0 would give y = g, which is backpropagation.
 
-Where the head reads the last step alone, y has C numbers a sequence: a system of C x C (`solve_small`), for the
-elimination from the last step to the first never has a higher rank. Where it reads every step, R is not formed:
-conjugate gradients multiply by it, each time by one pass backward and one forward (`solve_by_passes`).
+If the head reads only the last step, y has C numbers per sequence, and the system is C x C (`solve_small`). If it reads
+every step, R is not formed: conjugate gradients multiply by it with one backward and one forward pass
+(`solve_by_passes`).
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import PerConstraint, Weights
 
 TOLERANCE = 0.01
-"""Share of the right side that conjugate gradients may leave over: two or three pairs of passes."""
+"""Relative residual at which conjugate gradients stop: two or three pairs of passes."""
 
 
 class Jacobian:
-    """J: how outputs follow from residuals, about the states of a forward pass."""
+    """J, the derivative of outputs by residuals, at the states of a forward pass."""
 
     def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
         self._W_HH, self._V_CH = weights.W_HH.contiguous(), weights.V_CH.contiguous()
         self._slope_NBH = 1 - s_NBH.square()
 
     def times(self, r: PerConstraint) -> Tensor:
-        """J r, (M, B, C): forward in time."""
+        """Returns J r, (M, B, C), by a pass forward in time."""
         moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
         for n, slope_BH in enumerate(self._slope_NBH):
             a_BH = torch.addmm(r.a_NBH[n], moved_NBH[n - 1], W_t) if n else r.a_NBH[n]
@@ -42,10 +44,10 @@ class Jacobian:
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
     def transposed_times(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks of J' y for a and s: backward in time. That for o is y itself.
+        """Returns the blocks of J' y for a and s, by a pass backward in time. That for o is y itself.
 
         Args:
-            y: (M, B, C), or (M, K, B, C) for K of them at once.
+            y: (M, B, C), or (M, K, B, C) for K vectors at once.
         """
         pulled = y @ self._V_CH
         steps, first = len(self._slope_NBH), len(self._slope_NBH) - len(y)
@@ -64,7 +66,9 @@ class Jacobian:
 def joint_move(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """The shifted residuals at the minimum, given those, Jacobian and outputs where the model is linearised."""
+    """Returns the shifted residuals at the minimum, for the given residuals, Jacobian and outputs of the
+    linearization.
+    """
     q_MBC = o_MBC.softmax(-1)
     g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
     solve = solve_small if len(o_MBC) == 1 else solve_by_passes
@@ -74,7 +78,7 @@ def joint_move(
 def solve_small(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """The move by a C x C system for each sequence, where the head reads the last step alone: S = diag(q) - q q'."""
+    """Solves a C x C system for each sequence, if the head reads only the last step: S = diag(q) - q q'."""
     (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
     unit_CC = torch.eye(C, dtype=g_MBC.dtype, device=g_MBC.device)
     Ja, Js = (
@@ -93,7 +97,7 @@ def solve_small(
 def solve_by_passes(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """The move by conjugate gradients, each sequence's own: y = g + E v, (1 + E' R E) v = -E' (J r^ + R g), S = E E'.
+    """Solves by conjugate gradients for each sequence: y = g + E v, (1 + E' R E) v = -E' (J r^ + R g), S = E E'.
 
     E is diag(root) times a projection, with root = sqrt(q).
     """

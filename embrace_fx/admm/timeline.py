@@ -1,7 +1,7 @@
-"""Pictures of what each rank did when, in both parallel forms, drawn by `embrace_fx.viz`.
+"""Timelines of all ranks' work in both parallel forms, drawn by `embrace_fx.viz`.
 
-A window is an iteration. Asynchronous ranks have no common iterations; there it is a stretch of time, as long as the
-slowest rank's iterations are.
+A window is an iteration. Asynchronous ranks have no common iterations, so there a window is a time span of the length
+of the slowest rank's iterations.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.schedule import Operation, StepGraph
 
 STEPS = StepGraph(tuple(Operation.of(each, 0.0) for each in COMPUTE), (), tuple(map(str, COMPUTE)))
-"""An iteration: its parts follow each other."""
+"""An iteration, whose parts are consecutive."""
 
 
 def save_timeline(
     path: str | os.PathLike[str], communicator: Communicator, recording: Recording, *, in_step: bool
 ) -> None:
-    """Draws all ranks' recordings to a file of rank 0's, in the format that its suffix names. Collective.
+    """Draws all ranks' recordings to a file of rank 0, in the format of its suffix. Collective.
 
-    Where ranks are not in step, windows are as long as the slowest rank's mean iteration.
+    If ranks are not synchronous, windows are as long as the slowest rank's mean iteration.
     """
     if not in_step:
         mean_s = (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)
@@ -36,7 +36,7 @@ def save_timeline(
 
 
 def by_time(recording: Recording, window_s: float) -> Recording:
-    """The same marks in windows of equal length since the first mark, whatever iterations they belong to."""
+    """Returns the same marks in windows of equal length since the first mark, regardless of iterations."""
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:

@@ -1,11 +1,11 @@
-"""An iteration: an epoch in random batches, each a joint move of a, s and o, then multipliers and weights.
+"""An iteration: an epoch of random batches, each with a joint update of a, s and o, then of multipliers and weights.
 
-    forward      a, s and o as the weights make them: all residuals are zero
-    states       a, s and o move jointly (`states`)
-    multipliers  l -= r, at every step of the batch's sequences, kept until these come again
+    forward      a, s and o from the weights: all residuals are zero
+    states       joint update of a, s and o (`states`)
+    multipliers  l -= r, at every step of the batch's sequences, kept until their next batch
     weights      least squares of the residuals on the states of the forward pass (`weights`)
 
-States and weights both move from the same point, so that neither is fitted to what the other has just done.
+States and weights are both updated from the same point, so that neither is fitted to the other's last update.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ Mark = Callable[[OperationId], None]
 def iterate(
     state: State, data: Data, batch_size: int, consensus: Consensus | None = None, mark: Mark = lambda operation: None
 ) -> Sums:
-    """Brings a rank's weights, from the agreed ones, its multipliers and Gram matrices an epoch forward, in place.
+    """Updates a rank's weights, from the agreed ones, its multipliers and Gram matrices by an epoch, in place.
 
-    Tells `mark` of each part done. Returns: what the moves left over, summed over the epoch's batches.
+    Calls `mark` after each part.
+
+    Returns:
+        The remaining residuals, summed over the epoch's batches.
     """
     state.weights = state.agreed
     generator = torch.Generator().manual_seed(state.seed + state.iteration)

@@ -1,10 +1,10 @@
-"""The move of the weights: least squares of the shifted residuals, on the states that the model really computes.
+"""The update of the weights: least squares of the shifted residuals, on the states that the model computes.
 
     K <- K + D     D = argmin  n p/2 [mean |r^ - D phi|^2 + tr D (A - G) D']     A = Gb + damping diag Gb
 
-phi is what cell or head read in the forward pass, never the moved states: those carry the label, and weights fitted on
-them learn to read it there. G is the mean of phi phi' over a batch's n rows, Gb its running mean. The damping keeps
-weights of what hardly varies (dead pixels, rare characters) from running away.
+phi is the input of cell or head in the forward pass, not the updated states, which leak the label into the fit. G is
+the mean of phi phi' over a batch's n rows, Gb its running mean. The damping keeps weights of nearly constant inputs
+(dead pixels, rare characters) from diverging.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import Pass, PerConstraint, Weights
 
 KEPT = 0.9
-"""Share of the running mean that a batch leaves."""
+"""Decay of the running mean per batch."""
 FLOOR = 1e-3
-"""Of the damping, in units of the mean square: there are inputs that are always zero."""
+"""Minimum damping, relative to the mean square, because some inputs are always zero."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The pull of a rank's weights to the others', to z - u: g/2 |theta - target|^2 per sequence of a batch."""
+    """The pull of a rank's weights to the agreed ones, z - u: g/2 |theta - target|^2 per sequence of a batch."""
 
     target: Weights
     strength: float
@@ -47,7 +47,7 @@ def moved_weights(
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """The weights after a batch, and the running means, given the forward pass before any move and r^ after it."""
+    """Returns the weights and running means after a batch, from the forward pass before any update, and r^ after it."""
     targets = consensus.target.tensors() if consensus is not None else (None, None)
     matrices, running = [], []
     for matrix, gram, rows, r, p, target in (
@@ -66,7 +66,11 @@ def moved_weights(
 def fitted(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
-    """The matrix at the minimum, given Gb, phi and r^ by rows; a pull is a target, and g beside a mean square of 1."""
+    """Returns the matrix at the minimum, from Gb, phi and r^ by rows.
+
+    Args:
+        pull: a target, and g relative to a mean square of 1.
+    """
     slope = phi_RK.t() @ r / len(r)
     diagonal = gram.diagonal()
     added = damping * (diagonal + FLOOR * diagonal.mean())

@@ -1,4 +1,4 @@
-"""Records and blocks of sparse gradients on the wire: their bytes, a block's size, how blocks are streamed."""
+"""Records and blocks of sparse gradients on the wire: their bytes, block sizes, and streaming."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COUNT_BYTES = 8
 """The bytes of the int64 that holds the number of records."""
 
 STREAMS = 2
-"""Streams of `omnireduce`: while one stream's blocks are added up, the other's are in flight."""
+"""Streams of `omnireduce`: one stream's blocks are in flight while the other's are summed."""
 
 START_UP_SHARE = 32
 """A reply's bytes take this many times its start-up, where there are blocks enough. The push has a start-up as well,
@@ -28,12 +28,12 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def index_bytes(limit: int) -> int:
-    """Counts the bytes of an index from 0 to `limit` on the wire."""
+    """Returns the bytes of an index from 0 to `limit` on the wire."""
     return 4 if limit < 2**31 else 8
 
 
 def record_bytes(limit: int, width: int, itemsize: int) -> int:
-    """Counts the bytes of a record: an index up to `limit` and `width` values of `itemsize` bytes."""
+    """Returns the bytes of a record: an index up to `limit` and `width` values of `itemsize` bytes."""
     return index_bytes(limit) + width * itemsize
 
 
@@ -61,22 +61,22 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Streaming:
-    """The distribution of an aggregator's blocks over lanes in `omnireduce`.
+    """The assignment of an aggregator's blocks to lanes in `omnireduce`.
 
     Attributes:
-        lanes: lanes of an aggregator, each with one block at work.
-        slots: lanes of a stream, whose blocks travel in one message.
+        lanes: lanes of an aggregator, each of which processes one block at a time.
+        slots: lanes of a stream, whose blocks share a message.
     """
 
     lanes: int
     slots: int
 
     def busy(self, present: float) -> float:
-        """Estimates the lanes of an aggregator that have any of `present` blocks at random places."""
+        """Returns the expected number of an aggregator's lanes that have any of `present` blocks at random places."""
         return self.lanes * -math.expm1(-present / self.lanes)
 
     def streams(self, busy_lanes: float) -> int:
-        """Counts the streams of an aggregator with `busy_lanes` lanes that have any block."""
+        """Returns the number of streams of an aggregator whose lanes, `busy_lanes` in all, have any block."""
         return max(1, math.ceil(busy_lanes / self.slots))
 
 
@@ -106,17 +106,17 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
 
 
 def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Counts the blocks, present or not, of the longest lane."""
+    """Returns the number of blocks, present or not, of the longest lane."""
     return math.ceil(math.ceil(num_blocks / world_size) / lanes)
 
 
 def place_bytes(places: int) -> int:
-    """Counts the bytes that encode one of this many places of a lane, or none."""
+    """Returns the bytes that encode one of this many places of a lane, or none."""
     return 1 if places < 2**8 else 4
 
 
 def expected_rounds(num_blocks: int, world_size: int, streaming: Streaming, present: float) -> float:
-    """Estimates the rounds of all streams, for `present` blocks at random places of an aggregator's range.
+    """Returns the expected rounds of all streams, for `present` blocks at random places of an aggregator's range.
 
     A stream has as many rounds as its longest lane has blocks.
     """

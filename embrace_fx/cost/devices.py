@@ -1,7 +1,7 @@
 """Data sheets of devices: memory, matrix products, links to other devices of the machine, to the host and drives.
 
-A device is used for predictions without a probe: plans for clusters that are not at hand. Rates are those of data
-sheets, in float32, times `ATTAINED`.
+Used for predictions without a measurement, such as plans for clusters that are not available. Rates are those of the
+data sheets, in float32, times `ATTAINED`.
 
 Sources, the vendors' data sheets:
     V100 SXM2 (NVIDIA Tesla V100, 2017)     900 GB/s, 15.7 TFLOP/s, NVLink 150 GB/s each way
@@ -22,15 +22,15 @@ from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
 from embrace_fx.cost.storage import StorageTier
 
 ATTAINED = 0.7
-"""Fraction of a data sheet's rate that good streaming kernels, and large matrix products, reach."""
+"""Fraction of a data sheet's rate that good streaming kernels and large matrix products reach."""
 LAUNCH_MS = 0.005
-"""Time from one kernel's end to the next one's start, where the host enqueues them one by one."""
+"""Time from one kernel's end to the next one's start if the host enqueues them one by one."""
 KERNELS_OF_ROUND = 10
-"""Kernels that prepare one round of an exchange and take what arrived."""
+"""Number of kernels that prepare and receive one round of an exchange."""
 FIRST_BYTE_MS = 1e-4
-"""Time until a core has the first byte of a row that no cache holds: the order of a server's memory."""
+"""Memory latency of a core for a row that is not in a cache, for a typical server."""
 BYTES_OF_UNIT = 128
-"""Bytes moved to find a row's place among others: eight passes of a radix sort over an int64 index and its position."""
+"""Bytes moved to sort one index: eight passes of a radix sort over an int64 index and its position."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,24 @@ class Device:
 
     @property
     def compute(self) -> Compute:
-        """How fast it computes."""
+        """Returns the compute rates."""
         return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
 
     @property
     def handling(self) -> Handling:
-        """How fast it handles gradients. New blocks cost nothing, because its allocator caches memory."""
+        """Returns the rates of handling gradients. New memory costs nothing, because the allocator caches it."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
     def storage(self, host_bytes: float, cores: int = 8) -> tuple[StorageTier, ...]:
-        """Lists the storage for rows of tables beyond its memory: its host's memory, and its own drive.
+        """Returns the storage tiers for rows of tables beyond its memory: host memory, and its own drive.
 
-        The host gathers rows into pinned memory while the device copies those before: the slower of both sets the pace.
+        The host gathers rows into pinned memory while the device copies previous rows. The slower of both determines
+        the rate.
 
         Args:
-            host_bytes: bytes of the host's memory for this device's rows.
-            cores: cores of the host that gather them.
+            host_bytes: bytes of host memory for this device's rows.
+            cores: host cores that gather them.
         """
         byte_ms = max(1 / self.to_host.bandwidth_bytes_per_ms, 2 / (cores * CORE.moved_bytes_per_ms))
         return (StorageTier("host memory", FIRST_BYTE_MS / cores, FIRST_BYTE_MS / cores, byte_ms, host_bytes), NVME)
@@ -78,12 +79,12 @@ class Device:
     def cluster(
         self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1
     ) -> Cluster:
-        """Makes a cluster of machines with these devices.
+        """Returns a cluster of machines with these devices.
 
         Args:
             bandwidth_bytes_per_ms: the bandwidth from a machine to the others.
-            latency_ms: start-up of a message between machines.
-            devices_per_machine: consecutive ranks that share a machine, and its link to the others.
+            latency_ms: latency of a message between machines.
+            devices_per_machine: consecutive ranks that share a machine and its link to the others.
         """
         return Cluster(
             bandwidth_bytes_per_ms,
@@ -97,7 +98,7 @@ class Device:
 
 _GIB = 2**30
 _PCIE_3, _PCIE_4, _PCIE_5 = Link(12.5e6, 0.01), Link(25e6, 0.01), Link(50e6, 0.01)
-"""Links of sixteen lanes, without the bytes of packet headers."""
+"""PCIe links of sixteen lanes, without packet headers."""
 
 NVME = StorageTier("NVMe drive", 1e3 / 900e3, 1e3 / 200e3, 1 / 3.5e6)
 """A PM9A3 with a full queue of reads and writes."""

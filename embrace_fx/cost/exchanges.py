@@ -1,4 +1,4 @@
-"""Predicts, from the sparsity of replicas' gradients, the bytes and the time of their exchanges.
+"""Predicts the bytes and time of exchanges of replicas' gradients from their sparsity.
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
 the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.
@@ -12,8 +12,8 @@ the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s by
 | zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
 | omnireduce | (N-1) (2 p L + (u + U) r / N), L lanes of an aggregator, whose places take p bytes, 1 or 4 |
 
-and the passes over units, one after the other, of the rank with most work; p and q are the units that the fullest
-server adds up and their union, about u and U/N where servers are even:
+and the passes over units of the rank with the most work; p and q are the units that the fullest server sums and their
+union, about u and U/N if servers are even:
 
 | strategy | searched | to send | to add up | to give out, receive and write | units | rounds |
 |---|---|---|---|---|---|---|
@@ -54,12 +54,12 @@ UNITS_PER_LANE = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that one exchange will send, and the work of its ranks' processors.
+    """The bytes that one exchange sends, and the work of its ranks' processors.
 
     Attributes:
         mean: the exchange of a rank, the mean over ranks.
-        critical: its chain of rounds, each with the bytes of the rank that sends or receives most.
-        work: the work before, between and after the rounds, of the rank with most of it: in place, on a dense gradient.
+        critical: its chain of rounds, each with the bytes of the rank that sends or receives the most.
+        work: the work before, between and after the rounds, of the rank with the most; in place, on a dense gradient.
         collective: the collective whose link it uses.
     """
 
@@ -69,7 +69,7 @@ class Prediction:
     collective: Collective = "messages"
 
     def time_ms(self, cluster: Cluster) -> float:
-        """Predicts the time of the exchange alone on idle links: in each round the others wait for the slowest rank."""
+        """Predicts the time of the exchange on idle links. In each round, all ranks wait for the slowest."""
         return self.critical.time_ms(cluster, self.collective) + self.work.time_ms(cluster)
 
 
@@ -88,7 +88,7 @@ def predict(
         cluster: lanes and slots are chosen for this cluster.
 
     Raises:
-        ValueError: a strategy that does not exchange gradients of replicas.
+        ValueError: the strategy does not exchange gradients of replicas.
     """
     if strategy == "allreduce":
         cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
@@ -103,13 +103,13 @@ def predict(
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
         return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
     raise ValueError(
-        f"predict: {strategy!r} exchanges no gradients of replicas. Use one of the table at the head of "
+        f"predict(): {strategy!r} does not exchange gradients of replicas. Pass one of the strategies in the table of "
         "embrace_fx/cost/exchanges.py."
     )
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """Returns the scheme of "zen" with less predicted time; the paper decides after measuring a few steps."""
+    """Returns the scheme of "zen" with less predicted time. The paper measures a few steps instead."""
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
@@ -117,12 +117,12 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def paired_ranks(world_size: int) -> int:
-    """Returns the largest power of two of ranks; the others send their units to these and get the result."""
+    """Returns the largest power of two of ranks. The other ranks send them their units and get the result."""
     return 1 << (world_size.bit_length() - 1)
 
 
 def _all_gather(sparsity: Sparsity) -> Prediction:
-    """Predicts "allgather". The slowest rank is the one with most units."""
+    """Predicts "allgather". The slowest rank is the one with the most units."""
     others, record = sparsity.world_size - 1, _record(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
     work = _found(sparsity, most, times=3) + _added(sparsity, everyone, sparsity.union) + _written(sparsity)
@@ -150,7 +150,9 @@ def _parameter_server(sparsity: Sparsity) -> Prediction:
 
 
 def _balanced(sparsity: Sparsity) -> Prediction:
-    """Predicts "zen", balanced. Hashing makes servers equally full; means come back with a bitmap, not indices."""
+    """Predicts "zen", balanced. Hashing makes servers equally full; means are returned with a bitmap instead of
+    indices.
+    """
     others, values = sparsity.world_size - 1, _values(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
     pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
@@ -175,13 +177,13 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates the largest union, in proportion to the units of the ranks that have most."""
+        """Returns the expected largest union, in proportion to the units of the ranks with the most."""
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
     def met(units: float, union: float) -> Work:
-        """Counts the work to encode, receive, join and add up two ranks' units, as many on either."""
+        """Returns the work to encode, receive, join and sum two ranks' units, equally many on both."""
         received, joined = claim(units * record), claim(2 * units * values)
         return passes_over(3 * units * values) + received + joined + _added(sparsity, 2 * units, union)
 
@@ -189,7 +191,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     work = _found(sparsity, max(sparsity.units_by_rank), times=1)
     distance = 1
     while distance < paired:
-        # By now groups of this many neighbours hold one union, with the ranks that sent them their units.
+        # At this point, groups of this many neighbours have the same union.
         sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size
@@ -210,8 +212,8 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
 def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
     """Predicts "omnireduce". The slowest rank is the aggregator of the fullest range, in sending or in receiving.
 
-    With more than one stream, blocks arrive while means are sent; a single stream adds up before it replies. Means are
-    kept until the last one has come.
+    With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
+    kept until the last one has arrived.
     """
     world_size, record = blocks.world_size, _record(blocks)
     others = world_size - 1
@@ -238,23 +240,23 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
 
 
 def _found(sparsity: Sparsity, units: float, times: float) -> Work:
-    """Counts the work to search a tensor, and to gather and encode its units in `times` passes."""
+    """Returns the work to search a tensor, and to gather and encode its units in `times` passes."""
     return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
 
 
 def _added(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Counts the work to join units, add them to a cleared tensor of their union, and divide that."""
+    """Returns the work to join units, add them to a cleared tensor of their union, and divide it."""
     added, total = units * _values(sparsity), union * _values(sparsity)
     return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
 
 
 def _written(sparsity: Sparsity) -> Work:
-    """Counts the work to write the mean into the gradient."""
+    """Returns the work to write the mean into the gradient."""
     return passes_over(sparsity.union * _values(sparsity))
 
 
 def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
-    """Counts the work of an exchange by servers, at the fullest server.
+    """Returns the work of an exchange by servers, at the fullest server.
 
     Args:
         to_send: passes over a rank's units before they are sent.
@@ -283,9 +285,9 @@ def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: W
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Counts the bytes of sending all ranks' units, of `record` bytes, to N servers: (mean of a rank, slowest rank's).
+    """Returns the bytes of sending all ranks' units, of `record` bytes, to N servers: (mean of a rank, slowest rank's).
 
-    The slowest is the rank with most units to send, or the server of the fullest range.
+    The slowest is the rank with the most units to send, or the server of the fullest range.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record
     return (
@@ -295,6 +297,6 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Counts the bytes of sending every server's part of the union to all ranks: (mean of a rank, slowest rank's)."""
+    """Returns the bytes of sending every server's part of the union to all ranks: (mean of a rank, slowest rank's)."""
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
     return to_others, to_others * imbalance

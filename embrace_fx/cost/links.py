@@ -1,4 +1,4 @@
-"""The cost model: predicts bytes and time of each exchange on an alpha-beta link. Units are in the names.
+"""The cost model: predicts bytes and time of each exchange on an alpha-beta link.
 
 Source: the cost table of EmbRace (ICPP 2022, section 3), start-up `alpha` per message and bandwidth `beta` per link:
     AlltoAll, both ways     2 (N-1) (a M / (N B) + alpha)
@@ -14,7 +14,7 @@ bandwidth B and start-up alpha between machines, b and beta inside one:
     AlltoAll, AllGather     send to other machines at once; a start-up (k-1)/(N-1) beta + (N-k)/(N-1) alpha. AllGathers
                             count here too: where ranks' sizes differ, they are sent as pairwise messages.
 
-The work of a rank's processor before, between and after (`Work`) is added at the rates of `Handling`.
+The work of a rank's processor before, between and after the messages (`Work`) is added at the rates of `Handling`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from math import ceil, sqrt
 from typing import Literal
 
 Collective = Literal["all_reduce", "all_to_all", "all_gather", "messages"]
-"""A collective, or "messages" of any size from each rank to all others, which the sparse exchanges send."""
+"""A collective, or "messages" of any sizes from each rank to all others, as in the sparse exchanges."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_to_all", "all_gather", "messages")
 
 START_UP_SHARE = 0.1
-"""Share of start-up in a chunk's time: with smaller chunks urgent transfers would wait less, but more time be lost."""
+"""Share of latency in a chunk's time. Smaller chunks would delay urgent transfers less, but waste more time."""
 MIN_CHUNK_BYTES = 64 * 1024
-"""The largest packet that TCP hands to an interface: no transfer passes between smaller parts."""
+"""The largest packet that TCP passes to an interface, which other transfers cannot interrupt."""
 BUCKET_ROUNDS = 6.0
 """Units of handling (`Handling.round_ms`) that a bucket takes under "none", by `benchmarks.micro.table_rounds`."""
 LARGE_BLOCK_BYTES = 32 * 2**20 + 2**16
@@ -40,15 +40,15 @@ glibc's malloc keeps smaller blocks (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 
 @dataclass(frozen=True)
 class Link:
-    """The rate that a collective reaches on a rank's connection, and its start-up.
+    """The bandwidth that a collective reaches on a rank's connection, and its latency.
 
-    Start-up is mostly the time to wake threads, which passes while bytes are in flight: large messages in a row hide
+    Latency is mostly the time to wake threads, which overlaps bytes in flight, so that consecutive large messages hide
     it. Without `least_ms` it is the alpha of the formulas above, for any size.
 
     Attributes:
-        bandwidth_bytes_per_ms: what one rank can send per millisecond.
-        latency_ms: the start-up of a message that its bytes do not hide.
-        least_ms: the least time of a message, however few its bytes.
+        bandwidth_bytes_per_ms: the bytes that one rank can send per millisecond.
+        latency_ms: the latency of a message that its bytes do not hide.
+        least_ms: the minimum time of a message of any size.
     """
 
     bandwidth_bytes_per_ms: float
@@ -57,27 +57,27 @@ class Link:
 
     @property
     def start_up_ms(self) -> float:
-        """Milliseconds of an empty message."""
+        """Returns the milliseconds of an empty message."""
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
-        """Predicts how long a rank takes to send `sent_bytes` in `messages` messages, one after the other."""
+        """Predicts the time to send `sent_bytes` in `messages` consecutive messages."""
         return max(messages * self.least_ms, sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms)
 
 
 @dataclass(frozen=True)
 class Handling:
-    """How fast a rank's processor handles gradients while all ranks do, possibly on shared cores.
+    """The speed of a rank's processor in handling gradients while all ranks do, possibly on shared cores.
 
-    Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The work of a
-    processor for the network is not here, but in the rate that a collective reaches.
+    Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The
+    processor's work for the network is part of the rate that a collective reaches.
 
     Attributes:
         scan_bytes_per_ms: searching a dense tensor for non-zero values.
         pass_bytes_per_ms: gathering, copying, adding or writing rows once.
-        claim_bytes_per_ms: first writing to new memory in blocks of at least `LARGE_BLOCK_BYTES`.
+        claim_bytes_per_ms: first writes to new memory in blocks of at least `LARGE_BLOCK_BYTES`.
         unit_ms: encoding and decoding a row, block or element of any size, and finding its place in the union.
-        round_ms: preparing a round of communication of any size, and taking what arrived.
+        round_ms: preparing and receiving a round of communication of any size.
     """
 
     scan_bytes_per_ms: float = 1e7
@@ -94,7 +94,7 @@ class Handling:
 
 @dataclass(frozen=True)
 class Compute:
-    """How fast a rank is assumed to compute its model, until that is measured.
+    """The assumed speed of a rank's model compute, until it is measured.
 
     Attributes:
         flops_per_ms: floating-point operations of matrix products.
@@ -112,17 +112,18 @@ class Compute:
 
 
 CORE = Compute(2e10 / 1e3, 1e10 / 1e3)
-"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of other operations. A profile replaces these after a few
-steps; until then only their ratio matters."""
+"""A server core: 20 GFLOP/s of matrix products, 10 GB/s of other operations. A profile replaces these after a few
+steps;
+until then only their ratio matters."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank's processor in an exchange, one task after the other, while none of its bytes are sent.
+    """The sequential work of a rank's processor in an exchange, without transfers.
 
     Attributes:
-        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: counts for the rates of `Handling`; n passes over
-            the same bytes count n times.
+        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: counts for the rates of `Handling`; n passes over the
+            same bytes count n times.
     """
 
     scanned_bytes: float = 0.0
@@ -152,32 +153,32 @@ class Work:
 
 
 def passes_over(nbytes: float, times: float = 1.0) -> Work:
-    """Counts the work of `times` passes over the same bytes."""
+    """Returns the work of `times` passes over the same bytes."""
     return Work(passed_bytes=times * nbytes)
 
 
 def claim(nbytes: float) -> Work:
-    """Counts the work of first writing to a new block of memory."""
+    """Returns the work of the first write to new memory."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The links between ranks, and the speed of the processors at their ends.
+    """The links between ranks, and the speed of the ranks' processors.
 
-    Defaults are the slower testbed of Zen (OSDI 2025, section 4): 25 Gb/s between machines; a TCP message has a
-    start-up of 50 us there. They only decide which strategy is *relatively* cheaper.
+    Defaults are the slower testbed of Zen (OSDI 2025, section 4): 25 Gb/s between machines, with a TCP latency of 50
+    us. They determine only which strategy is *relatively* cheaper.
 
     Attributes:
-        bandwidth_bytes_per_ms: what one machine, with all of its ranks, can send to others per millisecond.
-        latency_ms: the start-up of one message.
-        links: (collective, its link) where that differs: pairwise messages may reach less than a ring.
+        bandwidth_bytes_per_ms: bytes that one machine, with all of its ranks, can send to others per millisecond.
+        latency_ms: the latency of one message.
+        links: (collective, its link) if it differs: pairwise messages may be slower than a ring.
         ranks_per_machine: number of consecutive ranks that share a machine.
-        inside: the link between two ranks of one machine; None where each rank has its own machine.
-        handling: how fast a rank's processor gathers, adds up and writes.
-        compute: how fast a rank computes its model, for schedules before measurement.
-        pace: how many of `compute`'s milliseconds a rank computes in one, while all ranks do.
-        busy: the share of a transfer's time that it takes from the compute beside it, as both share processors.
+        inside: the link between two ranks of one machine; None if each rank has its own machine.
+        handling: the speed at which a rank's processor gathers, sums and writes.
+        compute: the speed of a rank's model compute, for schedules before measurement.
+        pace: the milliseconds of `compute` that a rank computes in one, while all ranks do.
+        busy: the share of a transfer's time by which it delays concurrent compute on shared processors.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -207,8 +208,8 @@ class Cluster:
                 raise ValueError(f"Cluster: bandwidth must be positive and latency not negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """Returns a collective's link. None, and collectives that are not listed, get the cluster's own figures;
-        "messages" that are not listed get the link of AlltoAll.
+        """Returns a collective's link. None, and collectives that are not listed, get the cluster's own bandwidth and
+        latency; "messages" get the link of AlltoAll unless listed.
         """
         listed = dict(self.links)
         if collective == "messages" and "messages" not in listed:
@@ -217,9 +218,10 @@ class Cluster:
         return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
-        """Makes an equivalent cluster with one rank per machine: collectives of `world_size` ranks take the same time.
+        """Returns an equivalent cluster with one rank per machine: collectives of `world_size` ranks take the same
+        time.
 
-        The head of this module has the formulas.
+        The module's docstring has the formulas.
         """
         if self.inside is None:
             return self
@@ -255,13 +257,13 @@ class Cluster:
         return replace(self, links=tuple(links), ranks_per_machine=1, inside=None)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
-        """Predicts how long a rank takes to send `sent_bytes` in `messages` messages, one after the other."""
+        """Predicts the time to send `sent_bytes` in `messages` consecutive messages."""
         return self.link(collective).transfer_ms(sent_bytes, messages)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The bytes that one rank sends per step to keep one tensor consistent."""
+    """The bytes and messages that one rank sends per step to keep one tensor consistent."""
 
     sent_bytes: int
     messages: int
@@ -280,24 +282,25 @@ def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Prices a ring AllGather of `own_bytes` per rank: each rank sends its own, and passes on those of N-2 ranks."""
+    """Prices a ring AllGather of `own_bytes` per rank: each rank sends its own bytes and forwards those of N-2
+    ranks.
+    """
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
 
 def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
-    """Prices one table's share of the exchange of ids, two AllGathers at the head of the step.
+    """Prices one table's share of the id exchange, two AllGathers at the start of the step.
 
     The first announces each table's number of ids as an int64 (`Announcements.announce`; the state before it is the
-    step's own). The second carries that number again and the ids (`Communicator.all_gather_ids`), int32 where they fit,
-    padded to the longest rank's. All tables share one length, so that a little less travels where the longest ranks
-    of several tables differ.
+    step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
+    to the longest rank's. All tables share one length, so slightly less is sent if tables have different longest ranks.
     """
     id_bytes = 4 if num_rows < 2**31 else 8
     return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Prices an AlltoAll of `own_bytes` per rank in equal parts; one part stays."""
+    """Prices an AlltoAll of `own_bytes` per rank in equal parts, of which one stays."""
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
@@ -313,12 +316,13 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
 
 
 def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Chooses the size of chunks; an urgent transfer can pass between two of them.
+    """Chooses the size of chunks, between which an urgent transfer can pass.
 
-    This is the smallest size whose start-up takes at most `START_UP_SHARE` of a launch's time, so that the urgent
-    transfer waits for 10 start-ups, or for `MIN_CHUNK_BYTES` to pass. A single rank cuts as two would.
+    This is the smallest size whose latency takes at most `START_UP_SHARE` of a launch's time, so that the urgent
+    transfer waits for 10 latencies, or for `MIN_CHUNK_BYTES` to be sent. A single rank uses the size for two.
 
-    Returns: bytes of the tensor on each rank, sent or not.
+    Returns:
+        Bytes of the tensor on each rank, sent or not.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)
@@ -326,16 +330,16 @@ def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all
 
 
 def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
-    """Chooses the size of the buckets of dense gradients, of `total_bytes` together.
+    """Chooses the size of the buckets of dense gradients, `total_bytes` in all.
 
-    Where a forward waits for each bucket by itself, that is the size of a chunk. Smaller ones would pay more start-ups.
-    Larger ones would be cut into chunks, but be launched later, and the first parameter that is read would wait for all
-    of its bucket. Where the backward waits for all at its end, it waits for the last one, and all have paid a start-up
-    and `BUCKET_ROUNDS` of a processor: for T ms of transfers, and s of these, T / k + k s is least with sqrt(T / s)
+    If a forward waits for each bucket separately, that is the size of a chunk. Smaller buckets would pay more latency.
+    Larger ones would be launched later, and the first parameter to be read would wait for its whole bucket. If the
+    backward waits for all buckets at its end, it waits for the last one, and each has paid a latency and
+    `BUCKET_ROUNDS` of a processor: for T ms of transfers, and s ms of these, T / k + k s is minimal for sqrt(T / s)
     buckets.
 
     Args:
-        read_later: whether a forward waits for each bucket by itself.
+        read_later: whether a forward waits for each bucket separately.
     """
     if read_later:
         return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
@@ -346,7 +350,7 @@ def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_la
 
 
 def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
-    """Returns (milliseconds of a launch's start-up, milliseconds of each byte of its tensor)."""
+    """Returns (milliseconds of a launch's latency, milliseconds per byte of its tensor)."""
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)
     return start_up_ms, (launch_ms(cluster, collective, large, world_size) - start_up_ms) / large

@@ -1,8 +1,8 @@
 """Describes the sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed.
 
 Contract
-    A `Sparsity` is in units of one size: rows, elements or blocks, each with its own index on the wire. The costs of
-    exchanges follow from it alone (`embrace_fx.cost.exchanges`).
+    A `Sparsity` is in units of one size: rows, elements or blocks, each with its own index on the wire. It determines
+    the costs of exchanges (`embrace_fx.cost.exchanges`).
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of w values and s bytes, u_r units on
 rank r, u their mean, U(n) units in the union of n ranks, U that of all.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 NEIGHBOURHOODS = 8
-"""Number of ranks whose unions are measured: measuring from all N ranks would take N squared time."""
+"""Number of starting ranks for measured unions, because starting from all N ranks would take N squared time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sparsity:
         itemsize: bytes of a value.
         units_by_rank: u_r, units present on each rank.
         unions: units present on any of 1, 2, .. N neighbouring ranks, the mean over neighbourhoods; the last is U.
-        push_imbalance: all ranks' units in the fullest of N even ranges, over the mean of the ranges.
+        push_imbalance: all ranks' units in the fullest of N even ranges, divided by the mean of the ranges.
         pull_imbalance: the same for the union (both are Zen's imbalance ratio, OSDI 2025).
         draws_per_unit: ids in a batch per unique id.
     """
@@ -66,11 +66,11 @@ class Sparsity:
 
     @property
     def density(self) -> float:
-        """The share of units present in a rank's gradient, the mean over ranks."""
+        """Returns the share of units present in a rank's gradient, the mean over ranks."""
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """Returns g(n): the units present on any of n ranks, over those of one rank."""
+        """Returns g(n): the units present on any of n ranks, divided by those of one rank."""
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def measure(
 
     Args:
         ids_by_rank: (K,) unique int64 ids from 0 to num_units - 1 of each rank.
-        draws: all ranks' ids with duplicates; None: there are no duplicates.
+        draws: the number of all ranks' ids with duplicates; None without duplicates.
     """
     world_size = len(ids_by_rank)
     first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))
@@ -112,7 +112,7 @@ def measure(
 
 
 def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Counts the units of the first rank, of the first two, ..."""
+    """Returns the number of units of the first rank, of the first two, ..."""
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -125,8 +125,8 @@ def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
 def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, itemsize: int, world_size: int) -> Sparsity:
     """Estimates the sparsity of N ranks whose batches draw ids independently, with the measured batches' frequencies.
 
-    Ids that the measured batches lack are drawn with the total probability of those that occur once (Good and Turing),
-    all with the same one. A union is a batch's own units times the expected ratio of the union to one rank.
+    Ids missing from the measured batches are drawn with the total probability of ids that occur once (Good and Turing),
+    equally distributed. A union is a batch's own units times the expected ratio of the union to one rank.
 
     Args:
         ids_by_batch: (T,) int64 ids from 0 to num_units - 1 of each measured batch, with duplicates.
@@ -143,7 +143,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def present(ranks: int) -> tuple[Tensor, float]:
-        """Returns the probabilities that any of `ranks` ranks has each of `units`, and each of the lacking units."""
+        """Returns the probabilities that any of `ranks` ranks has each of `units`, and each of the missing units."""
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
@@ -177,7 +177,7 @@ def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[
 
 
 def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns the sparsity with other numbers of units, which ranks share to the same degree.
+    """Returns the sparsity with other numbers of units, with the same degree of overlap between ranks.
 
     The degree is the position of the unions between those of equal ranks and those of independent ones.
     """
@@ -190,7 +190,7 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
     ):
         way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
         unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
-    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # the bound: every unit of a range is present
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # at most all units of a range are present
     return replace(
         drawn,
         unions=tuple(unions),
@@ -225,18 +225,18 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """Lists the first unit of each of N even ranges of consecutive units."""
+    """Returns the first unit of each of N even ranges of consecutive units."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns the number of the even range, of N, that each id lies in."""
+    """Returns the number of the even range, of N, that contains each id."""
     starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Counts the ids in the fullest of N even ranges, over the mean of the ranges."""
+    """Returns the ids in the fullest of N even ranges, divided by the mean of the ranges."""
     if ids.numel() == 0:
         return 1.0
     counts = torch.bincount(range_index(ids, num_units, ranges), minlength=ranges)

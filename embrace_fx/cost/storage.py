@@ -1,8 +1,8 @@
-"""Predicts, for tables beyond memory, how many of a step's rows a working set lacks, and the time to move them.
+"""Predicts, for tables beyond memory, the number of a step's rows missing in a working set, and the time to move them.
 
 Each step draws rows independently of earlier steps, by Zipf's law with an exponent fitted to a batch's distinct rows. A
-working set holds the rows drawn last: those of the last T steps, where T steps draw as many distinct rows as it has
-slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
+working set contains the rows of the last T steps, where T steps draw as many distinct rows as it has slots (Che, Tung
+and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from embrace_fx.cost.sparsity import Sparsity
 
 _HALVINGS = 60
-"""Halvings of an interval in a search for a number of steps or rows, or for an exponent."""
+"""Number of bisections in a search for a number of steps or rows, or for an exponent."""
 _STEEPEST, _LONGEST = 8.0, 1e15
-"""The largest exponent, and the most steps, that are searched."""
+"""Upper bounds of the search for an exponent and for a number of steps."""
 _BUCKETS, _CERTAIN = 200, 1e-12
-"""Groups of rows with about the same frequency; the least probability of not drawing a row."""
+"""Number of groups of rows with about the same frequency; the minimum probability of not drawing a row."""
 
 
 @dataclass(frozen=True)
 class StorageTier:
-    """A storage for rows, as fast as one rank reads and writes it with a full queue.
+    """A storage for rows, with one rank's speed of reads and writes with a full queue.
 
     Attributes:
         name: its name in reports.
         read_ms, write_ms: the fixed time of one row.
-        byte_ms: the time of each byte on top, one way.
-        holds_bytes: a rank's share of its size; None: enough.
+        byte_ms: the additional time per byte, in one direction.
+        holds_bytes: a rank's share of its size; None for no limit.
     """
 
     name: str
@@ -67,7 +67,9 @@ class Draws:
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """(logarithms (B,) of probabilities that a step does not read a row, numbers (B,) of rows that have them)."""
+        """Returns (logarithms (B,) of probabilities that a step does not read a row, numbers (B,) of rows that have
+        them).
+        """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
         rows, often = edges.diff(), ((edges[:-1] + edges[1:] - 1) / 2) ** -self.exponent
@@ -75,12 +77,12 @@ class Draws:
 
     @property
     def rows(self) -> float:
-        """The expected number of distinct rows that a step reads."""
+        """Returns the expected number of distinct rows that a step reads."""
         absent, rows = self._spectrum
         return -float((rows * absent.expm1()).sum())
 
     def lacking(self, slots: int) -> float:
-        """Predicts the number of rows that a step reads and a working set of this many slots lacks."""
+        """Predicts the number of rows that a step reads and that a working set of this many slots does not contain."""
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
@@ -109,12 +111,12 @@ class RowMemory:
         slots: rows in memory.
         slot_bytes: bytes of a row in memory, with its optimizer state and its share of buffers in flight.
         row_bytes: bytes of bookkeeping in memory for each row of the table.
-        own_bytes: bytes of memory besides.
+        own_bytes: other bytes of memory.
         record_bytes: bytes of a row in storage.
-        storage: the storage of the other rows, the nearest first; each holds, of the rows that those before it lack,
-            the ones drawn last.
+        storage: the storage tiers of the other rows, nearest first. Each contains the most recently drawn of the rows
+            that nearer tiers do not.
         at_once: rows that the known batches of all ranks read in a step.
-        ahead: number of steps that rows are read early, with room beside the present step's rows.
+        ahead: number of steps that rows are read early, with room beside the current step's rows.
     """
 
     num_rows: int
@@ -130,12 +132,12 @@ class RowMemory:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes of memory that the table takes."""
+        """Returns the maximum bytes of memory of the table."""
         return math.ceil(self.num_rows * self.row_bytes + self.slots * self.slot_bytes) + self.own_bytes
 
     @cached_property
     def moved(self) -> tuple[tuple[StorageTier, float], ...]:
-        """(storage, number of rows that a step reads from it, and writes to it)."""
+        """Returns (storage, number of rows that a step reads from it and writes to it)."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.lacking(held)))
@@ -144,27 +146,27 @@ class RowMemory:
 
     @property
     def moved_rows(self) -> float:
-        """The number of rows that a step reads; it writes as many."""
+        """Returns the number of rows that a step reads; it writes equally many."""
         return self.moved[0][1]
 
     @property
     def moved_bytes(self) -> float:
-        """The bytes that a step reads; it writes as many."""
+        """Returns the bytes that a step reads; it writes equally many."""
         return self.moved_rows * self.record_bytes
 
     @property
     def found(self) -> float:
-        """The hit rate: the share of a step's distinct rows that are in memory already."""
+        """Returns the hit rate: the share of a step's distinct rows that are already in memory."""
         return 1 - self.moved_rows / max(self.draws.rows, 1e-9)
 
     @property
     def read_ms(self) -> float:
-        """The time to read a step's rows."""
+        """Returns the time to read a step's rows."""
         return sum(rows * (each.read_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
 
     @property
     def write_ms(self) -> float:
-        """The time to write a step's rows."""
+        """Returns the time to write a step's rows."""
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
 
     def with_slots(self, slots: int) -> RowMemory:
@@ -173,11 +175,11 @@ class RowMemory:
 
     @property
     def least(self) -> RowMemory:
-        """The prediction with the fewest slots that hold a known batch."""
+        """Returns the prediction with the fewest slots that hold a known batch."""
         return self.with_slots(max(self.at_once, 1))
 
     def at_speed(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """Copies it with the fewest slots whose reads and writes a step of `step_ms` hides, rows being read ahead."""
+        """Copies it with the fewest slots whose reads and writes a step of `step_ms` hides, with rows read ahead."""
 
         def is_hidden(slots: float) -> bool:
             found = self.with_slots(math.ceil(slots))
@@ -187,7 +189,7 @@ class RowMemory:
 
 
 def together(memories: Sequence[RowMemory]) -> RowMemory:
-    """Tables of equal records that have one working set."""
+    """Combines tables with equal records that share a working set."""
     first, *others = memories
     if not others:
         return first
@@ -198,7 +200,7 @@ def together(memories: Sequence[RowMemory]) -> RowMemory:
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:
-    """Searches for the least number up to `most` that meets a condition; larger ones meet it too."""
+    """Returns the smallest number up to `most` that meets a condition, which all larger numbers meet too."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

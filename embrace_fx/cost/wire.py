@@ -1,4 +1,4 @@
-"""Counts the bytes of numbers in wire formats."""
+"""Bytes of numbers in wire formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal, get_args
 
 Format = Literal["exact", "bf16", "fp16", "int8"]
-"""Formats on the wire: as in memory; rounded to 16 bits; rounded to 8 bits, with a power of two for each piece."""
+"""Formats on the wire: as in memory; rounded to 16 bits; rounded to 8 bits, with a power of two per piece."""
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
@@ -21,7 +21,7 @@ class Wire:
 
     Attributes:
         itemsize: bytes of a number in memory.
-        form: the format on the wire, used where it is narrower.
+        form: the format on the wire, used if it is narrower.
     """
 
     itemsize: int
@@ -29,17 +29,17 @@ class Wire:
 
     @property
     def rounds(self) -> bool:
-        """Whether numbers travel in fewer bytes than they have in memory."""
+        """Whether numbers are sent in fewer bytes than they have in memory."""
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def piece_bytes(self, columns: int) -> int:
-        """Counts the bytes of `columns` columns of a row."""
+        """Returns the bytes of `columns` columns of a row."""
         if not self.rounds or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns
 
     def dense_bytes(self, elements: int) -> int:
-        """Counts the bytes of a dense gradient."""
+        """Returns the bytes of a dense gradient."""
         if not self.rounds:
             return elements * self.itemsize
         return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

@@ -1,1 +1,1 @@
-"""Exchanges that turn every rank's gradient of a replicated parameter into their mean, one file per strategy."""
+"""Exchanges that average the ranks' gradients of a replicated parameter, one file per strategy."""

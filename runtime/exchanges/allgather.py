@@ -1,6 +1,6 @@
-"""`allgather`: every rank gets every rank's non-zero units and adds them up, as Horovod and DDP do.
+"""`allgather`: every rank gathers and sums all ranks' non-zero units, as Horovod and DDP do.
 
-Units are coalesced first, so that no rank sends one twice; but N ranks that have the same unit send it N times.
+Units are coalesced first, so that no rank sends one twice. N ranks with the same unit still send it N times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from embrace_fx.runtime.exchanges.rounds import gather
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in one part; all ranks add in rank order, and get the same bits."""
+    """Returns the mean of all ranks' units, in one part. All ranks sum in rank order and get the same bits."""
     ids, rows, counts = yield from gather(own, channel)
     return [mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)]

@@ -1,4 +1,4 @@
-"""Cuts tensors into blocks of equal length, and keeps only the non-zero ones.
+"""Splits tensors into blocks of equal length, and keeps only the non-zero ones.
 
 The pieces are rows, or the blocks of OmniReduce (SIGCOMM 2021).
 """
@@ -13,17 +13,17 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.gradient import RowSet
 
 SHORT_BLOCK = 32
-"""Least elements of a row for which torch's reductions are vectorised on CPUs."""
+"""Minimum elements of a row for which torch's reductions are vectorized on CPUs."""
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
-    """Tells, (B,) bool, which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
+    """Returns a mask (B,) of the `blocks` (B, s) that have a non-zero element. NaN is non-zero; -0.0 is zero."""
     if blocks.is_cuda:
-        counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # in one pass, which writes nothing else
+        counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # one pass without other writes
         return counts != 0
     if blocks.shape[1] < SHORT_BLOCK:
         return (blocks != 0).any(dim=1)
-    # Two passes that write little are four times as fast as one that writes a bool for each element.
+    # Two passes with few writes are four times as fast as one that writes a bool per element.
     return (blocks.amax(dim=1) != 0) | (blocks.amin(dim=1) != 0)
 
 
@@ -43,9 +43,9 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks into a contiguous tensor that they are cut from; other blocks are unchanged.
+    """Writes blocks into the contiguous tensor that they were cut from; other blocks do not change.
 
-    Blocks that no rank has are zero in the tensor already, so that a mean replaces the gradient completely.
+    Blocks that no rank has are already zero in the tensor, so a mean replaces the gradient completely.
     """
     flat = dense.view(-1)
     ids, rows = blocks.ids, blocks.rows

@@ -1,8 +1,8 @@
 """Launches the exchanges' collectives and messages on one process group, asynchronously, and counts their bytes.
 
 Contract
-    No method waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known to
-    both sides before; the exchange tells them. gloo and NCCL have all collectives used here.
+    No method waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known on
+    both sides. gloo and NCCL support all collectives used here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ different ones.
 
 
 def run(steps: Steps[T]) -> T:
-    """Runs an exchange to its end, and returns its result."""
+    """Runs an exchange to its end and returns its result."""
     try:
         launch = next(steps)
         while True:
@@ -54,13 +54,13 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        assert group is not None  # it is of a single process
+        assert group is not None  # a single process
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
-        """Sends an equal, small part to every rank, and receives one from each, rank after rank.
+        """Sends an equal, small part to every rank, and receives one from each, in rank order.
 
         Args:
             sent: (N k,), the part for rank 0 first.
@@ -82,10 +82,10 @@ class Channel:
         return InFlight(received, self._messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
-        """Gathers every rank's data, rank after rank.
+        """Gathers every rank's data, in rank order.
 
-        The collective needs equal sizes. Where sizes differ, single messages send exactly the ranks' bytes: padding
-        would send the longest rank's bytes from every rank, an AlltoAll would first write `world_size` copies of `own`.
+        The collective needs equal sizes. If sizes differ, single messages send exactly the ranks' bytes. Padding would
+        send the longest rank's bytes from every rank, and an AlltoAll would first write `world_size` copies of `own`.
 
         Args:
             own: (sizes[rank],).
@@ -98,6 +98,6 @@ class Channel:
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """Sends a message to, and receives one from, every other rank; empty messages are left out."""
+        """Sends a message to, and receives one from, every other rank. Skips empty messages."""
         self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

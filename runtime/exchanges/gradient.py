@@ -1,4 +1,4 @@
-"""Sets of rows, which every strategy exchanges: rows of a gradient, or its blocks as rows (`blocks.py`)."""
+"""Sets of rows, the unit of every strategy: rows of a gradient, or its blocks (`blocks.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class RowSet:
     """Some rows of a tensor; absent rows are zero.
 
-    A present row may be zero; an optimizer that updates by rows updates it all the same.
+    A present row may be zero. An optimizer that updates by rows still updates it.
 
     Attributes:
         ids: (K,) int64, unique and ascending, from 0 to num_rows - 1.
@@ -35,12 +35,12 @@ class RowSet:
 
     @property
     def width(self) -> int:
-        """Columns of a row."""
+        """Returns the number of columns."""
         return self.rows.shape[1]
 
 
 MARKED_ROWS_PER_ID = 32
-"""Most rows of the tensor per id for which unique ids are found by marking rows instead of by a sort."""
+"""Maximum rows of the tensor per id for which unique ids are found by marking rows instead of sorting."""
 
 
 def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
@@ -55,18 +55,18 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
-        # Contiguous, because records are strided: a copy of one rank's is five times cheaper than a strided sum.
+        # Make rows contiguous: copying one rank's records is five times cheaper than a strided sum.
         total.index_add_(0, of_rank, summand.contiguous().to(total.dtype))
     return total
 
 
 def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
-    """Sums rows of the same id, and divides the sums; returns the union of all ranks' rows.
+    """Averages rows of the same id; returns the union of all ranks' rows.
 
     Args:
         ids: (K,) int64 in any order, rank after rank; unique within a rank.
         rows: (K, d).
-        counts: for each rank, how many of the K are its.
+        counts: the number of the K rows of each rank.
         num_rows: rows of the whole tensor.
         divisor: the number of ranks, or 1 for the sum.
     """
@@ -86,7 +86,7 @@ def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Joins disjoint row sets; a single one, whose ids ascend, is returned itself."""
+    """Joins disjoint row sets. A single set, whose ids ascend, is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()

@@ -1,8 +1,8 @@
 """The hash of indices to servers, and the hash bitmap, of Zen (OSDI 2025, arXiv 2309.13254).
 
 Contract
-    `server_of` sends an index to the same server on every rank, whatever the skew of the indices. `hash_bitmap` says
-    which indices a server has, in one bit for each it could have.
+    `server_of` maps an index to the same server on every rank, with even load for any skew of the indices.
+    `hash_bitmap` encodes the indices of a server with one bit for each possible index.
 
 Integers are 64 bits wide and wrap; the same functions in unsigned arithmetic give the same bits.
 """
@@ -20,7 +20,7 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 
 def murmur(ids: Tensor, seed: int) -> Tensor:
-    """Hashes (K,) int64 ids by MurmurHash3's 64-bit finaliser, a bijection, after mixing in `seed` the same way."""
+    """Hashes (K,) int64 ids by MurmurHash3's 64-bit finalizer, a bijection, after mixing in `seed`."""
     key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps; + 1, because the finaliser maps zero to zero
     return _finalise(ids ^ _finalise(torch.tensor(key, device="cpu")))
 
@@ -43,9 +43,9 @@ def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Lists for every server the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
+    """Returns, for every server, the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
 
-    The result, 8 bytes per id, is cached, because it costs a sort.
+    The result, 8 bytes per id, is cached because it needs a sort.
     """
     ids = torch.arange(num_ids, device=device)
     server = server_of(ids, servers, seed)
@@ -55,7 +55,7 @@ def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> t
 
 
 def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
-    """Makes a bitmap (ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set if `ids` has the p-th of `index_set`.
+    """Returns a bitmap (ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set if `ids` contains the p-th of `index_set`.
 
     Args:
         ids: (K,) some of the index set, ascending.

@@ -1,9 +1,9 @@
-"""Hierarchical centralisation: recursive doubling over sparse sets, for any number of ranks (SparCML; Zen's HC).
+"""Hierarchical centralization: recursive doubling over sparse sets, for any number of ranks (SparCML; Zen's HC).
 
     N = 4:  0 <-> 1, 2 <-> 3;  then  0 <-> 2, 1 <-> 3
     N = 6:  4 -> 0, 5 -> 1;  then as N = 4;  then  0 -> 4, 1 -> 5
 
-Sets grow from round to round: the scheme is fastest where start-ups are long, or ranks' units are mostly the same.
+Sets grow in each round. The scheme is fastest if latency is high, or if ranks have mostly the same units.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embrace_fx.runtime.exchanges.rounds import send
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in one part; partial sums travel in the units' dtype."""
+    """Returns the mean of all ranks' units, in one part. Partial sums are sent in the units' dtype."""
     rank, paired = channel.rank, paired_ranks(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
@@ -30,7 +30,7 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
     while distance < paired:
         partner = rank ^ distance if rank < paired else None
         theirs = yield from _swap(total, partner, partner, channel)
-        # Both ranks add in the same order: the lower rank's sum first.
+        # Both ranks sum in the same order, the lower rank's first.
         total = _sum(theirs, total) if rank & distance else _sum(total, theirs)
         distance *= 2
     if extra:
@@ -45,7 +45,7 @@ def _sum(first: RowSet, second: RowSet) -> RowSet:
 
 
 def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends the units to one rank, and returns those that another one sent; an empty set for no source."""
+    """Sends the units to one rank, and returns those that another one sent; an empty set without a source."""
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)

@@ -1,9 +1,9 @@
-"""Runs exchanges of gradients in place, one after the other, on their own thread and process group.
+"""Runs exchanges of gradients in place, sequentially, on a separate thread and process group.
 
 Contract
-    An exchange takes several rounds of collectives, between which its rank computes. Neither the model's thread nor the
-    launcher waits for a round: the launcher starts an exchange in its turn, as one launch. Exchanges that all ranks
-    start in the same order match, because only this thread launches on its group.
+    An exchange has several rounds of collectives with compute in between. Neither the model's thread nor the launcher
+    waits for a round: the launcher starts an exchange as one launch. Exchanges match if all ranks start them in the
+    same order, because only this thread launches on the group.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from embrace_fx.runtime.ranks.worker import Ending, Worker
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to compute the mean of all ranks' gradients, with the same bits on all of them.
+    """A method to average all ranks' gradients, with the same bits on all ranks.
 
     Attributes:
         mean_parts: exchanges a rank's units, and returns disjoint parts of the mean in any order.
-        units: cuts a gradient (rows, width) into units, each of which has an index on the wire.
+        units: splits a gradient (rows, width) into units, each with an index on the wire.
     """
 
     mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
@@ -66,9 +66,9 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     """Replaces a gradient by its mean over ranks, in place; waits for every round.
 
     Args:
-        flat: (rows * width,); or (rows, width) COO, coalesced, where the strategy's units are rows: both layouts send
-            the same, so that ranks may differ.
-        cluster: the links for which blocks are cut.
+        flat: (rows * width,); or (rows, width) COO, coalesced, if the strategy's units are rows. Both layouts send the
+            same, so ranks may differ.
+        cluster: the links that determine block sizes.
     """
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
     if flat.is_sparse:
@@ -77,16 +77,16 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
         return flat.copy_(torch.sparse_coo_tensor(mean.ids.view(1, -1), mean.rows, flat.shape, is_coalesced=True))
     units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
     for part in run(strategy.mean_parts(units, channel, cluster)):
-        write_blocks_(flat, part)  # units in no part are zero on this rank already
+        write_blocks_(flat, part)  # units in no part are already zero on this rank
     return flat
 
 
 Exchange = Callable[[Tensor, str, Channel], object]
-"""Function (packed gradient, name of its launch, channel) that exchanges in place and waits for every round."""
+"""(packed gradient, name of its launch, channel) -> exchanges in place and waits for every round."""
 
 
 def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end; the result knows the bytes sent."""
+    """Runs an exchange to its end; the result has the bytes sent."""
     sent = _sent_by(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
@@ -100,16 +100,16 @@ def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> i
 
 
 class ExchangeThread:
-    """Runs exchanges in the order in which they are started.
+    """Runs exchanges in the order of `start`.
 
     Args:
-        group: a process group that nothing else uses.
+        group: a process group for this thread only.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._worker, self._channel = Worker("exchanges"), Channel(group)
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
-        """Starts an exchange in the background; the bytes sent are known when it has ended."""
+        """Starts an exchange in the background. The bytes sent are known when it has ended."""
         sent = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
         return InFlight(flat, Ending(sent), sent.wait)

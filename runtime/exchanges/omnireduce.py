@@ -1,16 +1,17 @@
 """`omnireduce`: streaming aggregation of non-zero blocks (OmniReduce, SIGCOMM 2021), on collectives.
 
-Every rank aggregates an even range of the blocks. Its range is dealt out to *lanes*, block after block; a lane works on
-one block at a time. Before the first round, an AlltoAll and an AllGather tell each lane's first block. Lanes that have
-blocks are dealt out to *streams*; the blocks of a stream's lanes in one round are fused into one message per pair of
+Every rank aggregates an even range of the blocks. The blocks of a range are assigned to *lanes* in turn, and a lane
+processes one block at a time. Before the first round, an AlltoAll and an AllGather exchange each lane's first block.
+Lanes with blocks are assigned to *streams*. The blocks of a stream's lanes in one round share one message per pair of
 ranks, and the rounds of two streams overlap. One round of a stream:
 
-    push    AlltoAll: a rank that has a lane's current block sends it, and the number of its next block in the lane
-    add     each aggregator, in the order of ranks; the lane's next block is the smallest next block of any rank
-    reply   AllGather: the mean, and the lane's next block
+    push    AlltoAll: a rank with a lane's current block sends it, and the number of its next block in the lane
+    add     each aggregator sums in rank order; the lane's next block is the smallest next block of any rank
+    reply   AllGather of the mean and the lane's next block
 
-So a block that no rank has is never sent. No message carries its length, because the round before tells which rank
-sends which block. Many lanes make telling first blocks costly and rounds few (`embrace_fx.cost.blocks.streaming_of`).
+Thus a block that no rank has is never sent. Messages have no length, because the previous round determines which rank
+sends which block. With many lanes, the exchange of first blocks is large and rounds are few
+(`embrace_fx.cost.blocks.streaming_of`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
@@ -41,7 +42,7 @@ def units(dense: Tensor, cluster: Cluster) -> RowSet:
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' blocks, in a part for each round, whose ids do not ascend."""
+    """Returns the mean of all ranks' blocks, with one part per round. Ids do not ascend."""
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = streaming_of(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
@@ -57,7 +58,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
     current = ranges.decode(places, ranges.starts)
     aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, current)
 
-    # Streams take lanes in turn, so that each gets its share of the busy lanes where ids are skewed.
+    # Assign lanes to streams in turn, so that each gets its share of busy lanes if ids are skewed.
     count = streaming.streams(int((current < blocks.num_rows).sum(dim=1).max()))
     streams = (slice(first, None, count) for first in range(count))
     waiting = deque(stream for stream in streams if aggregation.active(stream))
@@ -77,9 +78,9 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _Ranges:
-    """The (N, L) lanes of the blocks: each has every L-th block of its aggregator's range.
+    """The (N, L) lanes of the blocks. Each has every L-th block of its aggregator's range.
 
-    A block's *place* in its lane takes fewer bytes than its number; the place after the last one means none.
+    A block's *place* in its lane needs fewer bytes than its number. The place after the last one means none.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
@@ -90,12 +91,14 @@ class _Ranges:
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """Encodes (R, L) blocks of lanes, `num_blocks` for none, of ranges that begin at `starts` (R, 1), as places."""
+        """Encodes (R, L) blocks of lanes as places, with `num_blocks` for none; `starts` (R, 1) are the first blocks of
+        ranges.
+        """
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places, the inverse of `encode`; `starts` may be a single one for all."""
+        """Decodes places, the inverse of `encode`; `starts` may be a single number."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
@@ -111,7 +114,7 @@ class _Queues:
         lengths = torch.bincount(queue, minlength=world_size * lanes).view(world_size, lanes)
         self._order = torch.argsort(queue, stable=True)
         self._blocks = blocks
-        # One entry more, so that the head of an empty last queue can be read.
+        # An additional entry, so that the head of an empty last queue can be read.
         self._ids = torch.cat([blocks.ids[self._order], blocks.ids.new_full((1,), blocks.num_rows)])
         self._end = lengths.view(-1).cumsum(0).view(world_size, lanes)
         self._head = self._end - lengths
@@ -121,7 +124,7 @@ class _Queues:
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the heads of the queues of a stream that `mine` (N, slots) selects; returns their blocks."""
+        """Removes the heads of the queues of a stream selected by `mine` (N, slots); returns their blocks."""
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
@@ -129,10 +132,10 @@ class _Queues:
 
 
 class _Aggregation:
-    """The state of a rank while blocks stream: its queues as a sender, the next block of each rank as an aggregator.
+    """The state of a rank during streaming: its queues as a sender, and each rank's next block as an aggregator.
 
     Shapes: N ranks or aggregators, L lanes. `current` (N, L), the current block of every lane of every aggregator, is
-    the same on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in this rank's lanes, is not.
+    equal on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in this rank's lanes, is not.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Tells, (N, slots) bool, which ranks have the current block of each of this rank's lanes."""
+        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes."""
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
@@ -182,7 +185,7 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Keeps the means, and moves every lane on to its next block."""
+        """Stores the means, and advances every lane to its next block."""
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)

@@ -1,9 +1,9 @@
-"""`ps`: a parameter server on the ranks themselves, each serving an even range of consecutive units.
+"""`ps`: parameter servers on the ranks, each for an even range of consecutive units.
 
-As BytePS and Parallax do with sparse gradients, on the same links as the other strategies: ranks push units to the
-range's server, which adds them up, and all ranks pull the sums. Ranges are even in units, not in traffic: where ids are
-skewed, as those of words sorted by frequency are, the server of the first range is the bottleneck (Zen, OSDI 2025,
-measures over 60 % of the non-zeros in the first of 8).
+Like BytePS and Parallax with sparse gradients, on the same links as the other strategies: ranks push units to the
+range's server, which sums them, and all ranks pull the sums. Ranges are even in units but not in traffic. For skewed
+ids, such as words sorted by frequency, the server of the first range is the bottleneck (Zen, OSDI 2025, measures over
+60 % of the non-zeros in the first of 8).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embrace_fx.runtime.exchanges.rounds import gather, push
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in a part from each server."""
+    """Returns the mean of all ranks' units, with one part from each server."""
     starts = torch.tensor([*even_ranges(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
     ids, rows, counts = yield from push(own, torch.searchsorted(own.ids, starts).diff(), channel)
     served = mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)

@@ -1,4 +1,4 @@
-"""Encodes indexed rows as bytes, one record per row, so that indices and values of any type share one message.
+"""Encodes indexed rows as bytes, one record per row, to send indices and values of any dtype in one message.
 
     record = | index, 4 or 8 bytes | d values |
 
@@ -14,7 +14,7 @@ from embrace_fx.cost.blocks import index_bytes, record_bytes
 
 
 def index_dtype(limit: int) -> torch.dtype:
-    """Returns the dtype in which indices from 0 to `limit` travel."""
+    """Returns the dtype in which indices from 0 to `limit` are sent."""
     return torch.int32 if index_bytes(limit) == 4 else torch.int64
 
 
@@ -32,18 +32,18 @@ def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
 
 def row_bytes(rows: Tensor) -> Tensor:
     """Views rows (K, d) of any dtype as (K, bytes) uint8."""
-    # A dimension of size one or zero may have any stride, which a view as bytes does not accept.
+    # A dimension of size one or zero may have any stride, which a view as bytes rejects.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decodes records: indices (K,) int64 and rows (K, width), where possible a view of the records."""
+    """Decodes records to indices (K,) int64 and rows (K, width), a view of the records if possible."""
     index = index_dtype(limit)
     size = record_bytes(limit, width, dtype.itemsize)
     records = flat.view(-1, size)
     indices = records[:, : index.itemsize].clone(memory_format=torch.contiguous_format).view(index)
     if index.itemsize % dtype.itemsize == 0 and flat.storage_offset() % dtype.itemsize == 0:
         rows = flat.view(dtype).view(-1, size // dtype.itemsize)[:, index.itemsize // dtype.itemsize :]
-    else:  # bytes can only be read as wider types from an aligned address
+    else:  # a view of bytes as a wider dtype needs an aligned address
         rows = records[:, index.itemsize :].clone(memory_format=torch.contiguous_format).view(dtype)
     return indices.view(-1).to(torch.int64), rows

@@ -1,8 +1,8 @@
-"""Sums a dense gradient in fewer bits: each rank adds up its share of the elements, in float32, and sends the sum.
+"""Sums a dense gradient in fewer bits: each rank sums its share of the elements in float32 and sends the sum.
 
 An AllReduce of 16 bits would round at each rank of the ring, and one of 8 bits would overflow. Here a gradient is
-rounded twice, when it is sent and when the sum is sent, and the next gradient corrects both roundings (DoubleSqueeze,
-ICML 2019). All ranks use the rounded sum, so that they have the same bits. It sends as much as a ring AllReduce of the
+rounded twice, when it is sent and when the sum is sent, and the next gradient corrects both errors (DoubleSqueeze, ICML
+2019). All ranks use the rounded sum, so that they have the same bits. Sends as many bytes as a ring AllReduce of the
 narrow numbers, 2 (N - 1) / N of the tensor.
 """
 
@@ -23,11 +23,11 @@ def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) 
     """Sums a gradient over ranks, in place.
 
     Args:
-        name: the name of the bucket and its chunk, whose residuals are added.
+        name: the name of the bucket and its chunk, for their kept errors.
     """
     ranks, form = channel.world_size, rounding.form
     block = BLOCK if form == "int8" else 1
-    share = ceil(flat.numel() / ranks / block) * block  # whole blocks, so that all ranks cut the same blocks
+    share = ceil(flat.numel() / ranks / block) * block  # whole blocks, so that all ranks use the same blocks
     padded = flat.new_zeros((ranks * share,), dtype=torch.float32)
     padded[: flat.numel()] = flat
     pieces, every = in_blocks(share), in_blocks(ranks * share)

@@ -1,4 +1,4 @@
-"""Rounds that several strategies share: records sent to servers, and records gathered by all ranks."""
+"""Rounds used by several strategies: sending records to servers, and gathering records on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 Records = tuple[Tensor, Tensor, list[int]]
-"""(ids (K,), rows (K, d), for each rank how many of them are its), rank after rank."""
+"""(ids (K,), rows (K, d), number of rows of each rank), in rank order."""
 
 
 def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
@@ -29,7 +29,7 @@ def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
 
 
 def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel) -> Steps[Records]:
-    """Sends as `push` does, where both sides know the counts."""
+    """Sends like `push`, if both sides know the counts."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(

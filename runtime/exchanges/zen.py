@@ -3,12 +3,12 @@
 Balanced parallelism: every rank is the server of the units whose index hashes to it.
 
     push    AlltoAll of records (index, value), grouped by server
-    add     each server, in the order of ranks
-    pull    AllGather of hash bitmaps, then of the values they announce
+    add     each server sums in rank order
+    pull    AllGather of hash bitmaps, then of the values
 
-Zen groups records by a second hash, whose slots are claimed without locks. Here torch sorts them by server, which
-takes a fifth to a third of the time (measured, one core, 100 to 200,000 units).
-Hierarchical centralisation (`hierarchical.py`) is the other optimum of the paper's design space, and another scheme.
+Zen groups records by a second hash with lock-free slots. Here torch sorts them by server, which takes a fifth to a
+third of the time (measured, one core, 100 to 200,000 units). Hierarchical centralization (`hierarchical.py`), the other
+optimum of the paper's design space, is a separate scheme.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from embrace_fx.runtime.exchanges.records import row_bytes
 from embrace_fx.runtime.exchanges.rounds import push
 
 SEED = 0
-"""Seed of the hash functions, the same on all ranks."""
+"""Seed of the hash functions, equal on all ranks."""
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in a part from each server."""
+    """Returns the mean of all ranks' units, with one part from each server."""
     world_size, num_units = channel.world_size, own.num_rows
     server = server_of(own.ids, world_size, SEED)
     order = server.argsort(stable=True)
@@ -43,7 +43,7 @@ def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[R
     ids_by_server = [
         ids_of_bitmap(bits, index_set) for bits, index_set in zip(bitmaps.view(world_size, length), sets, strict=True)
     ]
-    # As bytes, because gloo and NCCL support different dtypes; values need no index, as they are in the bitmap's order.
+    # As bytes, because gloo and NCCL support different dtypes. Values are in the bitmap's order, so they need no index.
     unit_bytes = own.width * own.rows.itemsize
     sizes = [of_server.numel() * unit_bytes for of_server in ids_by_server]
     flat = yield channel.all_gather(row_bytes(served.rows).view(-1), sizes)
