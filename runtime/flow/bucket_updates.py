@@ -47,7 +47,7 @@ class PendingGradient(Tensor):
     is_sparse: bool = False  # torch's asks no subclass
 
     @staticmethod
-    def each(parameters: Sequence[Tensor], late: Late[Tensor], *, sparse: bool) -> list[PendingGradient]:
+    def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
         """Makes the stand-ins of all parameters whose gradients are `late`."""
         found = list[PendingGradient]()
         for place, like in enumerate(parameters):  # of every parameter: without calls

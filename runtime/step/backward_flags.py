@@ -40,8 +40,9 @@ def launch_flags(
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        What ends it: given the names of what was written on this rank, and why it failed, it returns the sums over
-        ranks of `used`. On every rank it raises
+        The function that ends it. Its arguments are the names of what was written on this rank, the error that ended
+        the backward here, and a function that says whether this rank's results may not be finite without harm to its
+        gradients. It returns the sums over ranks of `used`. On every rank it raises
             PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite, and does harm.

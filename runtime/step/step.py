@@ -328,7 +328,7 @@ class Step:
         }
         return backward.run(self._leaves, values, dense)
 
-    def _check_gate(self, gate: Gate) -> None:
+    def _check_gate(self, gate: BackwardBarrier) -> None:
         """Raises PeerFailure where a rank is not in this backward. Nothing of it has left then."""
         if gate.future.done():
             gate.wait()
