@@ -197,7 +197,7 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Opens a context in which launches not yet submitted do not delay those that the caller waits for."""
+        """Opens a context where launches not yet submitted do not delay those that the caller waits for."""
         with self.lock:
             self.hurried += 1
         try:
@@ -218,7 +218,7 @@ class LaunchQueue:
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the communicator runs the calling thread's collectives; None: the host needs none."""
+        """Makes the context for a collective of the calling thread; None: the host needs none."""
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
@@ -313,14 +313,20 @@ class LaunchQueue:
         """Returns the ticket to launch now, or None."""
         if not any(map(WAITING, self.windows)):
             return None
-        standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
+        now_s = time.perf_counter()
+        standing_still = now_s - self.moved_s > STANDSTILL_S
         if standing_still:
             for each in self.in_flight:
                 each.tells = False
                 self.took_s.pop(each.id, None)
         room = self.at_once - len(self.in_flight)
-        if room <= 0 and not standing_still and (room < 0 or not self._is_late()):
+        if room < 0 and not standing_still:
             return None
+        if room == 0 and not standing_still:  # one more leaves if the last one is late, or its time is unknown
+            last = self.in_flight[-1]
+            took_s = self.took_s.get(last.id)
+            if took_s is not None and now_s < last.started_s + max(LATE * took_s, SHORTEST_S):
+                return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
         if not (standing_still or self.draining or self.hurried):
@@ -356,12 +362,6 @@ class LaunchQueue:
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
-
-    def _is_late(self) -> bool:
-        """Whether the last launch in flight is late, or its time is unknown."""
-        last = self.in_flight[-1]
-        took_s = self.took_s.get(last.id)
-        return took_s is None or time.perf_counter() >= last.started_s + max(LATE * took_s, SHORTEST_S)
 
     def leaves(self, ticket: Ticket) -> None:
         """Records that a launch is in flight; one that shares the link is timed only if its time is not known."""
