@@ -163,7 +163,9 @@ class Stepping:
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
         closure = closure_of(args, kwargs) if kwargs or args[1:] else None
-        if closure is not None and not isinstance(closure, MeanLoss):
+        if closure is None and self._state.awaiting_backward:
+            _refuse_without_gradients(optimizer)
+        elif closure is not None and not isinstance(closure, MeanLoss):
             closure = self._with_gradients(closure, decides=bool(needs_whole(type(optimizer))))
             found = with_closure(args, kwargs, closure)
         self._sort_gradients(optimizer)
@@ -423,6 +425,16 @@ def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
         return gradient.indices()[0], gradient.values()
     ids = torch.arange(len(gradient), device=gradient.device) if every else gradient.ne(0).any(1).nonzero().view(-1)
     return ids, gradient.index_select(0, ids)
+
+
+def _refuse_without_gradients(optimizer: Optimizer) -> None:
+    """Raises where a backward has reached no parameter: it would be a step of nothing, while a call waits for one."""
+    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        raise RuntimeError(
+            "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
+            "backward(inputs=...) and torch.autograd.grad() do not reach the parameters of a captured call: call "
+            "loss.backward(), or pass route='eager' to compile()."
+        )
 
 
 def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:

@@ -138,6 +138,12 @@ def _differentiate_twice(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
     torch.autograd.grad(loop.model(batch[0], x)[0], x, create_graph=True)
 
 
+def _go_back_to_parameters(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
+    found = sum(loop.model(*batch))
+    found.backward(inputs=list(loop.model.parameters()))
+    loop.step()
+
+
 WRITTEN = "written in place after the forward, on rank.s. 0, 1"
 REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = {
     "the batch written": (_write_the_batch, rf"{WRITTEN} \(a tensor of the batch\)"),
@@ -145,6 +151,7 @@ REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = 
     "a step between": (_step_between, WRITTEN),
     "parameters written": (_write_parameters, rf"{WRITTEN} \(.*first\.weight"),
     "create_graph": (_differentiate_twice, "cannot be differentiated again"),
+    "a backward to parameters": (_go_back_to_parameters, "a call of the model waits for its backward"),
 }
 
 
