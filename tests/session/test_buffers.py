@@ -36,7 +36,7 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
     def call(*numbers: int) -> None:
         for k in numbers:
             loss = model(torch.randn((6, DIM), generator=torch.Generator().manual_seed(10 * k + rank)))
-            if model.training:
+            if loss.requires_grad:
                 loss.backward()
             found.extend([loss.detach(), *(b.clone().double() for b in (plain.scale, plain.seen))])
 
@@ -68,11 +68,16 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
     call(13, 14)
     model.eval()
     with torch.no_grad():
-        call(15)
+        call(15, 16)  # each changes what the next one reads
     model.train()
-    call(16)
-    plain.norm.eval()
     call(17)
+    plain.norm.eval()
+    call(18)
+    model.train()
+    with torch.no_grad():  # as `update_bn` estimates statistics anew
+        call(19, 20)
+        model.eval()
+        call(21)
     return found
 
 
@@ -85,5 +90,6 @@ CASES = {"buffers": (Buffered, _losses)}
     [({}, True), ({"broadcast_buffers": False}, False), ({"forward_sync_buffers": False}, "once")],
     ids=["rank 0's", "each rank's own", "rank 0's once"],
 )
-def test_forwards_read_the_buffers_that_are_asked_for(ddp: dict[str, Any], broadcast: Any) -> None:
-    check(__name__, ddp=ddp, broadcast_buffers=broadcast)
+@pytest.mark.parametrize("route", ["graph", "eager"])
+def test_forwards_read_the_buffers_that_are_asked_for(ddp: dict[str, Any], broadcast: Any, route: Any) -> None:
+    check(__name__, ddp=ddp, broadcast_buffers=broadcast, route=route)
