@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from benchmarks.device.emulated import Emulated
-from benchmarks.lab.settings import SETTINGS
 from benchmarks.models import MODELS
 from benchmarks.models.base import Workload, on_meta, sizes
 from benchmarks.peers import SYSTEMS
 from tests.support.lab import LEARNING_RATES, means, reference_losses, train
 from tests.support.ranks import run_ranks
 
-RANKS, PATIENCE_S = 2, 60.0
-TINY = replace(SETTINGS["quick"], models=("bert",), groups={"pair": ("alone_sparse", "ddp_sparse")}, size="tiny")
-TINY = replace(TINY, ranks=(RANKS,), rates_mbit=(500.0,), rounds=2, turn_ms=5.0)
+RANKS = 2
 PUBLISHED_MIB = {"lm": (3186.5, 3099.5), "gnmt": (739.1, 252.5), "transformer": (1067.5, 263.4), "bert": (417.7, 89.4)}
 """Whole model and its tables, of EmbRace (Li et al. 2022)."""
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import Streams
-from tests.gpu import needs
-from tests.gpu.deeds import stands_still, trains_two_models
-from tests.gpu.needs import emulated, ends, findings_of, gpus, trains_on_gpu
+from tests.gpu.needs import emulated, ends, gpus, trains_on_gpu
 from tests.support.models import MODELS
-from tests.support.ranks import RankError, fresh_ranks, run_ranks
+from tests.support.ranks import fresh_ranks
 
 pytestmark = [emulated, pytest.mark.timeout(600)]
 
@@ -51,50 +42,6 @@ def test_nothing_is_found_where_nothing_is_wrong(way: str, broken: dict[str, lis
 )
 def test_a_broken_launcher_is_found(way: str, says: str, broken: dict[str, list[str]]) -> None:
     assert any(says in finding for finding in broken[way]), broken[way]
-
-
-def flags_are_in_no_order(rank: int, world_size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamQueue, "_in_turn", lambda self: nullcontext())
-        trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2)
-
-
-def a_rank_leaves_its_turn_unasked(rank: int, world_size: int) -> None:
-    def look(self: StreamQueue, store: Any, key: str) -> None:
-        self._follow(self.place())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamQueue, "look", look)
-        stands_still(rank, world_size, "cuda")
-
-
-def models_are_in_no_order(rank: int, world_size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamQueue, "_wait_for_other_models", lambda self: None)
-        trains_two_models(rank, world_size, "cuda")
-
-
-@gpus(2)
-@pytest.mark.parametrize("way", [flags_are_in_no_order, a_rank_leaves_its_turn_unasked, models_are_in_no_order])
-def test_collectives_in_no_order_are_found(way: Callable[[int, int], None], findings: Path) -> None:
-    with suppress(RankError):  # where ranks are not equally fast, it ends in a deadlock
-        run_ranks(2, way, timeout_s=300.0)
-    text = findings_of(findings)
-    assert re.search(r"HAZARD: .* on communicator \d+, .* writes memory that .* on communicator \d+,", text), text
-
-
-def waits_in_each_step(rank: int, world_size: int) -> None:
-    """By a copy to memory that is not pinned; torch's own mode, which raises there, is off."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needs, "set_sync_debug_mode", lambda mode: None)
-        patch.setattr(Streams, "to_host", lambda self, tensor: tensor.cpu())
-        trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2, strict_from=13)
-
-
-@gpus(2)
-def test_a_wait_of_the_host_in_a_steady_step_is_counted() -> None:
-    with pytest.raises(RankError, match="assert streams == copies == 0"):
-        run_ranks(2, waits_in_each_step, timeout_s=300.0)
 
 
 def trains_and_counts(rank: int, world_size: int) -> tuple[int, int]:

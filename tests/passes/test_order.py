@@ -6,13 +6,11 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.passes.step_memory import memory_of, step_memory
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
@@ -133,52 +131,6 @@ def test_random_draws_keep_their_order() -> None:
     found = OrderCompute(("bucket 1", "bucket 0"))(graph).phases["backward"]
     assert len(draws_in(list(backward.graph.nodes))) == 2
     assert draws_in(list(found.graph.nodes)) == draws_in(list(backward.graph.nodes))
-
-
-# -- small graphs, every order -----------------------------------------------------------------------------------------
-
-
-@st.composite
-def backwards(draw: st.DrawFn) -> tuple[fx.GraphModule, int]:
-    """A chain of compute with random shortcuts, of which some values are submitted."""
-    graph = fx.Graph()
-    values = [graph.placeholder("x")]
-    values[0].meta["val"] = torch.empty(2, device="meta")
-    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    for _ in range(size):
-        a, b = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
-        op = draw(st.sampled_from((torch.ops.aten.add.Tensor, torch.ops.aten.bernoulli.p)))
-        values.append(graph.call_function(op, (a, b) if op is torch.ops.aten.add.Tensor else (a, 0.5)))
-        values[-1].meta["val"] = torch.empty(2, device="meta")
-    from embrace_fx.vocabulary.operation_id import chunk_id  # noqa: PLC0415
-
-    sent = []
-    for k in range(count):
-        value = values[draw(st.integers(0, len(values) - 1))]
-        node = graph.call_function(torch.ops.embrace.submit_chunk.default, (value, 0, 2, str(chunk_id(k, 0))))
-        node.meta["launch"] = chunk_id(k, 0)
-        sent.append(node)
-    graph.output(tuple(sent))
-    return fx.GraphModule(nn.Module(), graph), count
-
-
-@settings(max_examples=60, deadline=None)
-@given(backwards())
-def test_any_order_of_a_small_graph_is_legal_and_exact(drawn: tuple[fx.GraphModule, int]) -> None:
-    module, count = drawn
-    units = BackwardUnits.of(module)
-    draws = [n for n in module.graph.nodes if op_name(n) == "aten::bernoulli"]
-    for order in permutations([f"bucket {k}" for k in range(count)]):
-        nodes = units.ordered(order)
-        place = {node: k for k, node in enumerate(nodes)}
-        assert len(place) == len(units.needed_by)
-        for node in nodes:
-            assert all(place[value] < place[node] for value in node.all_input_nodes if value in place)
-        assert sorted(draws, key=place.__getitem__) == draws
-        of_units = [n.meta["launch"].what for n in nodes if "launch" in n.meta]
-        assert of_units == list(order)
-        saved = [node for node in module.graph.nodes if node.op == "placeholder"]
-        assert memory_of([*saved, *units.needed_by], len(saved), []).backward_peak(nodes) >= 8
 
 
 def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(overlapped: TrainingGraph) -> None:

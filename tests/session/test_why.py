@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.viz.picture import Picture
-from embrace_fx.viz.why import NAMES, why
+from embrace_fx.viz.why import NAMES
 from embrace_fx.vocabulary.step_parts import SHARES
 from tests.support.ranks import run_ranks
 
@@ -123,16 +123,3 @@ def test_a_planted_cause_is_told(cause: str, ranks: int, tmp_path: Path) -> None
         pytest.skip("one rank sends nothing")
     headlines = run_ranks(ranks, trains, cause, tmp_path)
     assert len(set(headlines)) == 1, "a timeline is the same on all ranks"
-
-
-def test_the_parts_stand_in_order_of_share_and_what_is_small_stands_together() -> None:
-    told = why({"forward": 10.0, "dense": 60.0, "loader": 29.0, "ids": 0.9, "between": 0.1, "reload": 0.0})
-    assert told is not None
-    assert [name for name, *_ in told.parts] == [NAMES["dense"], NAMES["loader"], NAMES["forward"]]
-    assert told.headline == f"A step takes 100.0 ms. Most of it, 60% or 60.0 ms, is {NAMES['dense']}."
-    assert "rows='bf16'" in told.change
-    assert why(dict.fromkeys(SHARES, 0.0)) is None
-    small = why({"forward": 97.0, **dict.fromkeys(("ids", "dense", "delayed"), 1.0)})
-    assert small is not None
-    assert small.parts[-1][0] == "all else"
-    assert small.parts[-1][1] == pytest.approx(0.03)

@@ -83,11 +83,6 @@ def test_links_and_devices_are_named_in_place_of_a_file(folder: Path) -> None:
         assert f"{wrong[0]} {wrong[1]!r} is not" in run("plan", "made_here:make", *wrong, status=2)
 
 
-def test_a_saved_plan_is_shown(folder: Path) -> None:
-    run("plan", "made_here:make", "--world-size", "1", "--output", "plan.json")
-    assert "embrace_fx plan, 1 rank(s)" in run("show", "plan.json")
-
-
 def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
     schedule = timelines.schedule()
     timeline = timelines.timeline(schedule)

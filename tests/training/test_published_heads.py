@@ -76,24 +76,6 @@ def _accumulates(run: Run) -> None:
         run.step()
 
 
-def _clips(run: Run) -> None:
-    for step in range(STEPS):
-        run.loss(step).backward()
-        run.losses.append(torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.5).detach().clone())
-        run.step()
-
-
-def _scales(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for step in range(STEPS):
-        scaler.scale(run.loss(step)).backward()
-        scaler.unscale_(run.optimizer)
-        run.losses.append(torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.5).detach().clone())
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-
-
 def _draws(run: Run) -> None:
     """Dropout draws on each rank as in eager mode."""
     for step in range(STEPS):
@@ -124,8 +106,6 @@ LOOPS: Mapping[str, Callable[[Run], None]] = {
     "plain": _plain,
     "outside": _outside,
     "accumulates": _accumulates,
-    "clips": _clips,
-    "scales": _scales,
     "draws": _draws,
     "evaluates": _evaluates,
 }

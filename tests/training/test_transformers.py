@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.integrations.accelerate import EmbraceAccelerator
-from tests.support.hugging_face import LONG, TRAININGS, make_gpt2
+from tests.support.hugging_face import LONG, TRAININGS
 from tests.support.inside import entries_of, session_of
 from tests.support.published_models import check
-from tests.support.reference import assert_same
 
 T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
 """Tables too, of a row per distance; what they are looked up with follows from the sizes."""
@@ -119,24 +117,6 @@ def _assert_same_cache(found: Any, expected: Any) -> None:
         assert expected_layer.keys is not None
         assert found_layer.keys.dtype == expected_layer.keys.dtype
         torch.testing.assert_close(found_layer.keys, expected_layer.keys, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
-    training = TRAININGS["gpt2"]
-    model, eager = make_gpt2().double(), training.make_model()
-    model.load_state_dict(eager.state_dict())
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
-    compiled = embrace_fx.compile(model)
-    batch = training.batch(0, 0) | {"use_cache": False}
-    compiled(**batch).loss.backward()
-    eager(**batch).loss.backward()
-    assert_same(_gradients(model), _gradients(eager), torch.float64)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.long

@@ -13,11 +13,11 @@ import pytest
 
 from embrace_fx import viz
 from embrace_fx.viz import trace
-from embrace_fx.viz.picture import Panel, Picture
-from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline, Wait
+from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline
 from tests.support import timelines
 from tests.support.golden import check_golden
-from tests.support.pictures import compute, saved
+from tests.support.pictures import saved
 
 SVG = "{http://www.w3.org/2000/svg}"
 # ------------------------------------------------------------------------------------------- what there is to draw
@@ -81,42 +81,6 @@ def _cells(line: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ panels
-
-
-def panel_of(*spans: Span, waits: tuple[Wait, ...] = ()) -> Panel:
-    return Picture(None, Timeline(spans, waits, 1)).panels[0]
-
-
-def test_phases_of_two_windows() -> None:
-    """backward | gap | forward; backward | forward: the second window has no time that is the step's alone."""
-    panel = panel_of(
-        compute("backward a", 0, 4),
-        compute("update a", 4, 5),
-        compute("forward a", 6, 8),
-        compute("backward a", 9, 12, window=1),
-        compute("forward a", 12, 15, window=1),
-    )
-    assert [(p.label, p.start_ms, p.end_ms) for p in panel.phases] == [
-        ("backward t", 0, 4),
-        ("step t", 4, 6),
-        ("forward t+1", 6, 9),
-        ("backward t+1", 9, 12),
-        ("forward t+2", 12, 15),
-    ]
-
-
-def test_overlapping_spans_of_a_lane_get_rows_of_their_own() -> None:
-    sent = Operation("bucket 0", "all_reduce", "dense", 2.0, 1)
-    spans = [Span(replace(sent, name=f"bucket {k}"), 0, 0, start, start + 2) for k, start in enumerate((0, 1, 2, 3.5))]
-    rows = panel_of(compute("backward a", 0, 6), *spans).rows[0, "dense"]
-    assert [[s.operation.name for s in row] for row in rows] == [["bucket 0", "bucket 2"], ["bucket 1", "bucket 3"]]
-
-
-def test_a_window_without_compute_is_not_counted() -> None:
-    sent = Operation("delayed", "delayed", "delayed", 3.0, 1)
-    panel = panel_of(Span(sent, -1, 0, 0, 3), compute("backward a", 2, 4), compute("backward a", 5, 6, window=1))
-    assert panel.windows == (0, 1)
-    assert panel.origin_ms == 2
 
 
 def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
+from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.ranks.communicator import InFlight
@@ -203,3 +206,17 @@ def test_where_nothing_moves_more_are_on_the_way() -> None:
     link.expect("early rows", "prior")
     stand_still(launcher)
     link.expect("early rows", "prior", "bucket 0")
+
+
+def test_a_pause_in_which_nothing_waits_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(launch_queue, "STANDSTILL_S", LONG_S)
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(launch_queue, "time", clock)
+    launcher, link = make(), Link()
+    submit(launcher, link, "early rows")
+    link.expect("early rows")
+    link.end("early rows")
+    now_s[0] = 10 * LONG_S
+    submit(launcher, link, "bucket 0")
+    link.expect("early rows")

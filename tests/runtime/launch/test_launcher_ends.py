@@ -43,16 +43,6 @@ def test_every_waiter_hears_of_a_launch_that_fails() -> None:
             ticket.wait()
 
 
-def test_every_waiter_hears_of_a_collective_that_fails_under_way() -> None:
-    launcher, link = make(), Link()
-    early, prior = submit(launcher, link, "early rows", "prior")
-    link.expect("early rows", "prior")
-    link.end("early rows", RuntimeError("connection closed by peer"))
-    for ticket in (early, prior):
-        with pytest.raises(RuntimeError, match="connection closed by peer"):
-            ticket.wait()
-
-
 @pytest.mark.parametrize("names", [(), ("early rows",), ("prior",)], ids=["unused", "on the way", "waiting"])
 def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
     before = set(threading.enumerate())

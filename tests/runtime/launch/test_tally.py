@@ -50,11 +50,3 @@ def test_parts_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "forward": 16,
         "between": 32,
     }
-
-
-def test_there_is_nothing_to_tell_of_before_a_step_has_warmed_up() -> None:
-    recorder = Recorder()
-    for _ in range(2):
-        assert recorder.tally.shares_ms() is None
-        recorder.window()
-    assert recorder.tally.shares_ms() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -71,17 +70,6 @@ def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
     assert found.bandwidth_bytes_per_ms == pytest.approx(100, rel=0.1)
 
 
-def test_times_that_do_not_grow_with_the_size_still_give_a_bandwidth() -> None:
-    found = fit([Sample(Exchange(1000, 2), 3.0), Sample(Exchange(2000, 2), 2.0)])
-    assert found.bandwidth_bytes_per_ms > 0
-    assert found.latency_ms == 0.0
-
-
-def test_one_size_tells_no_bandwidth_from_latency() -> None:
-    with pytest.raises(ValueError, match="at least two sizes"):
-        fit([Sample(Exchange(1000, 2), 1.0), Sample(Exchange(1000, 2), 2.0)])
-
-
 def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks share two cores: start-up takes 60 ms, give or take 2, and a link of 24 kB per ms is to be found."""
     noise_ms = itertools.cycle((2.0, -2.0, 0.5))
@@ -116,15 +104,6 @@ def test_links_are_found_in_little_time(
 
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
     assert sum(spent_ms) < 1500
-
-
-def test_start_up_does_not_depend_on_which_runs_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with a core each: 1.3 to 4 ms for the same launch, 2.5 in the middle, as seen on 200 Mb/s."""
-    noise, seen_ms = random.Random(0), (1.28, 1.74, 1.94, 2.42, 2.48, 2.48, 2.84, 2.94, 3.54, 3.66, 3.85, 4.01)
-    monkeypatch.setattr(measuring, "alone_ms", lambda *_: noise.choice(seen_ms))
-    ranks = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda value, _: value))
-    found = [measuring.first_ms(ranks, lambda: pytest.fail("launched"), 1, measuring.CPU) for _ in range(20)]
-    assert max(found) < 1.5 * min(found), found
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
