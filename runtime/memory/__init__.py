@@ -1,1 +1,1 @@
-"""Copies saved values out of memory and back, and reads how much memory is in use."""
+"""Copies saved values out of memory and back, and measures memory use."""

@@ -1,9 +1,9 @@
 """Offloads saved values between forward and backward: to a file on the CPU, to pinned host memory on a device.
 
 Contract
-    A reloaded value has the bits, sizes and strides of the offloaded one. A value's memory is free when its offload has
-    been awaited; its place outside is freed when it has been reloaded, or when nothing refers to it any more. Copies of
-    one lane run in the order in which they begin, beside compute and the other lane's copies.
+    A reloaded value has the bits, sizes and strides of the offloaded one. A value's memory is free once its offload has
+    been awaited. Its external storage is freed once it has been reloaded, or when nothing refers to it. Copies of one
+    lane run in order, concurrently with compute and the other lane's copies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
 SLOT_BYTES = 4096
-"""Slots of a file are multiples of this: a page."""
+"""Slots of a file are multiples of a page."""
 PROBED_BYTES = 32 * 2**20
-"""Bytes copied out and back to measure the speed: more than the caches of a core."""
+"""Bytes copied to measure the speed, more than a core's caches."""
 
 Measured = tuple[float, float]
 """(bytes per millisecond, milliseconds of a copy of one byte)."""
@@ -50,7 +50,7 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def over(self, data: Tensor) -> Tensor:
-        """Makes the value whose storage has the bytes of `data`."""
+        """Returns the value whose storage has the bytes of `data`."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -60,8 +60,8 @@ class Stored:
     """A value that is offloaded, or being offloaded.
 
     Attributes:
-        place: where its bytes are.
-        leaving: the offload in progress; None: it has been awaited.
+        place: the location of its bytes.
+        leaving: the offload in progress; None once it has been awaited.
     """
 
     layout: ValueLayout
@@ -80,10 +80,10 @@ class Reloading:
 
 
 class Copies(ABC):
-    """Begins copies, and awaits them."""
+    """Starts copies, and awaits them."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Begins to copy a value out."""
+        """Starts copying a value out."""
         data = _bytes_of(value)
         return self._leave(
             Stored(ValueLayout.of(value), data.numel(), None), data, Watch(launch, data.numel(), recorder)
@@ -95,7 +95,7 @@ class Copies(ABC):
         return replace(stored, leaving=None)
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
-        """Allocates memory for a value, and begins to copy it back."""
+        """Allocates memory for a value, and starts copying it back."""
         return self._come(stored, Watch(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
@@ -104,11 +104,12 @@ class Copies(ABC):
         return coming.stored.layout.over(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures the speed of copies out and back, the slower of both."""
+        """Measures the speed of copies out and back; returns the slower."""
         start_ms = self._slower_ms(1, device)
         return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slower_ms(self, nbytes: int, device: torch.device) -> float:
+        """Time both copies of `nbytes` three times and return the slowest one."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
@@ -125,7 +126,7 @@ class Copies(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the host wait for all awaited copies, and for compute."""
+        """Makes the host wait for all awaited copies and for compute."""
 
     @abstractmethod
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored: ...
@@ -138,7 +139,7 @@ class Copies(ABC):
 
 
 class FileCopies(Copies):
-    """Copies values to a file of this process, removed at its end; one thread writes, another reads.
+    """Copies values to a file of this process, which is removed at its end. One thread writes, another reads.
 
     The file is not mapped into memory, because each newly mapped page costs a fault, which takes longer than its copy.
 
@@ -146,7 +147,7 @@ class FileCopies(Copies):
         directory: the folder of the file.
 
     Raises:
-        ValueError: no file can be made there.
+        ValueError: the file cannot be created.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -159,15 +160,16 @@ class FileCopies(Copies):
                 "one."
             ) from error
         self._room = 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # length -> begins of free slots
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # length -> offsets of free slots
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
         }
 
     def synchronize(self) -> None:
-        """Does nothing: awaiting a copy has made the thread wait already."""
+        """Does nothing, because the thread has already waited for awaited copies."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+        """Write the value to a free place in the file, on the offload thread."""
         slot = self._slot(stored.nbytes)
         leaving = self._threads["offload"].submit(_write, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
@@ -177,6 +179,7 @@ class FileCopies(Copies):
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:
+        """Wait for a read and say what to do where it failed."""
         try:
             copying.result()
         except OSError as error:
@@ -187,7 +190,7 @@ class FileCopies(Copies):
             ) from error
 
     def _slot(self, nbytes: int) -> Slot:
-        """Reserves room in the file, so that a full disk raises here and not while bytes are written."""
+        """Reserves space in the file, so that a full disk raises here instead of during a write."""
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
@@ -207,7 +210,7 @@ class FileCopies(Copies):
 
 
 class _File:
-    """A file without a name, which lives as long as this object."""
+    """An unnamed file that lives as long as this object."""
 
     def __init__(self, directory: Path) -> None:
         self.descriptor, path = tempfile.mkstemp(dir=directory)
@@ -222,13 +225,13 @@ class Slot:
         self._file, self._begin, self._nbytes = file, begin, nbytes
 
     def write(self, data: memoryview) -> None:
-        """Writes bytes; other threads run meanwhile."""
+        """Writes bytes, releasing the GIL."""
         done = 0
         while done < self._nbytes:
             done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)
 
     def read(self, data: memoryview) -> None:
-        """Reads the bytes; other threads run meanwhile.
+        """Reads the bytes, releasing the GIL.
 
         Raises:
             OSError: the file is shorter than what was written.
@@ -252,7 +255,7 @@ class PinnedCopies(Copies):
         self._streams = streams
 
     def synchronize(self) -> None:
-        self._streams.record("settled").synchronize()  # on the model's device, which may not be the current one
+        self._streams.record("settled").synchronize()  # the model's device may not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
@@ -263,7 +266,7 @@ class PinnedCopies(Copies):
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
-        """Starts a copy; returns an event that passes when it has ended."""
+        """Starts a copy; returns an event recorded after it."""
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
         with streams.on(lane, watch.launch):
@@ -284,7 +287,7 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 
 def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
-    """Writes the only tensor of `data` into a slot, and drops it from the list."""
+    """Writes the only tensor of `data` into a slot and removes it from the list."""
     with watch:
         slot.write(data.pop().numpy().data)
 

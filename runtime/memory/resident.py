@@ -1,4 +1,4 @@
-"""Reads how much memory a device's allocator, or the process's, has in use, and how much is left."""
+"""Reads the memory in use by a device's allocator or by the process, and the available memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Mallinfo2(ctypes.Structure):
 def bytes_in_use(device: torch.device) -> int:
     """Returns the bytes of tensors on a device or, on the CPU, of all memory in use by this process; 0 if unknown.
 
-    Where malloc does not tell, the resident set is returned, which does not change while freed blocks are reused.
+    Without glibc's malloc, returns the resident set, which does not change while freed blocks are reused.
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
@@ -42,7 +42,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the bytes of this machine's memory that are available, as its kernel says; 0 if unknown."""
+    """Returns the available bytes of this machine's memory, according to the kernel; 0 if unknown."""
     if not _MEMORY.exists():
         return 0
     found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
@@ -51,7 +51,7 @@ def available_bytes() -> int:
 
 @cache
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """Finds glibc's function that counts malloc's memory; None: another malloc is used."""
+    """Returns glibc's function that reports malloc's memory; None if another malloc is used."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

@@ -214,6 +214,7 @@ class Announcements:
             ahead.then()
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
+        """Return this rank's announcement of the step, with `sizes` and the first failure known."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.deeds = tuple(sizes), self.communicator.deeds
@@ -241,6 +242,7 @@ class Announcements:
         self._watchdog.watch(self.communicator, self._look)
 
     def _begin(self, own: Announcement) -> Exchange:
+        """Launch the exchange of the announcement's numbers."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
@@ -249,6 +251,10 @@ class Announcements:
         return self.launch(own)
 
     def _end(self, own: Announcement, launched: Exchange) -> list[tuple[int, ...]]:
+        """Return every rank's sizes.
+
+        Reads the full announcements only where the numbers differ or a rank reports something.
+        """
         rows, head = self._read(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
             return self._check(own, self._meet(own, rows))
@@ -259,6 +265,7 @@ class Announcements:
         return [tuple(row[first : first + len(own.sizes)]) for row in rows]
 
     def _check(self, own: Announcement, everyone: Sequence[Announcement]) -> list[tuple[int, ...]]:
+        """Return every rank's sizes, or raise where a rank failed or the steps of two ranks do not match."""
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         self._given_up = own.failure

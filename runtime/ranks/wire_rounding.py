@@ -95,6 +95,7 @@ class Rounding:
         return coded
 
     def _measure(self, kind: str, wanted: Tensor, arrived: Callable[[], Tensor]) -> None:
+        """Add the rounding error of every `MEASURED_EVERY`-th call to the totals of `kind`."""
         error = self._errors.setdefault(kind, _Error())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:

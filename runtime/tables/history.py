@@ -151,6 +151,7 @@ class History:
             each.open = each._predicted = None
 
     def _close(self) -> None:
+        """Apply the open skipped steps to all rows that have not taken them."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:

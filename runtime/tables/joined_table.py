@@ -166,6 +166,7 @@ class JoinedTable(Unit):
 
 
 def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
+    """Split sorted ids and their rows into each member's, numbered from its own first row."""
     cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()
     ends = zip(pairwise(cuts), bounds, strict=False)
     return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
@@ -234,6 +235,7 @@ class _JoinedState:
         return dict(self._joined)
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Join the members' states: tensors with a value per row become one tensor for all members."""
         joined, rows = dict(states[0]), self._bounds[1]
         for key, value in states[0].items():
             if is_of_rows(value, rows):
@@ -249,6 +251,7 @@ class _JoinedState:
         self._members[k].keep({key: view})
 
     def _note_versions(self) -> None:
+        """Remember the versions of the counters, so that a write by others is seen."""
         tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
         counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}

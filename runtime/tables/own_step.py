@@ -289,6 +289,7 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 
 def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
+    """Step a table of no rows, so that only the counters advance, and return the new state."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = rows_of_state(state, none, local.shape[0])
     return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)

@@ -271,6 +271,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 
 def _refuse(name: str, gradients: object) -> NoReturn:
+    """Refuse a gradient of a loss that was computed before the table was placed."""
     raise RuntimeError(
         f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
         "the loss."

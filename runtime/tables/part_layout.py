@@ -415,6 +415,7 @@ def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> V
 
 
 def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], implicit: bool) -> Viewed:
+    """Repeat the local values along new axes and axes of size 1; an axis that is split cannot be repeated."""
     new = whole.dim() - len(layout.axes)
     axes = [Axis.whole(count) for count in whole.shape[:new]]
     for axis, count in zip(layout.axes, whole.shape[new:], strict=True):
@@ -439,6 +440,7 @@ def _unbind(layout: Layout, local: Tensor, whole: Any, dim: int) -> list[Viewed]
 
 
 def _split(layout: Layout, local: Tensor, whole: Any, dim: int, **_: Any) -> list[Viewed]:
+    """Return a slice of the local values for each of the whole tensor's pieces."""
     found, first = [], 0
     for each in whole:
         last = first + each.shape[dim]

@@ -75,6 +75,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
+    """Run an op on parts by its rule, or refuse it."""
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = not is_alone and True in [part.held.unreduced for part in parts]
@@ -116,6 +117,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the part, or the parts, that a view op makes."""
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
@@ -178,6 +180,7 @@ def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _meta(leaf: Tensor) -> Tensor:
+    """Return the leaf without memory, in the shape of the whole value."""
     if isinstance(leaf, Part):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")

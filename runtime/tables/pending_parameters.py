@@ -189,6 +189,7 @@ class Updates:
             self._applies = False
 
     def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
+        """Make the class of pending parameters whose plain class is `plain`."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
@@ -433,6 +434,7 @@ def apply_pending(*values: Any) -> None:
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
+    """Yield the pending parameters among an op's arguments."""
     if isinstance(value, PendingParameter):
         yield value
     elif isinstance(value, list | tuple):

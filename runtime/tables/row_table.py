@@ -237,6 +237,7 @@ class RowTable(Unit):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
+        """Return the param group that holds the table's parameter."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # the index it had last time
@@ -258,6 +259,7 @@ class RowTable(Unit):
 
     @property
     def rule(self) -> type[SparseUpdate]:
+        """Return the class that updates this table under its optimizer's present options."""
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWiseUpdate
@@ -275,6 +277,7 @@ class RowTable(Unit):
 
     @property
     def lacks_state(self) -> bool:
+        """Return whether the optimizer would make state for this table at its next step."""
         options = self.param_group()
         kept: Mapping[str, Any] = self.holder.state.get(self.parameter) or {}
         asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
