@@ -1,9 +1,9 @@
 """embrace_fx: a PyTorch compiler for distributed training of models with large embedding tables.
 
-`embrace_fx.compile(model, optimizer=...)` stands where `DistributedDataParallel(model)` would: see `embrace_fx.api`.
+`embrace_fx.compile(model, optimizer=...)` replaces `DistributedDataParallel(model)`: see `embrace_fx.api`.
 `embrace_fx.plan(model, batch, ...)` predicts what it would decide on any cluster: see `embrace_fx.what_if`.
 
-Each name is imported when it is first used: torch's own compiler, which most of them need, takes seconds to load.
+Names are imported on first use, because torch's compiler, which most of them need, takes seconds to load.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MODULES = {
     "save_full_state_dict": "api",
 }
 
-# In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.
+# In a source tree, passes and runtime are beside this folder; installation makes them parts of the package.
 if util.find_spec("embrace_fx.passes") is None:
     raise ImportError(
         f"embrace_fx is not installed; this is its source tree, {__path__[0]}. Run `make env` there and use "

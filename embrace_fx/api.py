@@ -89,7 +89,7 @@ def compile(
         SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
             for "inductor"; a model, optimizer or option that differs between ranks.
     """
-    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
+    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # there may be no process group yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
     options = Options(
@@ -134,7 +134,7 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
     """Writes what `torch.save(full_state_dict(stateful), path)` would, but no rank holds a whole table. Collective.
 
-    Rank 0 writes; if nothing is sharded, every rank that calls it does. Load the file with
+    Rank 0 writes. If nothing is sharded, every calling rank writes. Load the file with
     `torch.load(path, mmap=True)` and pass it to `load_state_dict`: each rank then reads only its own columns.
     """
     from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)

@@ -35,8 +35,8 @@ def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
 class CompiledModel(nn.Module, Joinable):
     """A model that trains data-parallel, as returned by `compile`.
 
-    It shares parameters, buffers and submodules with the plain model: names, attributes, `train()` and `parameters()`
-    are the plain model's.
+    It shares parameters, buffers and submodules with the plain model, including names, attributes, `train()` and
+    `parameters()`.
     """
 
     _session: Session
@@ -54,7 +54,7 @@ class CompiledModel(nn.Module, Joinable):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks  # where it is part of another module
+        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks  # if it is part of another module
         self.__dict__["training"] = model.training
 
     def __getattr__(self, name: str) -> Any:
@@ -109,13 +109,12 @@ class CompiledModel(nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward on one batch, with the plain model's signature.
 
-        Collective: every rank calls it, in training and in evaluation alike.
-        Before the first training call there is no plan: an evaluation then runs the model as it is, with rank 0's
-        parameters.
+        Collective: every rank calls it, in training and in evaluation. Before the first training call there is no plan,
+        and an evaluation runs the plain model with rank 0's parameters.
 
         Raises:
             CaptureError: the forward cannot be captured.
-            PeerFailure: any rank could not go on (an id outside its table, a capture that failed), on every rank.
+            PeerFailure: any rank failed (an id outside of its table, a failed capture); on every rank.
             DeadRank: a rank is gone.
         """
         if self._join_config.enable:
@@ -129,13 +128,13 @@ class CompiledModel(nn.Module, Joinable):
         """Yields the same batches in the same order, and reads the loader ahead.
 
         Under schedule "vertical" or "2d" the next batch's rows are fetched during this step. Call the model with each
-        batch as it comes: rows of a batch that was moved or changed are not fetched ahead.
+        batch unchanged: rows of a batch that was moved or changed are not fetched ahead.
 
         Args:
             batches: number of batches to read ahead; more than one helps tables beyond memory.
 
         Raises:
-            RuntimeError: another `lookahead` of this model is still being read.
+            RuntimeError: another `lookahead` of this model is still in use.
         """
         return self._session.lookahead.over(loader, batches)
 
@@ -146,9 +145,9 @@ class CompiledModel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reducing them, as DDP's; the first backward outside reduces the sum.
+        """Accumulates gradients without reducing them, as in DDP. The first backward outside reduces the sum.
 
-        Gradients of sharded tables travel to their owners at once and wait there.
+        Gradients of sharded tables are sent to their owners immediately and accumulate there.
         """
         state = self._session.state
         before, state.synchronised = state.synchronised, False
@@ -166,9 +165,9 @@ class CompiledModel(nn.Module, Joinable):
         `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
 
         Raises:
-            TypeError: it is not callable.
-            ValueError: shards are asked for, or sparse exchanges, which a hook would not see.
-            RuntimeError: the model has been called, or has a hook.
+            TypeError: the hook is not callable.
+            ValueError: the strategy requests shards or sparse exchanges, which bypass the hook.
+            RuntimeError: the model has been called, or already has a hook.
         """
         self._session.register_comm_hook(state, hook)
 
@@ -179,18 +178,18 @@ class CompiledModel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Allows loaders of unequal length, as DDP's: ranks that finish early take part in the others' steps.
+        """Allows loaders of unequal length, as in DDP: ranks that finish early take part in the others' steps.
 
         Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, or of those that
+            divide_by_initial_world_size: whether to divide gradients by the number of all ranks, instead of those that
                 still have batches.
-            enable: false: the context does nothing.
-            throw_on_early_termination: raise on every rank once one has run out of batches.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: whether to raise on every rank once one has no more batches.
         """
         if self._session.group is None:
             yield
             return
-        # Count ranks on the hosts: on a device, collectives of `Join` would be unordered with the model's.
+        # Count ranks on the hosts, because on a device the collectives of `Join` would be unordered with the model's.
         self.__dict__["_joins_on_hosts"] = True
         by_all = divide_by_initial_world_size
         try:
@@ -205,29 +204,29 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device that `Join` counts ranks on."""
+        """Returns the device on which `Join` counts ranks."""
         if self._joins_on_hosts:
             return torch.device("cpu")
         return next(self._session.model.parameters()).device
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks that train together, as `Join` wants them."""
+        """Returns the ranks that train together, for `Join`."""
         return self._session.communicator.group_of_joins() if self._joins_on_hosts else self._session.group
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards read rank 0's buffers, as of DDP."""
+        """Whether forwards use rank 0's buffers, as in DDP."""
         return self._session.options.shares_buffers
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train together, as of DDP; None: a single process."""
+        """Returns the ranks that train together, as in DDP; None for a single process."""
         return self._session.group
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that was given to `compile`, as of DDP."""
+        """Returns the mesh passed to `compile`, as in DDP."""
         return self._session.device_mesh
 
     def check_replicas(self) -> None:
@@ -255,7 +254,7 @@ class CompiledModel(nn.Module, Joinable):
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._session.model.zero_grad(set_to_none)  # the plain model's: reads no parameters
+        self._session.model.zero_grad(set_to_none)  # the plain model's method reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
     # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
@@ -290,20 +289,20 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def module(self) -> nn.Module:
-        """The model that was compiled, as `DDP.module`, after every pending update."""
+        """Returns the plain model, like `DDP.module`, after all pending updates."""
         self._session.parameters_may_change()
         return self._session.model
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given to `compile` (a tuple where several were given)."""
+        """Returns the optimizer passed to `compile` (a tuple if several)."""
         optimizers = self._session.optimizers
         if self.__dict__["_single"]:
             return optimizers[0] if optimizers else None
         return optimizers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the plain model's names, with this rank's shard of each sharded table.
+        """Returns a state dict with the plain model's names, and this rank's shard of each sharded table.
 
         `torch.distributed.checkpoint` saves and re-shards them. `torch.save` refuses shards: use `full_state_dict`.
         Collective if a table is on a grid; its shard is then a copy, by columns.
@@ -323,7 +322,7 @@ class CompiledModel(nn.Module, Joinable):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or shards, before the first call or after it; each rank takes its own shard.
+        """Loads whole tensors or shards, before or after the first call. Each rank keeps its own shard.
 
         Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective if values are shards
         of a table that is whole here, or on a grid.
@@ -335,22 +334,25 @@ class CompiledModel(nn.Module, Joinable):
         return model.load_state_dict(state_dict, strict, assign)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Saves model and optimizers in a folder that all ranks see; tables beyond memory row by row. Collective.
+        """Saves model and optimizers in a shared folder; tables beyond memory row by row. Collective.
 
         The previous checkpoint stays valid until this one is complete. Works without `table_memory` too.
         """
         self._session.save_checkpoint(Path(folder))
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Loads what `save_checkpoint` wrote, on any number of ranks; before the first call, in it. Collective."""
+        """Loads a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
+
+        Before the first call, the checkpoint is loaded during that call.
+        """
         self._session.load_checkpoint(Path(folder))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """Yields the plain model with every table whole on every rank, so that any part of it can be called.
 
-        Collective, like FSDP's `summon_full_params`; writes inside are kept. The next training step builds its programs
-        again: use it between many steps, not around each.
+        Collective, like FSDP's `summon_full_params`. Writes inside are kept. The next training step builds its programs
+        again, so do not use it around every step.
 
         Raises:
             RuntimeError: a call waits for its backward, or the tables do not fit into memory; on every rank.
@@ -362,15 +364,15 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """Maps each pass to the graph after it: "captured" first; "ids", "forward" and "backward", which run, last.
+        """Maps each pass to the graph after it: first "captured"; last "ids", "forward" and "backward", which run.
 
-        `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
+        `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws the phases that run.
         """
         return self._session.views.graphs
 
     @property
     def plan(self) -> Plan:
-        """The strategy of every parameter, from the first call on."""
+        """Returns the strategy of every parameter, from the first call on."""
         return self._session.views.plan
 
     @property
@@ -385,7 +387,9 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def timeline(self) -> DrawnTimeline:
-        """The spans measured on all ranks inside the last `record()`; `.save(path)` also draws the prediction."""
+        """Returns the spans measured on all ranks inside the last `record()`; `.save(path)` also draws the
+        prediction.
+        """
         views = self._session.views
         return DrawnTimeline.of(views.timeline, views.schedule, views.background)
 

@@ -1,4 +1,4 @@
-"""Answers `embrace_fx.plan`: a model's plan and schedule on any cluster and on any number of ranks, without them."""
+"""Implements `embrace_fx.plan`: predicts a model's plan and schedule on any cluster and any number of ranks."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from embrace_fx.vocabulary.schedule import ScheduleOption
 T = TypeVar("T")
 
 LOADER_AHEAD = 3
-"""Batches that loaders are read ahead, where tables lie beyond memory."""
+"""Assumed number of batches read ahead if tables are beyond memory."""
 
 
 class Forecast(Plan):
-    """A predicted plan, with the schedule that would follow from it."""
+    """A predicted plan, with the schedule that follows from it."""
 
     _context: Context
     _graph: TrainingGraph
@@ -72,7 +72,7 @@ class Forecast(Plan):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan, as a compiled model's."""
+        """Writes the plan, like a compiled model's plan."""
         Plan(**{field.name: getattr(self, field.name) for field in fields(Plan)}).save(path)
 
     def __eq__(self, other: object) -> bool:
@@ -150,7 +150,7 @@ def plan(  # noqa: PLR0913
         batch: one rank's batch: a tensor, a tuple of arguments, or a mapping of keywords; or a list of these, one per
             rank. With fewer batches than ranks, further ranks are assumed to draw ids independently, with the
             frequencies in these batches (`embrace_fx.cost.sparsity.extrapolate`).
-        world_size: the number of ranks; None: one per batch.
+        world_size: the number of ranks; None for one per batch.
         cluster: the links between ranks.
         optimizer: as `compile` takes it.
         strategy: as `compile` takes it.
@@ -162,7 +162,7 @@ def plan(  # noqa: PLR0913
 
     Raises:
         CaptureError: the forward cannot be captured.
-        ValueError: an unknown option; a compiled model; fewer ranks than batches, or none.
+        ValueError: an option is unknown, the model is compiled, or there are no batches or fewer ranks than batches.
     """
     options = Options(strategy=strategy, schedule=schedule, row_updates=row_updates, cluster=cluster, rows=rows)
     if table_memory is not None:
@@ -174,7 +174,7 @@ def plan(  # noqa: PLR0913
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _Imagined(ranks)
     announcements = Announcements(communicator)
-    stepping = Stepping(state, announcements, lambda names, reason: None)  # no step reaches it
+    stepping = Stepping(state, announcements, lambda names, reason: None)  # never used, because no step runs
     for each in optimizers:
         stepping.holders.add(each)
     captured = [_captured(model, state, each) for each in batches]
@@ -200,10 +200,10 @@ def plan(  # noqa: PLR0913
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
-    """The batches that were given, and of how many ranks.
+    """Returns the given batches and the number of ranks.
 
     Raises:
-        ValueError: there is none, or there are more than ranks.
+        ValueError: there is no batch, or more than ranks.
     """
     batches = list(batch) if isinstance(batch, list) else [batch]
     ranks = len(batches) if world_size is None else world_size

@@ -52,10 +52,10 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """Times both systems, and returns lines to print. Collective; starts and ends the process group.
+    """Times both systems; returns lines to print. Collective; starts and ends the process group.
 
     Args:
-        make: makes a new (model, batch, optimizer; None: SGD) at each call.
+        make: returns a new (model, batch, optimizer; None: SGD) at each call.
         steps: steps of each system after warming up.
     """
     dist.init_process_group()
@@ -83,13 +83,13 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
 
 
 def _progress(what: str) -> None:
-    """Prints a line of rank 0 on stderr, so that stdout has only the result."""
+    """Prints a line on rank 0's stderr, so that stdout has only the result."""
     if dist.get_rank() == 0:
         print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
 def loss_of(results: Any) -> Tensor:
-    """Finds the loss in a model's results: the result itself, its `loss`, or the first scalar in it."""
+    """Returns the loss in a model's results: the result itself, its `loss`, or the first scalar in it."""
     if isinstance(found := getattr(results, "loss", None), Tensor):
         return found
     scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]

@@ -1,2 +1,3 @@
-"""Lets other libraries' training loops use `embrace_fx.compile` in place of DistributedDataParallel; each needs its
-library: `pip install embrace-fx[integrations]`."""
+"""Uses `embrace_fx.compile` instead of DDP in Accelerate, Lightning and Transformers; install
+`embrace-fx[integrations]`.
+"""

@@ -1,11 +1,11 @@
-"""Draws a predicted `Schedule` and a measured `Timeline` into files, by suffix.
+"""Draws a predicted `Schedule` and a measured `Timeline` to files, in the format of the suffix.
 
-    .html   a page to open offline: lanes per rank, predicted and measured, with hover, zoom and the figures
+    .html   a page that works offline: lanes per rank, predicted and measured, with hover, zoom and metrics
     .json   Chrome trace event format, for Perfetto
     .svg    a still picture
-    .dot    the step graph: what could overlap
+    .dot    the step graph: possible overlap
 
-Drawing only shows figures of `embrace_fx.vocabulary.schedule.diagnose`.
+All metrics come from `embrace_fx.vocabulary.schedule.diagnose`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from embrace_fx.vocabulary.schedule import Schedule, Timeline
 __all__ = ["DrawnSchedule", "DrawnTimeline", "save"]
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
-"""The suffixes of files that a picture can be saved as."""
+"""The supported suffixes of pictures."""
 
 
 def save(
@@ -36,14 +36,16 @@ def save(
     timeline: Timeline | None = None,
     background: PictureFacts | None = None,
 ) -> None:
-    """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
+    """Draws a prediction, a measurement, or both above one another, in the format of `path`'s suffix.
 
-    A page also shows `background`: where tables are, DDP's step, steps on other numbers of ranks. Missing folders of
-    `path` are made.
+    Creates missing folders of `path`.
+
+    Args:
+        background: facts shown on a page: table placements, DDP's step, steps on other numbers of ranks.
 
     Raises:
-        ValueError: for another suffix, for nothing to draw, for a timeline without spans, and for a `.dot` without a
-            schedule, whose step graph it shows.
+        ValueError: the suffix is unknown, there is nothing to draw, a timeline has no spans, or a `.dot` has no
+            schedule.
     """
     target = Path(path)
     suffix = target.suffix.lower()
@@ -67,10 +69,10 @@ def save(
 
 @dataclass(frozen=True)
 class DrawnSchedule(Schedule):
-    """A schedule that prints its figures and saves pictures of itself.
+    """A schedule that prints its metrics and saves pictures of itself.
 
     Attributes:
-        background: computes the facts beside it; None: they are not known.
+        background: computes the facts shown with it; None if they are not known.
     """
 
     background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
@@ -80,7 +82,7 @@ class DrawnSchedule(Schedule):
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
-        """Draws the prediction, and below it `timeline` if given: see `embrace_fx.viz.save`."""
+        """Draws the prediction, and `timeline` below it if given. See `embrace_fx.viz.save`."""
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
@@ -92,11 +94,11 @@ class DrawnSchedule(Schedule):
 
 @dataclass(frozen=True)
 class DrawnTimeline(Timeline):
-    """A timeline that prints its figures and saves pictures of itself.
+    """A timeline that prints its metrics and saves pictures of itself.
 
     Attributes:
         schedule: the prediction, drawn above it.
-        background: computes the facts beside it; None: they are not known.
+        background: computes the facts shown with it; None if they are not known.
     """
 
     schedule: Schedule | None = None
@@ -109,7 +111,7 @@ class DrawnTimeline(Timeline):
         return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draws the measurement, below the prediction where one is known: see `embrace_fx.viz.save`."""
+        """Draws the measurement, below the prediction if there is one. See `embrace_fx.viz.save`."""
         background = self.background() if self.background else None
         save(path, schedule=self.schedule, timeline=self, background=background)
 
@@ -121,7 +123,7 @@ class DrawnTimeline(Timeline):
 
 
 def _table(picture: Picture) -> str:
-    """Prints a table of the diagnostics, with a column per panel and, for two panels, their ratio."""
+    """Returns a table of the diagnostics, with one column per panel and, for two panels, their ratio."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

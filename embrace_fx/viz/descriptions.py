@@ -1,4 +1,4 @@
-"""Describes an operation, wait or gap of a picture in lines: its name and time, then `term: text`."""
+"""Text descriptions of a picture's operations, waits and gaps: name and time, then lines of `term: text`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Item = Span | Wait | Gap
 
 
 class Facts:
-    """Describes the items of a picture; an operation by its predicted and measured times."""
+    """Descriptions of the items of a picture. An operation has its predicted and measured times."""
 
     def __init__(self, picture: Picture) -> None:
         self._picture = picture
@@ -30,7 +30,7 @@ class Facts:
             self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
 
     def text(self, panel: Panel, item: Item) -> str:
-        """Prints all lines about an item."""
+        """Returns all lines about an item."""
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
         return "\n".join((f"{name(item)}: {_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
@@ -59,7 +59,7 @@ class Facts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Prints an operation's predicted and measured time, from the windows above each other in both panels."""
+        """Yields an operation's predicted and measured times, from the windows above each other in both panels."""
         times: list[float] = []
         for other in self._picture.panels:
             window = item.window if other is panel else other.pair[(item.window - panel.pair[0]) % len(other.pair)]
@@ -82,7 +82,7 @@ class Facts:
 
 
 def name(item: Item) -> str:
-    """Returns the name of an item, which is the same in each window."""
+    """Returns the name of an item, which is equal in each window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"

@@ -1,7 +1,7 @@
 """`.dot`: the step graph for Graphviz, blocks and communications with their dependences.
 
-Compute is boxes in a column, in the program's order; communication is rounded and has its class's colour. A solid edge
-is a dependence within the window, a dashed one reaches into the next window, a thin grey one is the program's order.
+Compute nodes are boxes in a column, in program order. Communication nodes are rounded, in their class's colour. A solid
+edge is a dependence within the window, a dashed one reaches into the next window, and a thin grey one is program order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule
 
 
 def render(schedule: Schedule) -> str:
-    """Prints the step graph of a schedule in the DOT language; launches show their place in the launch order."""
+    """Returns the step graph of a schedule in the DOT language. Launches show their place in the launch order."""
     return "\n".join(("digraph step {", *(f"  {line}" for line in _lines(schedule)), "}", ""))
 
 
@@ -65,6 +65,6 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quotes a string for the DOT language. There a backslash begins an escape, except before a quote."""
+    """Quotes a string for the DOT language, in which a backslash begins an escape except before a quote."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

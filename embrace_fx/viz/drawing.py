@@ -1,8 +1,8 @@
-"""Draws graphs as `.dot` and `.svg`; the compute between two communications is one block.
+"""Draws graphs as `.dot` and `.svg`, with the compute between two communications as one block.
 
-Compute is a column of boxes, the program from top to bottom; communication is beside it in its class's colour. Arrows
-lead from the block that makes the sent value to the communication, and on to the block that waits for it. Graphviz lays
-the picture out; without it the picture is a table of the same blocks with their dependences.
+Compute is a column of boxes, from top to bottom in program order. Communication is beside it in its class's colour.
+Arrows lead from the block that computes the sent value to the communication, and on to the block that waits for it.
+Graphviz does the layout. Without it, the picture is a table of the same blocks with their dependences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
 
 _NAMED_OPS = 3
-"""Most kinds of ops that a block's label names."""
+"""Maximum number of op kinds in a block's label."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def about(self) -> str:
-        """The label with every node."""
+        """Returns the label with every node."""
         return f"{self.label}: {', '.join(node.name for node in self.nodes)}"
 
     @property
@@ -63,13 +63,13 @@ class Cell:
 
 
 def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """Folds modules that run one after the other into cells."""
+    """Folds consecutive modules into cells."""
     cells: list[Cell] = []
-    sent: dict[object, int] = {}  # launch (or its node, without an id) -> its cell
+    sent: dict[object, int] = {}  # launch (its node if it has no id) -> its cell
     for phase, module in parts.items():
         cell_of: dict[fx.Node, int] = {}
         block: int | None = None
-        ends = True  # the next node that computes begins a block
+        ends = True  # the next compute node begins a block
         for node in module.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue
@@ -93,7 +93,7 @@ def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns the launch (or its node, without an id) that a node waits for; None: it does not wait."""
+    """Returns the launch (its node if it has no id) that a node waits for; None if it does not wait."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -108,7 +108,7 @@ def _lane(node: fx.Node) -> Lane:
 
 
 def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Prints modules in the DOT language."""
+    """Returns modules in the DOT language."""
     lines = [
         f"  label={quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
@@ -131,17 +131,17 @@ def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
 
 
 LAYOUT_S = 60.0
-"""Most seconds for Graphviz; a graph that takes longer is drawn as a table."""
+"""Maximum seconds for Graphviz. A graph that takes longer is drawn as a table."""
 
 
 def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Prints modules as an SVG file, in the reader's light or dark scheme."""
+    """Returns modules as an SVG file, in the reader's light or dark scheme."""
     laid_out = _laid_out(dot(parts, title))
     return _table(fold(parts), title) if laid_out is None else laid_out
 
 
 def _laid_out(text: str) -> str | None:
-    """Runs Graphviz; None: it is not installed, or takes too long."""
+    """Runs Graphviz; returns None if it is not installed or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None
@@ -158,7 +158,7 @@ def _laid_out(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Makes the style sheet that turns the layout's light colours into dark ones."""
+    """Returns the style sheet that replaces the layout's light colours by dark ones."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -171,11 +171,11 @@ def _style_of_layout() -> str:
 
 _ROW, _MARGIN = 18, 34
 _CHARACTER = 6.2
-"""About the largest width of a character in a table, at 10 px."""
+"""Approximate maximum width of a character in a table, at 10 px."""
 
 
 def _table(cells: Sequence[Cell], title: str) -> str:
-    """Draws the blocks one below the other, each with its number, its label, and the numbers it depends on."""
+    """Draws the blocks in a column, each with its number, its label, and the numbers it depends on."""
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)
     width = round(wide + 20 + _CHARACTER * max([len(title), *map(len, needs)]))

@@ -1,4 +1,4 @@
-"""Shows graphs as text that can be compared, and as drawings: compute folded to blocks, communication in colours.
+"""Shows graphs as text for comparison, and as drawings: compute folded into blocks, communication in colours.
 
 graphs["shard_tables"]                          a `torch.fx.GraphModule`
 graphs.diff("shard_tables", "reduce_gradients") a pass's changes, as a unified diff
@@ -20,16 +20,16 @@ from embrace_fx.vocabulary.graph import PHASES
 
 
 class Graphs(Mapping[str, fx.GraphModule]):
-    """The graphs of a training program by name: as captured, after each pass, and its phases, which run.
+    """The graphs of a training program by name: as captured, after each pass, and the phases that run.
 
     Args:
         modules: name -> graph, in order.
-        phases: pass -> the phases after it, of passes behind the partition.
-        variants: name -> function that makes a phase of a step other than the steady one.
-        sources: name of a phase -> prints what runs of it; of the program that is built.
+        phases: pass -> the phases after it, for passes after the partition.
+        variants: name -> function that builds a phase of a non-steady step.
+        sources: returns phase name -> function that returns the source that runs, for phases that are built.
 
     Attributes:
-        reason: why these graphs hold only gradients (calls run eagerly); "": they hold the forward.
+        reason: why these graphs contain only gradients (calls run eagerly); "" if they contain the forward.
     """
 
     reason = ""
@@ -59,7 +59,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return f"Graphs({', '.join(self)}{f'; no graph of the forward: {self.reason}' if self.reason else ''})"
 
     def instead(self, reason: str) -> Graphs:
-        """Sets the reason why these graphs do not hold the forward, and returns them."""
+        """Sets the reason why these graphs do not contain the forward, and returns them."""
         self.reason = reason
         return self
 
@@ -67,11 +67,11 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
-        """Prints a graph; after a pass over phases, all phases."""
+        """Returns a graph as text; after a pass over phases, all phases."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
 
     def source(self, name: str = "backward") -> str:
-        """Prints a phase as the Python that runs, with the launch that a line makes or awaits behind it.
+        """Returns a phase as the Python code that runs, with each line's launch or await as a comment.
 
         Args:
             name: "unique", "ids", "forward" or "backward", or a variant of these that has run.
@@ -85,7 +85,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return found()
 
     def diff(self, first: str, second: str) -> str:
-        """Compares two graphs as a unified diff, which is empty where they are the same.
+        """Compares two graphs as a unified diff, which is empty if they are equal.
 
         Raises:
             KeyError: there is no graph of that name.
@@ -94,17 +94,17 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return "".join(difflib.unified_diff(before, after, fromfile=first, tofile=second))
 
     def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Draws a graph: compute as blocks in the order of the program, communication in its class's colour.
+        """Draws a graph: compute as blocks in program order, communication in its class's colour.
 
-        Missing folders of `path` are made.
+        Creates missing folders of `path`.
 
         Args:
-            path: ends in `.svg` or in `.dot`.
-            name: the pass after which the graph is drawn; None: the phases that run.
+            path: ends in `.svg` or `.dot`.
+            name: the pass whose result is drawn; None for the phases that run.
 
         Raises:
             KeyError: there is no graph of that name.
-            ValueError: another suffix; no graph yet.
+            ValueError: the suffix is unknown, or there is no graph yet.
         """
         target = Path(path)
         renderers = {".svg": drawing.svg, ".dot": drawing.dot}

@@ -1,7 +1,7 @@
-"""`.html`: one file with everything inlined, which opens offline, for exploring schedules.
+"""`.html`: an interactive page for schedules, in one file that works offline.
 
-`page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips that `svg` draws, and facts as
-JSON. A content security policy in it forbids the page to load anything.
+`page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips of `svg`, and facts as JSON.
+Its content security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.schedule import Operation
 
 _SCRIPTS = ("page.js", "input.js", "around.js", "figures.js")
-"""Joined into one script in this order: the first holds the state, the last starts it."""
+"""Concatenated to one script in this order: the first has the state, the last starts it."""
 _PLAIN = ("page", "strip", "line", "faint", "text", "critical")
 
 GLOSSARY: Mapping[str, str] = {
@@ -52,14 +52,14 @@ GLOSSARY: Mapping[str, str] = {
     "DDP": "DistributedDataParallel, estimated: the same compute, and an AllReduce of every gradient, those of tables "
     "after the backward",
 }
-"""The words of a picture, explained on its page."""
+"""Explanations of a picture's terms, for its page."""
 
 
 def render(picture: Picture) -> str:
-    """Prints a picture as a page."""
+    """Returns a picture as a page."""
     files = resources.files("embrace_fx.viz")
     page = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
-    # A "<" inside a script element could end it.
+    # A "<" inside a script element could close it.
     data = json.dumps(_data(picture), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return page.substitute(
         title=escape(picture.title),

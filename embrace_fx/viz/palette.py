@@ -1,9 +1,9 @@
 """The colours of every picture: one per kind of compute, one per communication class, in light and in dark.
 
-The communication classes differ in hue, near those of Okabe and Ito (Color Universal Design, 2008), and the bluish ones
-in lightness too, so that they stay apart under each kind of colour blindness. The model's own compute is grey, its
-kinds far apart in lightness; the optimizer, the user's code and the loader have hues of their own. A wait has the
-colour of the class that is waited for, hatched.
+The communication classes differ in hue, close to Okabe and Ito (Color Universal Design, 2008), and the bluish ones also
+in lightness, so that they are distinguishable with any colour blindness. The model's compute is grey, in clearly
+different lightness. The optimizer, the user's code and the loader have other hues. A wait is hatched in the colour of
+its class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.step_parts import Share
 
 @dataclass(frozen=True)
 class Theme:
-    """CSS colours: of the page, and by `paint` of operations, with the text colour that is legible on each."""
+    """CSS colours of the page, and of operations by `paint`, each with a legible text colour."""
 
     page: str
     strip: str
@@ -44,10 +44,10 @@ PAINTS: Mapping[str, str] = {
     "reload": "reload",
     "storage": "storage",
 }
-"""Key of a colour -> its name in a legend: kinds of compute, communication classes, copies."""
+"""Paint -> its name in a legend: kinds of compute, communication classes, copies."""
 
 _INK = "#0b0d10"
-"""Text on all but the darkest colours."""
+"""Text colour on all but the darkest colours."""
 
 LIGHT = Theme(
     page="#ffffff",
@@ -105,7 +105,7 @@ OF_SHARE: Mapping[Share, str] = {
     "optimizer": "update",
     "your code": "own",
 }
-"""Part of a step that is compute -> its paint."""
+"""Compute part of a step -> its paint."""
 
 
 def paint(operation: Operation) -> str:

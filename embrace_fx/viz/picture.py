@@ -1,4 +1,4 @@
-"""Computes the contents of a picture, for all formats: panels, ranks, lanes, phases, and the figures beside them.
+"""Computes the contents of a picture for all formats: panels, ranks, lanes, phases and metrics.
 
 A picture has a panel for the prediction, one for the measurement, or both.
 """
@@ -25,7 +25,7 @@ _LEAST_GAP_MS = 0.001
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a window on one rank: backward of a step, the optimizer's step, the next forward.
+    """A part of a window on one rank: the backward of a step, the optimizer's step, or the next forward.
 
     Attributes:
         step: the number of the training step, 0 for the first backward shown.
@@ -40,7 +40,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """The name with the number of the training step, as in "backward t+1"."""
+        """Returns the name with the number of the training step, as in "backward t+1"."""
         return f"{self.name} t" + (f"{self.step:+d}" if self.step else "")
 
 
@@ -56,11 +56,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the diagnostics, with its colour.
+    """One metric, with its colour.
 
     Attributes:
-        lane: the lane it is about, or None.
-        is_wait: whether it is time spent waiting, hatched in pictures.
+        lane: its lane, or None.
+        is_wait: whether it is a wait time, hatched in pictures.
         paint: the key in `palette.PAINTS` of a part of a step, or None.
     """
 
@@ -73,7 +73,7 @@ class Figure:
 
     @property
     def digits(self) -> int:
-        """The number of decimals shown."""
+        """Returns the number of decimals shown."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline, ready to be drawn.
+    """A timeline prepared for drawing.
 
     Attributes:
         status: the origin of its times.
@@ -100,18 +100,20 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows whose compute is shown; of other windows only launches in flight at the edges are."""
+        """Returns the windows whose compute is shown. Of other windows, only launches in flight at the edges are
+        shown.
+        """
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that any rank uses."""
+        """Returns the lanes that any rank uses."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of every rank, ordered by rank, then by time."""
+        """Returns the phases of every rank, ordered by rank, then by time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             if span.operation.is_compute:
@@ -125,22 +127,22 @@ class Panel:
 
     @cached_property
     def starts_ms(self) -> dict[int, float]:
-        """Window -> the time when the first rank enters it."""
+        """Maps each window to the time when the first rank enters it."""
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property
     def pair(self) -> tuple[int, ...]:
-        """The windows shown at first: the last two, or the only one."""
+        """Returns the windows shown at first: the last two, or the only one."""
         return self.windows[-SHOWN_WINDOWS:]
 
     @property
     def origin_ms(self) -> float:
-        """The begin of the first window in `pair`: 0 on the axis of a picture."""
+        """Returns the start of the first window in `pair`, which is 0 on the picture's axis."""
         return self.starts_ms[self.pair[0]]
 
     @cached_property
     def shown(self) -> tuple[float, float]:
-        """The time shown: (first start, last end) in the windows of `pair`, in ms since `origin_ms`.
+        """Returns the time shown: (first start, last end) in the windows of `pair`, in ms since `origin_ms`.
 
         Communication may start before its window does.
         """
@@ -150,7 +152,7 @@ class Panel:
 
     @cached_property
     def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
-        """(rank, lane) -> its spans, in as few rows without overlap as possible."""
+        """Maps (rank, lane) to its spans, in as few rows without overlap as possible."""
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             by_lane[span.rank, span.operation.lane].append(span)
@@ -160,7 +162,7 @@ class Panel:
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
-        """The spans of the critical path, on the first rank."""
+        """Returns the spans of the critical path, on the first rank."""
         found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
         return tuple(found[key] for key in self.critical_path if key in found)
 
@@ -185,19 +187,20 @@ class Panel:
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
 
     def why(self) -> Why | None:
-        """Explains where a step's time goes; None if it takes none."""
+        """Explains the time of a step; None if it takes none."""
         is_measured = self.status == "measured"
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
     def figures(self) -> tuple[Figure, ...]:
-        """Lists the diagnostics, in display order."""
+        """Returns the metrics, in display order."""
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
         computed = tuple(self._computed())
         return (
             Figure("step", d.step_ms, "ms"),
-            Figure("compute", sum(part.value for part in computed), "ms", "compute"),  # as its parts are: they add up
+            # Not as a median, so that the parts add up.
+            Figure("compute", sum(part.value for part in computed), "ms", "compute"),
             *computed,
             *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),
             Figure("between operations", d.shares_ms.get("between", 0.0), "ms"),
@@ -221,7 +224,7 @@ class Picture:
     """A prediction, a measurement, or both.
 
     Attributes:
-        background: the facts beside them, or None.
+        background: facts to show with them, or None.
 
     Raises:
         ValueError: there is neither, or one has no compute.
@@ -252,22 +255,22 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """An explanation of where a step's time goes: as measured, else as predicted from a profile; else None.
+        """Explains the time of a step: from the measurement, else from a prediction by a profile; else None.
 
-        A prediction from the cost model alone lacks the optimizer's and the loader's time.
+        A prediction by the cost model alone lacks the optimizer's and the loader's time.
         """
         is_told = self.timeline is not None or (self.schedule is not None and self.schedule.source == "profile")
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Prints measured over predicted for each label, in a picture of both; "" where either is shown as 0."""
+        """Maps each label to measured / predicted; "" if either is shown as 0."""
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
         return {label: _ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """Makes a bar for a step of each panel, and one for DDP with the last panel's compute."""
+        """Returns a bar for a step of each panel, and one for DDP with the last panel's compute."""
         found = []
         for panel in self.panels:
             parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
@@ -281,17 +284,17 @@ class Picture:
         return tuple(found)
 
     def _links_slower(self) -> float:
-        """Divides the measured by the predicted time of dense gradients: DDP would use the same links."""
+        """Returns measured / predicted time of dense gradients, because DDP would use the same links."""
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that any panel shows."""
+        """Returns the lanes that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
-        """Yields (how it is drawn, paint, name) of each colour and mark."""
+        """Yields (drawing style, paint, name) of each colour and mark."""
         used = {paint(span.operation) for panel in self.panels for span in panel.timeline.spans}
         yield from (("paint", each, name) for each, name in PAINTS.items() if each in used)
         if waited := next((w.lane for panel in self.panels for w in panel.timeline.waits), None):
@@ -318,7 +321,7 @@ class Picture:
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
-    """Prints measured over predicted; "" where 0.00 was predicted, as the quotient would be noise.
+    """Formats measured / predicted; "" if 0.00 was predicted, because the quotient would be noise.
 
     From 100 on it has no decimals, to fit a phone's width.
     """
@@ -329,7 +332,7 @@ def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """Lists the texts that may label an operation, the longest first: its name, or the table or bucket it serves."""
+    """Returns possible labels of an operation, longest first: its name, or its table or bucket."""
     served = ", ".join(_of_stack(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
@@ -349,12 +352,12 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
     start_ms = min(span.start_ms for span in spans)
     backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]
-    if forward_ends_ms and max(forward_ends_ms) <= backward_start_ms:  # a single step begins with its forward
+    if forward_ends_ms and max(forward_ends_ms) <= backward_start_ms:  # a single step starts with its forward
         yield Phase("forward", window, rank, start_ms, backward_start_ms, window)
         spans, start_ms = [s for s in spans if s.start_ms >= backward_start_ms], backward_start_ms
     backward_end_ms = max((s.end_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "forward"), default=end_ms)
-    # A block's update may run while other blocks are in backward; then the step has no time of its own.
+    # If a block's update runs during other blocks' backward, the optimizer's step has no separate time.
     forward_start_ms = max(forward_start_ms, backward_end_ms)
     for phase in (
         Phase("backward", window, rank, start_ms, backward_end_ms, window),
@@ -366,7 +369,7 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
 
 
 def _without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
-    """Packs spans into rows without overlap: each goes, in order of time, to the first free row."""
+    """Packs spans into rows without overlap: in order of time, each into the first free row."""
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
         free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)

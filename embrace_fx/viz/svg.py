@@ -1,9 +1,9 @@
-"""Draws a still picture as `.svg`, for papers, a README and notebooks, and the strips of a page.
+"""Draws a picture as `.svg`, for papers, READMEs and notebooks, and the strips of a page.
 
-A still picture is 900 px wide and self-contained. It shows the last two windows: of a prediction its rank, of a
-measurement the first ranks, as many as are legible. Colours follow the reader's light or dark scheme, on the picture's
-own background. On a page each rank is an element, whose parts the page's script moves by their times when it is zoomed,
-moved or resized.
+An `.svg` file is 900 px wide and self-contained. It shows the last two windows: a prediction's rank, or as many of a
+measurement's first ranks as are legible. Colours follow the reader's light or dark scheme, on the picture's own
+background. On a page, each rank is an element, whose parts the page's script moves when it is zoomed, panned or
+resized.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from embrace_fx.vocabulary.schedule import Span, Wait
 WIDTH = 900
 MOST_RANKS = 4
 LEFT, RIGHT = 128, 14
-"""Margins; the left one holds the names of lanes."""
+"""Margins. The left one has the names of lanes."""
 ROW, _GAP, _RANK_GAP = 15, 2, 9
 _MEMORY = 26
-"""Height of the line of held memory."""
+"""Height of the memory line."""
 _PHASES = 14
 """Height of the names of phases."""
 CHARACTER = 6.0
-"""Mean width of a character at the size of the labels, 10 px."""
+"""Mean width of a character at the labels' size, 10 px."""
 _LINE = 150
-"""Most characters of a line of figures."""
+"""Maximum characters of a line of metrics."""
 
 
 def render(picture: Picture) -> str:
-    """Prints a picture as an SVG file."""
+    """Returns a picture as an SVG file."""
     body = list(_body(picture))
     description = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
@@ -45,7 +45,12 @@ def render(picture: Picture) -> str:
 
 
 def document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Prints an SVG file, in the reader's light or dark scheme; `head` stands before its background, `lines` on it."""
+    """Returns an SVG file in the reader's light or dark scheme.
+
+    Args:
+        head: lines before the background.
+        lines: lines on the background.
+    """
     labels = "title desc" if head else "title"
     return "\n".join(
         (
@@ -64,7 +69,7 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
 
 
 def strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields an element for each rank of a panel, with all windows, and the times for a page's script."""
+    """Yields an element for each rank of a panel, with all windows, and with times for the page's script."""
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
     )
@@ -82,7 +87,7 @@ def strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Lines of SVG, and how far down they reach."""
+    """Lines of SVG, and their bottom edge."""
 
     lines: list[str]
     bottom: float
@@ -90,10 +95,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps a time to its x; times outside go to the border. `start_ms` and `end_ms` count from `origin_ms`.
+    """Maps a time to its x. Times outside map to the border. `start_ms` and `end_ms` count from `origin_ms`.
 
     Attributes:
-        live: a script moves elements, by the times in their attributes.
+        live: whether a script moves elements, by the times in their attributes.
     """
 
     origin_ms: float
@@ -109,12 +114,12 @@ class _Axis:
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def extent(self, item: Span | Wait | Gap) -> str:
-        """Returns the attributes of a rectangle, which is visible however short."""
+        """Returns the attributes of a rectangle, which is visible even if very short."""
         left = self(item.start_ms)
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes that a script needs to move an element; "" without a script."""
+        """Returns the attributes with which a script moves an element; "" without a script."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
@@ -124,7 +129,7 @@ def _body(picture: Picture) -> Iterator[_Part]:
     legend = _legend(picture, 62)
     yield legend
     top, facts = legend.bottom + 14, Facts(picture)
-    # Panels have the same origin and scale, so that they can be compared.
+    # Panels have the same origin and scale, for comparison.
     starts, ends = zip(*(panel.shown for panel in picture.panels), strict=True)
     for panel in picture.panels:
         part = _panel(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)
@@ -170,7 +175,7 @@ def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
 
 
 def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _Part:
-    """Draws the lanes of a rank; for the first rank also memory, names of phases, and the critical path."""
+    """Draws the lanes of a rank; for the first rank also memory, phase names and the critical path."""
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
     lines: list[str] = []
@@ -204,7 +209,7 @@ def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _P
 
 
 def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
-    """Draws the memory of a rank as a line above its lanes; nothing if it is not known."""
+    """Draws the memory of a rank as a line above its lanes, if it is known."""
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
         return _Part([], top)
@@ -230,7 +235,7 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
 
 
 def _item(item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: Facts) -> str:
-    """Wraps a drawing in an element that shows the item's facts when it is pointed at."""
+    """Wraps a drawing in an element that shows the item's facts on hover."""
     more = {"of": name(item), "w": item.window, "y": y}
     if isinstance(item, Span):
         more["l"] = "\n".join(labels(item.operation))
@@ -328,7 +333,7 @@ def _hatch(lane: Lane) -> str:
 
 
 def style(theme: Theme) -> str:
-    """Makes the style sheet of a picture in a theme's colours."""
+    """Returns the style sheet of a picture in a theme's colours."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"

@@ -1,4 +1,4 @@
-"""Local kernels of the op vocabulary: in torch ops, for any device; on CUDA those of `gpu` that take the tensor.
+"""Local kernels of the ops, in torch ops for any device. On CUDA they call the kernels of `gpu` for supported tensors.
 
 Worked examples: `embrace_fx/vocabulary/ops.py`, `again_ops.py`.
 """
@@ -21,7 +21,7 @@ from embrace_fx.vocabulary.row_space import OUTSIDE
 
 
 def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.unique` with the inverse, without the five calls of Python on the way to it."""
+    """Computes `torch.unique` with the inverse, with five fewer Python calls."""
     unique, inverse, _ = torch._unique2(ids, True, True)
     return unique, inverse
 
@@ -36,7 +36,7 @@ def join_ids(
     )
     if first.dim() == 2:
         flat = flat.view(len(sizes), sizes[0])
-    # As many kernels as an addition, a comparison with each bound and a selection need, less one.
+    # Uses few kernels: an addition, a comparison with each bound, and a selection, minus one.
     rows = (flat + torch.where(flat.clamp(first, last) == flat, shift, outside)).view(-1)
     if joined == len(ids):
         return [rows]
@@ -75,8 +75,8 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
     if padding_idx >= 0:
-        # The padding row must come first: with every padding id replaced by a number below all others, and that
-        # number present at least once, the sort of `unique` puts it there.
+        # Put the padding row first: replace padding ids by a number below all others, and add that number once. The
+        # sort of `unique` then puts it first.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
     unique, inverse = sorted_unique(flat)
@@ -92,16 +92,17 @@ _BELOW_ALL = torch.iinfo(torch.int64).min
 
 
 def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Does `unique_ids`, in tensors whose sizes follow from those of `ids`.
+    """Computes `unique_ids` in tensors whose sizes depend only on those of `ids`.
 
-    Returns: (C,) the rows it reads, then zeros; how many those are, 0-d int64, -1 where an id is outside the table;
-        where each of `ids` finds its row.
+    Returns:
+        (C,) the rows that this rank reads, then zeros; their number, 0-d int64, -1 if an id is outside the table; for
+        each of `ids`, the positions of its rows.
     """
     flat = torch.cat([i.reshape(-1) for i in ids]).to(torch.int64)
     given = flat.numel()
     bad = flat.clamp(0, num_rows - 1).ne(flat).any()
     if padding_idx >= 0:
-        # The padding row comes first, whether or not a batch holds it: as a number below all others, present once.
+        # Put the padding row first, even if the batch does not contain it: as a number below all others, added once.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
     ordered, order = flat.sort(stable=True)
@@ -118,9 +119,9 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
 
 
 def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
-    """Finds of each tensor of ids one outside its table, or None.
+    """Returns, for each tensor of ids, one id outside of its table, or None.
 
-    The host reads once, however many there are: on a device it waits each time for all that was enqueued before.
+    Reads the device only once for all tensors, because each read waits for all enqueued work.
     """
     ends = [torch.stack(torch.aminmax(each)).to(torch.int64) for each in ids if each.numel()]
     known = iter(torch.stack(ends).tolist() if ends else ())
@@ -132,7 +133,7 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
 
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Looks rows up, in the type that they travel in; None: the shard's."""
+    """Looks rows up, in the dtype in which they are sent; None for the shard's dtype."""
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 
@@ -170,7 +171,7 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """`split_columns` of some of the rows (U', D): those of a mask (U',) bool, or at positions (U,) int64."""
+    """Computes `split_columns` of some of the rows (U', D): those of a bool mask (U',), or at positions (U,) int64."""
     if rows.is_cuda and gpu.takes(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
         return gpu.pack_columns(rows, group_size, positions)
@@ -210,10 +211,10 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    if flat.is_sparse:  # rows of a table, alone in its bucket
+    if flat.is_sparse:  # rows of a table with its own bucket
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
-    for each in like:  # one op for each where a split and a view are two
+    for each in like:  # one op each, instead of a split and a view
         shape = each.shape
         parts.append(flat.as_strided(shape, _contiguous(shape), begin).data)  # no view: loops call `detach_()` on it
         begin += each.numel()
@@ -227,7 +228,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """`packed` is (N, T + M): each rank's T counts, then its ids table after table, then padding up to M."""
+    """Splits `packed` (N, T + M): each rank's T counts, then its ids table after table, then padding up to M."""
     host = packed[:, :tables].to("cpu", torch.int64)
     counts: list[list[int]] = host.tolist()
     out: list[Tensor] = []
@@ -276,7 +277,7 @@ LOCAL: dict[str, Callable[..., object]] = {
     "embrace::copy_unwritten": torch.clone,
     **OF_HEADS,
 }
-"""Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
+"""Op name -> kernel, which a lowered graph calls without the dispatcher."""
 
 for _name, _kernel in LOCAL.items():
     torch.library.impl(_name, "default")(_kernel)

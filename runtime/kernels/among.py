@@ -1,4 +1,4 @@
-"""Finds ids among a few that are known before, as padding rows are."""
+"""Finds ids that belong to a small known set, such as padding rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def among(ids: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Marks which of `ids` are one of some rows: bool."""
+    """Returns a bool mask of the `ids` that are in `rows`."""
     return ids == rows[0] if len(rows) == 1 else torch.isin(ids, on_device(rows, ids.device))
 
 
 @lru_cache(maxsize=64)
 def on_device(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns rows as a tensor (K,), int64, which nobody may write."""
+    """Returns rows as a shared read-only tensor (K,), int64."""
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)

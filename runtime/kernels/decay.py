@@ -1,7 +1,7 @@
-"""Rows of an Adam that have rested, brought up to date (`embrace_fx.runtime.tables.skipped_steps.Decaying`).
+"""Applies deferred steps of Adam to rows (`embrace_fx.runtime.tables.skipped_steps.Decaying`).
 
-On the CPU in two ways. The sum over a row's skipped steps is a few of its moments, which all rows share, where what
-that leaves out is below a weight's last bit (`_leap`); else it is made term by term (`_decay`).
+The CPU kernel has two methods. The sum over a row's deferred steps is computed from a few moments, which all rows
+share, if the error is below a weight's last bit (`_leap`); else it is computed term by term (`_decay`).
 
 Shape legend: V' x d this rank's part of a table; K rows; C steps of a block; T steps of the history.
 """
@@ -23,11 +23,11 @@ COLUMNS = 6
 
 STEPS_PER_BLOCK = 8
 _ELEMENTS = 1 << 19
-"""Of a block of steps of some rows: few enough to stay in cache."""
+"""Elements of a block of steps and rows, small enough to stay in cache."""
 
 
 class Averages(NamedTuple):
-    """An Adam's of a table, (V', d) each; `greatest`, with amsgrad, takes the place of `second` in the denominator."""
+    """The averages of Adam for a table, (V', d) each. With amsgrad, `greatest` replaces `second` in the denominator."""
 
     first: Tensor
     second: Tensor
@@ -39,11 +39,11 @@ class TakenSteps(NamedTuple):
 
     Attributes:
         coefficients: (T + 1, 6) float64.
-        steps: how many they are.
-        largest: size of any.
-        least_eps: of any.
-        ratio: how much of an update without gradient the next one can be: beta1 / sqrt(beta2).
-        moments: of the steps; None: there are none.
+        steps: the number of steps.
+        largest: the largest step size.
+        least_eps: the smallest eps.
+        ratio: the maximum ratio of consecutive updates without a gradient, beta1 / sqrt(beta2).
+        moments: of the steps, or None.
     """
 
     coefficients: Tensor
@@ -67,9 +67,9 @@ class Moments:
     terms at most m / (z + eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)) is left out.
 
     Args:
-        most: steps of a history.
-        eps: the optimizer's, of all steps.
-        fades: whether the root does; with amsgrad its bias correction alone changes.
+        most: the maximum number of steps.
+        eps: the optimizer's eps in all steps.
+        fades: whether the root decays; with amsgrad only its bias correction changes.
 
     Attributes:
         sums: (TERMS + 1, T) float64: of a f u^n, n below TERMS; and of what is left out.
@@ -90,7 +90,7 @@ class Moments:
         """Adds a step.
 
         Args:
-            counted: how many steps the optimizer has counted with it.
+            counted: the optimizer's step count including this step.
             size: a of the step.
             correction: of the root, for its bias.
             fading: beta1, beta2 and what is left of a weight.
@@ -99,7 +99,7 @@ class Moments:
         fade = math.sqrt(beta2) if self._fades else 1.0
         before, self._count = self._count, self._count + 1
         mean = 1 / (1 - beta1)
-        self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5  # any number would be right
+        self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5  # any number is correct
         faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
         if shrink != 1.0:
             sums *= shrink
@@ -114,19 +114,19 @@ class Moments:
         sums += terms
 
     def end(self) -> None:
-        """Gives back the memory that was kept for further steps."""
+        """Frees the memory reserved for further steps."""
         self.sums, self.centre = self.sums[:, : self._count].clone(), self.centre[: self._count].clone()
         del self._faded, self._root
 
 
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Has rows take the steps that they have skipped, none of which had a gradient for them, in place.
+    """Applies, in place, the steps that rows have deferred.
 
     Args:
         shard, averages: written.
-        ids: (K,) int64; some may be the same.
-        taken: (V',) integers, written: how many steps of the history each row has taken; of all and more, nothing is
-            done.
+        ids: (K,) int64, with possible duplicates.
+        taken: (V',) integers, written: the number of steps that each row has applied. Rows that have applied all do not
+            change.
     """
     if ids.numel() == 0:
         return
@@ -138,7 +138,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if behind.numel() == 0:
         return
     ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
-    if ids.numel() > _rows_of_block(shard):  # within a block, those of one id take the same steps from the same values
+    if ids.numel() > _rows_of_block(shard):  # in a block, duplicates of an id apply the same steps to the same values
         ids = torch._unique2(ids)[0]
         rested = taken.index_select(0, ids)
     rested = rested.to(torch.int64)
@@ -151,17 +151,17 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         leapt = (_leap(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
-        _, order = each.rested.sort()  # those that have rested longest first
+        _, order = each.rested.sort()  # rows with the most deferred steps first
         for some in order.split(_rows_of_block(shard)):
             _decay(shard, averages, each.rows(some), history)
 
 
 class _Left(NamedTuple):
-    """Rows (K,) some of whose elements are to take their steps in order.
+    """Rows (K,) with elements that must apply their steps in order.
 
     Attributes:
-        rested: (K,) steps of the history that they have taken.
-        leapt: weights (K, d) of the others, nan where an element is to; None: all are.
+        rested: (K,) steps of the history that they have applied.
+        leapt: weights (K, d) of the other elements, nan for elements to compute; None if all must be computed.
     """
 
     ids: Tensor
@@ -240,7 +240,7 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) 
     longest, done = until - int(taken[0]) if ids.numel() else 0, 0
     while done < longest:
         active = int((taken < until - done).sum())
-        # As many blocks at once as stay in cache; what a row takes is added up block by block all the same.
+        # Process as many blocks at once as stay in cache. The sum of a row is still computed block by block.
         most = _ELEMENTS // max(1, STEPS_PER_BLOCK * weight[:active].numel())
         blocks = max(1, min(most, -(-(longest - done) // STEPS_PER_BLOCK)))
         steps = torch.arange(done + 1, done + blocks * STEPS_PER_BLOCK + 1, device=ids.device)
@@ -260,7 +260,7 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) 
         rest = largest[:active, None] * ends[..., LOG_BETA1, None]
         rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
         is_over = rest <= negligible[:active, None]
-        is_over |= (at[:, ::STEPS_PER_BLOCK] > until).unsqueeze(-1)  # nothing is left of the row's steps
+        is_over |= (at[:, ::STEPS_PER_BLOCK] > until).unsqueeze(-1)  # the row's remaining steps are negligible
         for block in range(blocks):
             moved[:active].add_(sums[:, block].masked_fill_(ended[:active], 0.0))
             ended[:active].logical_or_(is_over[:, block])
@@ -288,4 +288,4 @@ def _added(terms: Tensor) -> Tensor:
 
 
 _HALF_OF_SECOND = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
-"""The root of the second average fades by the root of its factor."""
+"""The root of the second average decays by the root of its factor."""

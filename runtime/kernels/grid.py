@@ -1,6 +1,6 @@
-"""Local kernels of a table on a grid of ranks: which of its rows are whose, and rows from blocks by rank and back.
+"""Local kernels of a table on a grid of ranks: routing of ids, and conversion between rows and blocks by rank.
 
-Blocks are in rank order: of each row of the grid, of each column chunk, the rows one after the other. Worked examples:
+Blocks are in rank order: for each row of the grid and each column chunk, the rows in sequence. Worked examples:
 `embrace_fx/vocabulary/ops.py`.
 
 Shape legend: as there; w columns of each chunk.
@@ -34,7 +34,7 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Writes rows into rows `positions` (U,) of `out` (U', D), grouped by the grid's rows, which have `own[r]` each."""
+    """Writes rows into rows `positions` (U,) of `out` (U', D), grouped by the grid's rows, with `own[r]` rows each."""
     columns = out.shape[1]
     width, rest = divmod(columns, grid_columns)
     if rest or not width:
@@ -51,7 +51,9 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """`split_grid` of rows `positions` (U,) of (U', D), grouped by the grid's rows, which have `own[r]` each."""
+    """Computes `split_grid` of rows `positions` (U,) of (U', D), grouped by the grid's rows, with `own[r]` rows
+    each.
+    """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)
     if rest or not width:
@@ -72,7 +74,7 @@ def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=positions.numel())
-    # The blocks of earlier rows of the grid come first, then the row's own chunks, each `of_row` rows long.
+    # First the blocks of earlier rows of the grid, then the row's own chunks, each with `of_row` rows.
     base = first * (grid_columns - 1) + torch.arange(positions.numel(), device=device)
     return base.unsqueeze(1) + of_row.unsqueeze(1) * torch.arange(grid_columns, device=device)
 

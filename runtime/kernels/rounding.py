@@ -1,13 +1,13 @@
-"""Rounds numbers to the formats in which they travel, and back.
+"""Converts numbers to wire formats and back.
 
 Contract
-    "int8": a piece of a row becomes its numbers in 8 bits and, behind them, the exponent of the power of two that they
-    are multiples of: the smallest that holds the largest of them in 127 (as MXINT8 of the OCP microscaling formats,
-    with the piece for a block). What is rounded once stays as it is when it is rounded again.
-    Numbers that are not finite stay so: under "int8" their whole piece is nan. Under "fp16" larger ones than 65,504
+    "int8": a piece of a row becomes its numbers in 8 bits, followed by the exponent of their common power of two, the
+    smallest for which the largest number fits in 127 (like MXINT8 of the OCP microscaling formats, with the piece as a
+    block). Rounding is idempotent.
+    Non-finite numbers stay non-finite: under "int8" their whole piece becomes nan. Under "fp16", numbers above 65,504
     become infinite.
 
-Shape legend: a flat tensor holds pieces one behind the other, `pieces` says (rows, columns) of each run of them.
+Shape legend: a flat tensor contains consecutive pieces; `pieces` has (rows, columns) of each run of equal pieces.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 from embrace_fx.cost.wire import BLOCK, Format
 
 Pieces = Sequence[tuple[int, int]]
-"""(rows, columns) of parts of a flat tensor."""
+"""(rows, columns) of consecutive parts of a flat tensor."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 _LEAST, _NOT_FINITE = -119, 127
-"""Exponents: of the smallest step, whose reciprocal float32 holds; and what stands for numbers that are not finite."""
+"""The minimum exponent, whose reciprocal float32 can represent; and the code for non-finite numbers."""
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Counts the elements on the wire of so many rows of so many columns."""
+    """Returns the number of elements on the wire for so many rows and columns."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
@@ -48,7 +48,7 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Writes what `encode` has made into a flat tensor."""
+    """Writes the result of `encode` into a flat tensor."""
     if form != "int8":
         return out.copy_(sent)
     for values, coded in _runs(out, sent, pieces):
@@ -59,12 +59,12 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def rounded(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns a flat tensor's numbers as they arrive."""
+    """Returns the numbers of a flat tensor as they arrive after rounding."""
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 
 def in_blocks(elements: int) -> Pieces:
-    """Cuts a dense tensor into pieces."""
+    """Splits a dense tensor into pieces."""
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
 

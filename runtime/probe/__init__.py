@@ -1,1 +1,1 @@
-"""Measures links and processors."""
+"""Measures the links between ranks and the ranks' processors."""

@@ -1,8 +1,8 @@
-"""Keeps plain data for later runs in files, each named by a hash of all that the data depends on.
+"""Caches plain data for later runs in files, each named by a hash of everything that the data depends on.
 
 Contract
-    Files can be deleted at any time. They hold JSON that is read by its type: nothing in them is executed, and a file
-    that cannot be read counts as missing. Where the folder cannot be written, nothing is kept, without an error.
+    Files can be deleted at any time. They contain JSON that is read by type, so nothing is executed, and an unreadable
+    file counts as missing. If the folder is not writable, nothing is cached, without an error.
 
     The folder is the value of the variable `EMBRACE_FX_CACHE`, else `embrace_fx` in the user's cache folder. An empty
     variable turns the cache off.
@@ -26,22 +26,22 @@ VARIABLE = "EMBRACE_FX_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder of the files; None: nothing is kept."""
+    """Returns the folder of the files; None if the cache is off."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".cache") / "embrace_fx"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
 
 
 def recall(kind: type[T], *key: Any) -> T | None:
-    """Reads the value that `keep` has written under a key; None: there is no readable one.
+    """Reads the value that `keep` has written under a key; None if there is no readable one.
 
     Args:
-        key: all that the value depends on, printable by `repr`; the versions of torch and embrace_fx are added.
+        key: everything that the value depends on, printable by `repr`. The versions of torch and embrace_fx are added.
     """
     folder = cache_folder()
     if folder is None:

@@ -1,4 +1,4 @@
-"""Measures `cost.Handling`, a processor's work in a sparse exchange, on made-up rows."""
+"""Measures `cost.Handling`, a processor's work in a sparse exchange, on synthetic rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PASSES = 7
 """Passes of `handle` over the bytes of its rows: gather, encode, clear, join, add, divide, write."""
 
 WIDE, NARROW = 256, 1
-"""Values of a row: with many the bytes take the time, with one the row."""
+"""Values per row: with many, the time depends on bytes; with one, on rows."""
 HANDLED_ROWS = {WIDE: 1024, NARROW: 32 * 1024}
 SCANNED_BYTES = LARGE_BLOCK_BYTES
-"""Bytes searched: more than a cache holds, because a table's gradient comes from memory."""
+"""Bytes to search, more than a cache, because a table's gradient is in memory."""
 PAGE_BYTES = 4096
 SPARSE = 8
-"""Rows of the tensor per row that is handled."""
+"""Rows of the tensor per handled row."""
 
 
 def handle(dense: Tensor, ids: Tensor) -> None:
-    """Gathers rows of (V, d), encodes and decodes them as a message, adds them up and writes them, by `ids` (K,)."""
+    """Gathers rows of (V, d) by `ids` (K,), encodes and decodes them as a message, sums them and writes them."""
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)
     found, rows = decode_records(flat, num_rows, width, dense.dtype)
@@ -34,15 +34,16 @@ def handle(dense: Tensor, ids: Tensor) -> None:
 
 
 def handling_of(width: int, rows: int, device: torch.device) -> Callable[[], None]:
-    """Makes a run of `handle` on `rows` rows of `width` values."""
+    """Returns a function that runs `handle` on `rows` rows of `width` values."""
     dense = torch.zeros((SPARSE * rows, width), device=device)
     ids = torch.arange(0, SPARSE * rows, SPARSE, device=device)
     return lambda: handle(dense, ids)
 
 
 def scanning(device: torch.device) -> Callable[[], None]:
-    """Makes a run that searches `SCANNED_BYTES` for non-zero rows."""
-    dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)  # zeros could all map to one page
+    """Returns a function that searches `SCANNED_BYTES` for non-zero rows."""
+    # Pages of zeros could share one physical page.
+    dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:
         block_bitmap(dense)
@@ -51,7 +52,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
 
 
 def claiming(device: torch.device) -> Callable[[], None]:
-    """Makes a run that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
+    """Returns a function that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
 
     def claim() -> None:
         torch.empty(LARGE_BLOCK_BYTES, dtype=torch.uint8, device=device)[::PAGE_BYTES] = 1

@@ -1,4 +1,4 @@
-"""Probes the links between the ranks once for a network, and keeps the result for later runs."""
+"""Measures the links between the ranks once per network, and caches the result for later runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Measures the links of every collective; None where a step sends too little for it to matter. Collective.
+    """Measures the links of every collective; returns None if a step sends too little for it to matter. Collective.
 
-    The result of an earlier run between the same hosts is checked by two short measurements and used if they agree;
-    else the links are probed again. Only rank 0's files are read and written.
+    The result of an earlier run between the same hosts is used if two short measurements agree with it; else the links
+    are measured again. Only rank 0 reads and writes the cache.
 
     Args:
-        sent_bytes: about what a step sends; equal on all ranks.
+        sent_bytes: approximate bytes per step; equal on all ranks.
         device: the device whose tensors are sent.
     """
     key: list[tuple[str, ...]] = []
@@ -41,7 +41,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
 
 def _own_part(device: torch.device) -> tuple[str, ...]:
-    """Names the properties of the machine that decide the speed of a rank's links."""
+    """Returns the properties of this machine that affect the speed of a rank's links."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

@@ -1,4 +1,4 @@
-"""Compares a rank's speed with estimates, because copies are measured but the compute that hides them is estimated."""
+"""Compares a rank's compute speed with estimates, because copies are measured but compute is estimated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from embrace_fx.cost.links import Compute
 
 PRODUCT, MOVED = 512, 4 * 2**20
-"""The reference work: the rows of square matrices that are multiplied, and the float32 elements that are copied."""
+"""The reference work: rows of the square matrices to multiply, and float32 elements to copy."""
 ELEMENT_BYTES = 4
 LONG_MS, TIMES = 10.0, 5
 """Least time of a measurement, and number of measurements, of which the shortest counts: an idle core is slow for tens
@@ -18,9 +18,9 @@ of ms."""
 
 
 def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Returns how many estimated milliseconds of the reference work this rank does in one millisecond.
+    """Returns the estimated milliseconds of the reference work that this rank does in one millisecond.
 
-    The reference is one product of matrices and one pass over memory: models are a mixture of both.
+    The reference is one matrix product and one pass over memory, because models are a mixture of both.
 
     Args:
         synchronize: waits until the device has done all of its work.
@@ -35,7 +35,7 @@ def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], Non
         synchronize()
         return (time.perf_counter() - began) * 1e3
 
-    taken_ms(1)  # libraries initialise at the first call
+    taken_ms(1)  # libraries initialize at the first call
     count = 1
     while taken_ms(count) < LONG_MS:
         count *= 2
@@ -43,7 +43,7 @@ def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], Non
 
 
 def reference(device: torch.device) -> Callable[[], None]:
-    """Makes a run of the reference work."""
+    """Returns a function that runs the reference work."""
     matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
     source = torch.ones_like(target)
 

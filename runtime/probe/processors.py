@@ -1,4 +1,4 @@
-"""Measures what compute and transfers do to each other: a rank's speed, and what a transfer takes of its processors."""
+"""Measures the share of a rank's processors that a transfer takes from compute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True)
 class Load:
-    """One rank's processors, and what a transfer took of them.
+    """One rank's processors, and the time that a transfer took from them.
 
     Attributes:
         host: the name of its machine.
-        cores: the processors that it may run on.
-        threads: how many of them compute.
-        took_ms: processor time of all of its threads, in `wall_ms` of transfers.
+        cores: the cores that it may run on.
+        threads: the number of its compute threads.
+        took_ms: processor time of all of its threads during `wall_ms` of transfers.
     """
 
     host: str
@@ -30,7 +30,7 @@ class Load:
 
     @classmethod
     def of(cls, took_ms: float, wall_ms: float) -> Load:
-        """Makes this rank's."""
+        """Returns this rank's load."""
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
 

@@ -1,12 +1,11 @@
-"""The Triton kernels: what `runtime/kernels` and the row updates call where a tensor is on CUDA.
+"""The Triton kernels that `runtime/kernels` and the row updates call for CUDA tensors.
 
 Contract
-    Every function here has a twin in torch ops, which is called for tensors on the CPU, and for what `takes` declines;
-    both are held to one float64 reference (`tests/support/kernel_cases.py`). Sums are made in float32 at least, in
-    the order in which the twin makes them, without floating-point atomics: equal inputs give equal bits.
+    Every function here has an equivalent in torch ops, which is used for CPU tensors and for tensors that `takes`
+    rejects. Both are tested against one float64 reference (`tests/support/kernel_cases.py`). Sums are at least float32,
+    in the same order as the equivalent, without floating-point atomics, so that equal inputs give equal bits.
 
-Each file imports Triton at its head and is itself imported at the first use of a name here, so that a CPU never pays
-for Triton, nor needs it.
+Each file imports Triton and is imported at the first use of a name here, so that CPUs do not need Triton.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def available() -> bool:
-    """Whether Triton is installed; CUDA builds of torch bring it along on Linux."""
+    """Returns whether Triton is installed. CUDA builds of torch include it on Linux."""
     return find_spec("triton") is not None
 
 
 def takes(values: Tensor) -> bool:
-    """Whether the kernels take rows of this type and layout; what they do not take stays with torch's ops."""
+    """Returns whether the kernels support rows of this dtype and layout."""
     return values.dtype in _DTYPES and values.is_contiguous() and available()
 
 

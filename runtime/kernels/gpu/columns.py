@@ -1,4 +1,4 @@
-"""Rows to column blocks and back, for the AlltoAll of a sharded table (EmbRace, ICPP 2022, section 4.1).
+"""Converts rows to column blocks and back, for the AlltoAll of a sharded table (EmbRace, ICPP 2022, section 4.1).
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`. A block is what one rank owns of the columns,
 w = ceil(D / N) wide; the last may be narrower, and ranks beyond it own none.
@@ -66,12 +66,12 @@ def _launch(rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, gr
 
 @on_its_device
 def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Rows, or those at some positions, as blocks of columns by the rank that owns them: flat (U * D,), in one pass.
+    """Converts rows, or those at some positions, to blocks of columns by owner, flat (U * D,), in one pass.
 
     Args:
         rows: (U', D), contiguous.
         group_size: N.
-        positions: (U,) int64 into the rows; None: all of them, U = U'.
+        positions: (U,) int64 into the rows; None for all, U = U'.
 
     Raises:
         ValueError: the rows are not contiguous.
@@ -85,13 +85,13 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
 
 @on_its_device
 def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """The inverse of `pack_columns`: writes the rows of received blocks into `out`, in one pass, and returns it.
+    """Writes the rows of received blocks into `out` in one pass, and returns it: the inverse of `pack_columns`.
 
     Args:
         flat: (U * D,), contiguous, block after block.
         out: (U', D), contiguous, written.
         group_size: N.
-        positions: (U,) int64, no two the same, where the rows go in `out`; None: in order, U = U'.
+        positions: (U,) int64, unique, of the rows in `out`; None for all in order, U = U'.
 
     Raises:
         ValueError: `flat` or `out` is not contiguous.

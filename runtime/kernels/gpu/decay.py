@@ -1,7 +1,7 @@
-"""Rows of an Adam that have rested, brought up to date in one launch: each row's averages are read and written once.
+"""Applies deferred steps of Adam to rows in one launch, with one read and write of each row's averages.
 
-The sum over the steps that a row has skipped is made in registers; a row with few of them, or whose momentum has died
-away, is done sooner. A row that stands among the ids twice is taken by the program that comes first.
+The sum over a row's deferred steps is computed in registers, and ends early for rows with few of them or without
+momentum. A row with duplicate ids is processed by the first program that claims it.
 
 Shape legend: V' x d this rank's part of a table; K rows; T steps of the history.
 """
@@ -70,7 +70,7 @@ def _decay(
 
 @on_its_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """`embrace_fx.runtime.kernels.decay.decay_rows`, of which it is the kernel.
+    """The CUDA kernel of `embrace_fx.runtime.kernels.decay.decay_rows`.
 
     Raises:
         ValueError: an argument is not contiguous.

@@ -1,9 +1,9 @@
-"""Rows added up where their ids are the same.
+"""Sums rows of equal ids.
 
-`coalesce` sorts the ids and gives every sum to one program, which adds its rows in the order in which they came: rank
-after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would have to sort the
-members of each sum all the same to keep that order, and there is little to win: a rank sends no id twice, so that of
-R rows at least R / N are sums, and the rows, not the ids, are the bytes.
+`coalesce` sorts the ids and assigns every sum to one program, which adds its rows in rank order, so that the bits do
+not depend on timing. Hashing the ids instead would still need a sort of each sum's members to keep that order, and
+would gain
+little: a rank sends no id twice, so at least R / N of R rows are sums, and most bytes are rows, not ids.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _sum_segments(
 
 @on_its_device
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; padding rows are left out.
+    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]. Leaves out padding rows.
 
-    The host waits once, for the number K; the sort is torch's, stable.
+    The host waits once, for the number K. The sort is torch's stable sort.
 
     Args:
         ids: (R,) int64, from 0.

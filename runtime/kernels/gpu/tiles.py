@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels: the tile of one program, its elements' places, the type of sums, and refusals."""
+"""Helpers of the Triton kernels: tiles, offsets, dtypes of sums, and argument checks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Tile(NamedTuple):
     columns: int
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """One program per tile of (rows, columns); rows first, because only that axis may exceed 65,535."""
+        """Returns one program per tile of (rows, columns). Rows are first, because only that axis may exceed 65,535."""
         return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
 
 
 def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
-    """Returns the tile for rows of so many columns.
+    """Returns the tile for rows with so many columns.
 
     Args:
-        columns: of a row; the tile's are a power of two, what lies beyond is masked.
+        columns: of a row. The tile's are a power of two, with the rest masked.
         itemsize: bytes of an element.
-        tensors: how many tensors a program loads a tile of.
+        tensors: the number of tensors of which a program loads a tile.
     """
     wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
     share = triton.next_power_of_2(triton.cdiv(tensors, 2))
@@ -57,7 +57,7 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """Returns the type in which values of this type are added up."""
+    """Returns the dtype in which values of a dtype are summed."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -73,7 +73,7 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
 
 def refuse_strided(where: str, **tensors: Tensor) -> None:
-    """Kernels address rows as contiguous memory.
+    """Raises if a tensor is not contiguous, because kernels address rows as contiguous memory.
 
     Raises:
         ValueError: a tensor is not contiguous.

@@ -1,12 +1,13 @@
-"""Optimizer updates of rows, each touched row of the table and of its state read once and written once.
+"""Optimizer updates of rows, with one read and write of each updated row and its state.
 
-The formulas are those of torch's single-tensor updates, every operation of which is a pass over (K, d) values. Values
-are computed in float32 at least and rounded once, when they are stored: a bfloat16 table loses less than by those.
+The formulas are those of torch's single-tensor updates, in which every operation is a pass over (K, d) values. Values
+are computed at least in float32 and rounded once, when stored, so a bfloat16 table loses less precision than with
+torch's.
 
 Shape legend
     V rows of the table; d columns of it that this rank owns; K rows with gradient.
 
-An element's update depends on that element alone, so one step's rows may come in several parts.
+An element's update depends only on that element, so one step's rows may be updated in several calls.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ def sgd_rows(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """SGD without dampening, in place.
+    """Applies SGD without dampening, in place.
 
     Args:
         shard: (V, d), contiguous, written.
         buffer: (V, d), `momentum_buffer`, contiguous, written; None without momentum.
-        ids: (K,) int64, no two the same.
+        ids: (K,) int64, unique.
         rows: (K, d), contiguous: the gradients.
 
     Raises:
