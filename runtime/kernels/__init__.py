@@ -214,11 +214,16 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if flat.is_sparse:  # rows of a table with its own bucket
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
-    for each in like:  # one op each, instead of a split and a view
-        shape = each.shape
-        parts.append(flat.as_strided(shape, _contiguous(shape), begin).data)  # no view: loops call `detach_()` on it
-        begin += each.numel()
+    # Autograd is to see no views: loops call `detach_()` on gradients, which refuses one.
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        for each in like:  # one op each, instead of a split and a view
+            shape = each.shape
+            parts.append(flat.as_strided(shape, _contiguous(shape), begin))
+            begin += each.numel()
     return parts
+
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 @cache
