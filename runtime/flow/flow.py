@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.kernels import coalesce, places_of_sums, sum_rows
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.vocabulary.graph import Values
@@ -92,6 +95,7 @@ class Flow:
         self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
+        self._ids_known: Event = None  # of the last forward, on a device
         self.awaits_ids = False
         self.is_within_steps = not launcher.order
         self.shares_failures = self.communicator.world_size > 1 and streams is None
@@ -180,6 +184,8 @@ class Flow:
         return "other" if left else "whole"
 
     def _begin_compute(self) -> None:
+        if self.streams is not None:
+            self._ids_known = self.streams.record("ids known")
         self.recorder.mark(BETWEEN)
         self.recorder.begin_segment(self._forward)
 
@@ -190,6 +196,21 @@ class Flow:
             with self.launcher.hurrying():
                 for gradient in waiting:
                     gradient.wait()
+
+    def coalesce(
+        self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
+    ) -> list[Tensor]:
+        """Sums gradients of rows, as the op; the host of a device waits for the ids, and not for the backward."""
+        if (streams := self.streams) is None:
+            return coalesce(ids, flat, columns, padding_rows, scale)
+        with streams.on("ids", "places of sums"):
+            streams.wait(self._ids_known)
+            streams.keep(ids)
+            places = places_of_sums(ids, flat, padding_rows)
+            known = streams.record("places known")
+        streams.wait(known)
+        streams.keep(*places)
+        return sum_rows(flat, places, columns, scale)
 
     def begin_plain_forward(self) -> None:
         """Begins an announced forward that leaves nothing to the next step and has found nothing of the last one."""

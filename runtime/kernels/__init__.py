@@ -186,15 +186,27 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
+    return sum_rows(flat, places_of_sums(ids, flat, padding_rows), columns, scale)
+
+
+def places_of_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """Finds which rows of `coalesce` go into which sum, for `sum_rows`; of `flat`, only its kind. The host of a device
+    waits for the number of sums."""
     if flat.is_cuda and gpu.takes(flat):
-        return gpu.coalesce(ids, flat, columns, padding_rows, scale)
-    rows = flat.view(ids.numel(), columns)
+        return gpu.segments(ids, padding_rows)
     unique, inverse = sorted_unique(ids)
+    return (unique, inverse, ~among(unique, tuple(padding_rows))) if padding_rows else (unique, inverse)
+
+
+def sum_rows(flat: Tensor, of: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
+    """Does what is left of `coalesce` once `places_of_sums` is known."""
+    if flat.is_cuda and gpu.takes(flat):
+        unique, order, starts, ends = of
+        return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)
+    unique, inverse, *kept = of
+    rows = flat.view(inverse.numel(), columns)
     summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)
-    if padding_rows:
-        kept = ~among(unique, tuple(padding_rows))
-        return [unique[kept], summed[kept]]
-    return [unique, summed]
+    return [unique[kept[0]], summed[kept[0]]] if kept else [unique, summed]
 
 
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:

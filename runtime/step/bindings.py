@@ -69,6 +69,7 @@ class Bindings:
             "embrace::submit_ids": lambda _: flow.submit_ids,
             "embrace::await_ids": lambda _: flow.await_ids,
             "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
+            "embrace::coalesce": lambda _: flow.coalesce,
             "embrace::hand_over": lambda _: flow.buckets.hand_over,
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,

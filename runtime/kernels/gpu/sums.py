@@ -1,9 +1,9 @@
 """Sums rows of equal ids.
 
-`coalesce` sorts the ids and assigns every sum to one program, which adds its rows in rank order, so that the bits do
-not depend on timing. Hashing the ids instead would still need a sort of each sum's members to keep that order, and
-would gain
-little: a rank sends no id twice, so at least R / N of R rows are sums, and most bytes are rows, not ids.
+`segments` sorts the ids. `sum_segments` gives every sum to one program, which adds its rows in the order in which they
+came: rank after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would have to
+sort the members of each sum all the same to keep that order, and there is little to win: a rank sends no id twice, so
+that of R rows at least R / N are sums, and the rows, not the ids, are the bytes.
 """
 
 from __future__ import annotations
@@ -43,29 +43,39 @@ def _sum_segments(
     tl.store(out + segment[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-@on_its_device
-def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]. Leaves out padding rows.
+Segments = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Ids (K,) of sums, sorted; the order (R,) that sorts the rows; where in it each sum's rows start and end, (K,)."""
 
-    The host waits once, for the number K. The sort is torch's stable sort.
+
+def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
+    """Finds which rows go into which sum. The host waits once, for the number K; the sort is torch's, stable.
 
     Args:
         ids: (R,) int64, from 0.
-        flat: (R * d,), contiguous: the rows in the order of the ids.
-        columns: d.
         padding_rows: the ids to leave out.
-
-    Raises:
-        ValueError: `flat` is not contiguous.
     """
-    refuse_strided("coalesce", flat=flat)
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
     if padding_rows:
         first &= ~among(in_order, tuple(padding_rows))
     starts = first.nonzero().view(-1)
     unique = in_order[starts]
-    ends = torch.searchsorted(in_order, unique, right=True)
+    return unique, order, starts, torch.searchsorted(in_order, unique, right=True)
+
+
+@on_its_device
+def sum_segments(flat: Tensor, of: Segments, columns: int, scale: float) -> list[Tensor]:
+    """Sums rows, times `scale`: [ids (K,) sorted, rows (K, d)].
+
+    Args:
+        flat: (R * d,), contiguous: the rows in the order of the ids.
+        columns: d.
+
+    Raises:
+        ValueError: `flat` is not contiguous.
+    """
+    refuse_strided("sum_segments", flat=flat)
+    unique, order, starts, ends = of
     out = flat.new_empty((unique.numel(), columns))
     if out.numel():
         tile = tile_of(columns, flat.itemsize)
