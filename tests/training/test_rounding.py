@@ -21,6 +21,7 @@ from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.ranks import RankError, reset_torch_state, run_ranks
 
 STEPS = 24
+SENDS = torch.ops.embrace.all_to_all_gradients.default
 
 
 class Words(nn.Module):
@@ -176,11 +177,15 @@ def _planned(rank: int, _: int) -> str:
     batch = torch.ones(4, 3, dtype=torch.int64), torch.ones(4, dtype=torch.int64), torch.ones(4)
     model = embrace_fx.compile(Words(), strategy="alltoall", rows="int8", cluster=embrace_fx.Cluster())
     model(*batch).backward()
+    launches = [each for each in model.graphs["round_row_gradients"].graph.nodes if each.target is SENDS]
+    assert launches
+    for launch in launches:  # what it sends is split of what was rounded
+        assert launch.all_input_nodes[0].all_input_nodes[0].target is torch.ops.embrace.round_rows.default
     again = embrace_fx.compile(Words(), plan=model.plan)
     with pytest.raises(ValueError, match="where 'exact' is asked for"):
         again(*batch)
     return "refused"
 
 
-def test_a_plan_for_other_formats_is_refused() -> None:
+def test_a_plan_rounds_what_is_sent_and_is_refused_for_other_formats() -> None:
     assert run_ranks(2, _planned) == ["refused"] * 2
