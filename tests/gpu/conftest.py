@@ -18,4 +18,4 @@ def findings() -> Iterator[Path | None]:
     if path is not None and path.exists():
         text = path.read_text(encoding="utf-8")
         path.unlink()
-        pytest.fail(f"expected the emulated device to find nothing, found\n{text}")
+        pytest.fail(f"the emulated device reports:\n{text}")

@@ -25,7 +25,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """Raises `RuntimeError` with what a command said, where it fails."""
     done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"expected {command[0]} to succeed, in {cwd}, found:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{command[0]} failed in {cwd}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -40,13 +40,13 @@ def build(output: Path) -> Path:
     (wheel,), (again,) = output.glob("*.whl"), (output / "from-sdist").glob("*.whl")
     names, names_again = (sorted(zipfile.ZipFile(each).namelist()) for each in (wheel, again))
     if names != names_again:
-        raise RuntimeError(f"expected one wheel from tree and sdist, found {sorted(set(names) ^ set(names_again))}")
+        raise RuntimeError(f"wheels of tree and sdist differ in {sorted(set(names) ^ set(names_again))}")
     with tarfile.open(sdist) as archive:
         inside = [name.partition("/")[2] for name in archive.getnames()]
     if surplus := [name for name in [*inside, *names] if name.startswith(NOT_PACKAGED)]:
-        raise RuntimeError(f"expected the package alone, found {surplus[:5]} in the files of the release")
+        raise RuntimeError(f"the release has files outside the package: {surplus[:5]}")
     if missing := {"embrace_fx/py.typed", "embrace_fx/viz/page.html", "embrace_fx/passes/shard.py"} - set(names):
-        raise RuntimeError(f"expected {sorted(missing)} in {wheel.name}, found that they are not")
+        raise RuntimeError(f"{wheel.name} lacks {sorted(missing)}")
     return wheel
 
 
@@ -66,7 +66,7 @@ def check(python: Path, output: Path, mypy: Sequence[str | Path]) -> list[str]:
     user = Path(shutil.copy(USER, output))
     where = run(python, "-c", "import embrace_fx; print(embrace_fx.__file__)", cwd=output).strip()
     if not Path(where).is_relative_to(python.parents[1]):
-        raise RuntimeError(f"expected the installed embrace_fx, found that {where} is imported")
+        raise RuntimeError(f"{where} is imported instead of the installed embrace_fx")
     found = [run(python.with_name("embrace-fx"), "--version", cwd=output).strip()]
     found.append(run(*mypy, "--python-executable", python, user, cwd=output).strip())
     found.append(run(python, user, cwd=output).strip())

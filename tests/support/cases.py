@@ -15,7 +15,7 @@ def long_but(default: Iterable[str], cases: dict[str, tuple[Any, ...]]) -> list[
         ValueError: a default that is no case.
     """
     if unknown := set(default) - set(cases):
-        raise ValueError(f"expected the names of cases, in long_but, found {sorted(unknown)} besides {list(cases)}.")
+        raise ValueError(f"long_but() names {sorted(unknown)}, but the cases are {list(cases)}")
     return [
         pytest.param(*values, id=name, marks=() if name in set(default) else pytest.mark.long)
         for name, values in cases.items()

@@ -200,7 +200,7 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
             return leaves[index].detach().clone()
         case Tangent(index):
             return tangent(node.meta["val"], index)
-    raise AssertionError(f"expected an earlier phase to save {role}, found none that does")
+    raise AssertionError(f"no earlier phase saves {role}")
 
 
 def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:

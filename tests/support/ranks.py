@@ -183,7 +183,7 @@ class Pool:
     def call(self, world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
         """Runs `fn(rank, world_size, *args)` on the first `world_size` processes; close the pool if one failed."""
         if not 1 <= world_size <= self._size:
-            raise ValueError(f"expected a world size from 1 to {self._size}, found {world_size}")
+            raise ValueError(f"world_size is {world_size}, but the pool has {self._size} processes")
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ranks-") as name:
             directory = Path(name)
@@ -326,7 +326,7 @@ def _pack(outcome: Outcome[Any]) -> bytes:
     try:
         return pickle.dumps(outcome)
     except Exception as error:
-        message = f"expected a result that can be pickled, found {type(outcome.result).__qualname__}: {error}"
+        message = f"the result, a {type(outcome.result).__qualname__}, cannot be pickled: {error}"
         return pickle.dumps(Outcome(exception=TypeError(message)))
 
 

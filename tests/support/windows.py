@@ -126,7 +126,7 @@ def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDO
         ValueError: as `check_order`, or fewer than two windows.
     """
     if windows < 2:
-        raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
+        raise ValueError(f"simulate() needs at least 2 windows to reach a steady state, not {windows}")
     machine = LinkMachine(steps)
     order = _indices(machine, launch_order)
     run = machine.run(machine.sequence(order), windows)

@@ -59,8 +59,8 @@ def _packages() -> Path:
 
     if torch.version.cuda is None:
         raise RuntimeError(
-            f"expected a build of torch for CUDA, in {sys.prefix}, found {torch.__version__}. Run make device-env, and "
-            "this with the interpreter of that environment."
+            f"torch {torch.__version__} in {sys.prefix} is not a build for CUDA. Run make device-env, then run this "
+            "with the interpreter of that environment."
         )
     return Path(torch.__file__).parents[1]
 
@@ -77,5 +77,5 @@ def _library(target: Path, sources: tuple[str, ...], includes: list[str], linked
     command = ["c++", *options, *(str(SOURCES / each) for each in sources), "-o", str(target), *linked]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        raise RuntimeError(f"expected {target.name} to compile, found\n{ended.stderr[-4000:]}")
+        raise RuntimeError(f"{target.name} does not compile:\n{ended.stderr[-4000:]}")
     stamp.write_text(digest.hexdigest(), encoding="utf-8")

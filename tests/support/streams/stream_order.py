@@ -57,8 +57,8 @@ def too_many_in_flight(program: StreamProgram, limit: int, ordered: Collection[s
         if place >= limit and not launched[place - limit][2].before(began):
             earlier = launched[place - limit][0]
             found.append(
-                f"expected at most {limit} launches in flight, found that {launch.op!r} may begin before "
-                f"{earlier.op!r}, launched {limit} places earlier, has ended. Let its stream wait for that one's event."
+                f"more than {limit} launches may be in flight: {launch.op!r} may begin before {earlier.op!r}, launched "
+                f"{limit} places earlier, has ended. Let its stream wait for the event of {earlier.op!r}."
             )
     return found
 
@@ -105,8 +105,8 @@ class _Run:
     def _passed(self, event: str, who: str) -> Clock:
         if event not in self._events:
             self.found.append(
-                f"expected event {event!r} to be recorded before {who} waits for it, found no record of it: CUDA takes "
-                "such a wait for nothing. Record it first."
+                f"{who} waits for event {event!r}, which is not recorded: in CUDA such a wait has no "
+                "effect. Record it first."
             )
         return self._events.get(event, {})
 
@@ -129,6 +129,6 @@ class _Run:
 
     def _report(self, value: str, what: str, who: str, earlier: _Use) -> None:
         self.found.append(
-            f"expected {value!r} to be {what} by {who} after {earlier.text}, found no event that orders them. Record "
-            f"one on stream {earlier.stream!r} and wait for it."
+            f"{value!r} is {what} by {who}, and no event orders this after {earlier.text}. Record one on stream "
+            f"{earlier.stream!r} and wait for it."
         )

@@ -30,19 +30,19 @@ def test_events_on_both_sides_order_a_launch() -> None:
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [
-        (program(MADE, READY[0], REDUCED, *DONE, READ), "'bucket' to be written by launch 'reduce'.* after 'backward'"),
-        (program(MADE, *READY, REDUCED, DONE[0], READ), "'bucket' to be read by 'update'.* after launch 'reduce'"),
+        (program(MADE, READY[0], REDUCED, *DONE, READ), "'bucket' is written by launch 'reduce'.* after 'backward'"),
+        (program(MADE, *READY, REDUCED, DONE[0], READ), "'bucket' is read by 'update'.* after launch 'reduce'"),
         (
             program(MADE, *READY, REDUCED, DONE[1], DONE[0], READ),
-            "event 'done' to be recorded before .*'compute' waits",
+            "'compute' waits for event 'done'",
         ),
-        (program(READY[0], MADE, READY[1], REDUCED, *DONE, READ), "'bucket' to be written by launch 'reduce'"),
-        (program(MADE, *READY, DONE[0], REDUCED, DONE[1], READ), "'bucket' to be read by 'update'"),
+        (program(READY[0], MADE, READY[1], REDUCED, *DONE, READ), "'bucket' is written by launch 'reduce'"),
+        (program(MADE, *READY, DONE[0], REDUCED, DONE[1], READ), "'bucket' is read by 'update'"),
         (
             program(MADE, *READY, REDUCED, *DONE[:1], WaitEvent("ready", "compute"), READ),
-            "'bucket' to be read by 'update'",
+            "'bucket' is read by 'update'",
         ),
-        (program(MADE, *READY, REDUCED, MADE), "'bucket' to be written by 'backward'.* after launch 'reduce'"),
+        (program(MADE, *READY, REDUCED, MADE), "'bucket' is written by 'backward'.* after launch 'reduce'"),
     ],
     ids=[
         *("no wait before the launch", "no wait before the read", "wait before record", "recorded too early"),
