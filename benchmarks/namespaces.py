@@ -41,9 +41,9 @@ def obstacle() -> str:
     """Why ranks cannot have hosts of their own here, as far as is known before trying; empty where nothing is."""
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
-        return f"expected the programs ip and tc, found no {' and no '.join(missing)}: install iproute2"
+        return f"{' and '.join(missing)} not found: install iproute2"
     if os.geteuid() != 0:
-        return f"expected to run as root, found user {os.geteuid()}: only root may make network namespaces"
+        return f"user {os.geteuid()} is not root: only root can create network namespaces"
     return ""
 
 
@@ -90,7 +90,7 @@ class Host:
         for line in lines:
             done = self.call(subprocess.run, line.split(), capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                raise Obstacle(f"expected `{line}` to work, found: {done.stderr.strip()}")
+                raise Obstacle(f"`{line}` failed: {done.stderr.strip()}")
 
 
 def enter_new_namespace(window_bytes: int | None = None) -> None:
@@ -100,20 +100,20 @@ def enter_new_namespace(window_bytes: int | None = None) -> None:
         window_bytes: the most that a connection has on its way; None: what TCP finds.
     """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
-        raise Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
+        raise Obstacle(f"cannot create a network namespace: {os.strerror(ctypes.get_errno())}")
     try:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(CONGESTION_CONTROL)
         if window_bytes is not None:
             Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 {window_bytes} {window_bytes}")
     except OSError as error:
-        raise Obstacle(f"expected to set the congestion control of a namespace, found: {error}") from error
+        raise Obstacle(f"cannot set the congestion control of a namespace: {error}") from error
 
 
 def enter_namespace_of(thread_id: int) -> None:
     """Moves the calling thread to the network namespace of another one of this process. `os.setns` is Python 3.12's."""
     with open(f"/proc/self/task/{thread_id}/ns/net", encoding="ascii") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise Obstacle(f"expected to join a network namespace, found: {os.strerror(ctypes.get_errno())}")
+            raise Obstacle(f"cannot join a network namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def interface_sent_bytes(interface: str) -> int:
@@ -123,7 +123,7 @@ def interface_sent_bytes(interface: str) -> int:
         name, _, values = line.partition(":")
         if name.strip() == interface:
             return int(values.split()[8])  # eight columns for receiving come first
-    raise KeyError(f"expected an interface {interface} in /proc/thread-self/net/dev, found none")
+    raise KeyError(f"/proc/thread-self/net/dev has no interface {interface}")
 
 
 def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

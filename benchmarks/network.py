@@ -90,19 +90,19 @@ class Links:
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"expected 2 to {MAX_RANKS} ranks, in Links, found {self.ranks}.")
+            raise ValueError(f"Links: ranks is {self.ranks}. Pass 2 to {MAX_RANKS}.")
         if not self.slow >= 1:
-            raise ValueError(f"expected slow to be 1 or more, in Links, found {self.slow}.")
+            raise ValueError(f"Links: slow is {self.slow}. Pass 1 or more.")
         if not self.rate_mbit > 0:
-            raise ValueError(f"expected a positive rate_mbit, in Links, found {self.rate_mbit}.")
+            raise ValueError(f"Links: rate_mbit is {self.rate_mbit}. Pass a positive number.")
         if self.ranks_per_host < 1 or self.ranks % self.ranks_per_host or self.ranks_per_host == self.ranks:
             raise ValueError(
-                f"expected two hosts or more of equally many ranks, in Links, found {self.ranks} ranks, "
+                f"Links: there must be at least two hosts with equally many ranks. Got {self.ranks} ranks, "
                 f"{self.ranks_per_host} per host."
             )
         if (self.ranks_per_host > 1) != (self.inside_mbit > 0):
             raise ValueError(
-                "expected a positive inside_mbit where ranks share a host, and only there, in Links, found "
+                "Links: pass a positive inside_mbit if ranks share a host, and only then. Got "
                 f"{self.inside_mbit} with {self.ranks_per_host} per host."
             )
 
@@ -327,13 +327,12 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Pa
             break  # the other ranks may wait for the failed one for ever
         if time.monotonic() > deadline:
             late = [rank for rank, status in enumerate(statuses) if status is None]
-            raise RankFailed(f"expected every rank to end within {timeout_s:g} s, in run(), found rank(s) {late} busy.")
+            raise RankFailed(f"run(): rank(s) {late} did not end within {timeout_s:g} s.")
         time.sleep(0.02)
     for rank, status in enumerate(statuses):
         if status:
             raise RankFailed(
-                f"expected exit status 0 of every rank, in run(), found {status} of rank {rank}, "
-                f"which printed:\n{errors[rank].read_text()}"
+                f"run(): rank {rank} exited with status {status}, which printed:\n{errors[rank].read_text()}"
             )
 
 

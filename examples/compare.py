@@ -203,7 +203,7 @@ if __name__ == "__main__":
     parser.add_argument("--sparse-ddp", action="store_true", help="sparse gradients for the tables of DDP's model")
     parsed = parser.parse_args()
     if parsed.steps < 2 * STEPS_PER_BLOCK:
-        parser.error(f"expected --steps of at least {2 * STEPS_PER_BLOCK}, two blocks, found {parsed.steps}")
+        parser.error(f"--steps is {parsed.steps}. Pass at least {2 * STEPS_PER_BLOCK}, for two blocks")
     with ranks() as (this_rank, number_of_ranks):
         agreed = main(parsed, this_rank, number_of_ranks)
     sys.exit(0 if agreed else 1)

@@ -45,7 +45,7 @@ class EmulatedModel(TableModel):
         names, profiled = [part.name for part in parts], [each.name for each in times]
         if names != profiled:
             raise ValueError(
-                f"expected a profile of {', '.join(names)}, in EmulatedModel, found one of {', '.join(profiled)}: "
+                f"EmulatedModel: the profile is of {', '.join(profiled)}, but the model has {', '.join(names)}: "
                 "record it again, `python -m benchmarks.lab profile`."
             )
         self.blocks = nn.ModuleDict(

@@ -73,8 +73,7 @@ def profile_of(model: str, size: str) -> Profile:
     models = _recorded()["models"]
     if size not in models.get(model, {}):
         raise ValueError(
-            f"expected a profile of {model} at size {size}, in {FILE.name}, found none: record it, "
-            "`python -m benchmarks.lab profile`."
+            f"{FILE.name} has no profile of {model} at size {size}: record it, `python -m benchmarks.lab profile`."
         )
     return Profile(tuple(BlockTimes(**{**each, "shape": tuple(each["shape"])}) for each in models[model][size]))
 

@@ -101,7 +101,7 @@ def cells(options: argparse.Namespace) -> list[tuple[int, str, str]]:
     names = {"case": options.cases.split(","), "system": options.systems.split(",")}
     for kind, known in (("case", [case.name for case in CASES]), ("system", list(SYSTEMS))):
         if unknown := [name for name in names[kind] if name not in known]:
-            sys.exit(f"expected a {kind} of {', '.join(known)}, in the options, found {', '.join(unknown)}")
+            sys.exit(f"unknown {kind} {', '.join(unknown)}. Choose from {', '.join(known)}")
     systems = names["system"]
     return [
         (round_, case, system)

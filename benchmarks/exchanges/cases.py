@@ -154,7 +154,7 @@ def least_bytes(system: str, sparsity: Sparsity) -> float:
         return (ranks - 1) * sparsity.mean_units * unit_bytes
     if system == "zen_hierarchical":
         if paired_ranks(ranks) != ranks:
-            raise ValueError(f"expected a power of two of ranks, in least_bytes, found {ranks}.")
+            raise ValueError(f"least_bytes(): {ranks} ranks are not a power of two.")
         return math.fsum(sparsity.unions[2**k - 1] for k in range(ranks.bit_length() - 1)) * unit_bytes
     return (ranks - 1) / ranks * (sparsity.mean_units + sparsity.union) * unit_bytes
 

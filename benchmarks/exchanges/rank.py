@@ -104,7 +104,7 @@ class Bench:
             seconds.append(_slowest(own_s))
             dist.all_reduce(expected)
             if not torch.equal(checksum(rows), expected / self._channel.world_size):
-                raise RuntimeError(f"expected the mean of all ranks' gradients from {system.name}, found another")
+                raise RuntimeError(f"{system.name} did not return the mean of all ranks' gradients")
         by_rank: list[Any] = [None] * self._channel.world_size
         dist.all_gather_object(by_rank, torch.tensor(figures, dtype=torch.float64).mean(0).tolist())
         sent_bytes, counted_bytes, start_ups, cpu = zip(*by_rank, strict=True)

@@ -170,7 +170,7 @@ def open_device(dry_run: bool) -> Device:
         return CpuStandIn()
     if not torch.cuda.is_available():
         raise SystemExit(
-            "expected a CUDA device, in benchmarks.gpu, found none: run it on a machine with a GPU and a CUDA build of "
+            "benchmarks.gpu needs a CUDA device: run it on a machine with a GPU and a CUDA build of "
             "torch, or pass --dry-run"
         )
     return CudaDevice()

@@ -34,7 +34,7 @@ def run(context: Context) -> None:
             results: Any = spawned
             while not results.join(context.left_s()):
                 if context.left_s() <= 0:
-                    raise TimeoutError(f"expected {processes} processes to finish in time, found them still training")
+                    raise TimeoutError(f"{processes} processes did not finish in time")
             found = [_read(Path(directory) / f"{rank}") for rank in range(processes)]
         for schedule in ("none", "2d"):
             pairs = [pair for each in found for pair in zip(each[schedule], each["ddp"], strict=True)]

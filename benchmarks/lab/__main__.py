@@ -174,22 +174,20 @@ def chosen(options: argparse.Namespace) -> Setting:
         ValueError: a model or system that does not exist.
     """
     if options.setting not in SETTINGS:
-        raise ValueError(f"expected a setting of {', '.join(SETTINGS)}, found {options.setting}.")
+        raise ValueError(f"unknown setting {options.setting}. Choose from {', '.join(SETTINGS)}.")
     setting = SETTINGS[options.setting]
     asked = (("model", "models", MODELS), ("group", "groups", setting.groups), ("system", "systems", SYSTEMS))
     for kind, option, known in asked:
         unknown = [name for name in getattr(options, option) or () if name not in known]
         if unknown:
-            raise ValueError(f"expected a {kind} of {', '.join(known)}, in the options, found {', '.join(unknown)}.")
+            raise ValueError(f"unknown {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
     groups = {name: setting.groups[name] for name in options.groups or setting.groups}
     if options.systems:
         groups = {CHOSEN: options.systems}
     given = ("models", "rounds", "ranks", "rates_mbit", "slow", "ratios", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
     if "slow" in changes and not setting.slow:
-        raise ValueError(
-            f"expected a setting of emulated devices for slow motion, in the options, found {setting.name}."
-        )
+        raise ValueError(f"slow motion needs a setting with emulated devices, which {setting.name} is not.")
     if "rounds" in changes:
         changes["rounds_besides"] = 0
     if "slow" in changes:

@@ -103,8 +103,8 @@ class BlockRun:
         needed, available = self.block.ranks * RANK_BYTES, available_bytes()
         if available < needed:
             raise SystemFailed(
-                f"expected {needed / 2**30:.1f} GiB of memory for {self.block.ranks} more processes, found "
-                f"{available / 2**30:.1f} GiB beside {len(self._steps)} open systems: measure it in a smaller group"
+                f"{self.block.ranks} more processes need {needed / 2**30:.1f} GiB of memory, but {len(self._steps)} "
+                f"open systems leave {available / 2**30:.1f} GiB: measure it in a smaller group"
             )
         cell = self.setting.cell(self.block, system, _free_port())
         began = time.monotonic()
@@ -158,7 +158,7 @@ def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise KeyError("expected a line MemAvailable in /proc/meminfo, found none")
+    raise KeyError("/proc/meminfo has no line MemAvailable")
 
 
 _ports = itertools.count(20_000)

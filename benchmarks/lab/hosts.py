@@ -37,7 +37,7 @@ def python_of(environment: str) -> Path:
         return Path(sys.executable)
     python = ROOT / "build" / "peers" / environment / "bin" / "python"
     if not python.exists():
-        raise CrewFailed(f"expected the environment build/peers/{environment}, found none: run `make bench-peers`")
+        raise CrewFailed(f"the environment build/peers/{environment} does not exist: run `make bench-peers`")
     return python
 
 
@@ -63,13 +63,13 @@ class Crew:
             try:
                 connection.send(command)
             except OSError as error:
-                raise CrewFailed(f"expected rank {rank} to listen, found it gone:\n{self._errors_of(rank)}") from error
+                raise CrewFailed(f"rank {rank} ended before it listened:\n{self._errors_of(rank)}") from error
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._connections):
             waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in answers}
             ready = wait(waiting, timeout_s + GRACE_S)
             if not ready:
-                raise CrewFailed(f"expected an answer within {timeout_s + GRACE_S:g} s, in ask(), found none")
+                raise CrewFailed(f"ask(): no answer within {timeout_s + GRACE_S:g} s")
             failed_before = any(isinstance(answer, Failed) for answer in answers.values())
             for rank in [rank for connection, rank in waiting.items() if connection in ready]:
                 answers[rank] = self._receive(rank)
@@ -96,7 +96,7 @@ class Crew:
         try:
             answer: Answer = self._connections[rank].recv()
         except (EOFError, ConnectionError) as error:
-            raise CrewFailed(f"expected rank {rank} to answer, found it gone:\n{self._errors_of(rank)}") from error
+            raise CrewFailed(f"rank {rank} ended before it answered:\n{self._errors_of(rank)}") from error
         return answer
 
     def _errors_of(self, rank: int) -> str:
@@ -152,8 +152,8 @@ def _accept(server: socket.socket, processes: Sequence[subprocess.Popen[bytes]],
             return Connection(server.accept()[0].detach())
         for process, error in zip(processes, errors, strict=True):
             if process.poll() is not None:
-                raise CrewFailed(f"expected the rank to start, found exit status {process.returncode}:\n{_tail(error)}")
-    raise CrewFailed(f"expected all ranks to start within {START_S:g} s, found them still busy")
+                raise CrewFailed(f"the rank exited with status {process.returncode}:\n{_tail(error)}")
+    raise CrewFailed(f"not all ranks started within {START_S:g} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

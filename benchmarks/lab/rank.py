@@ -171,7 +171,7 @@ def resident_bytes(which: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(which):
             return int(line.split()[1]) * KIB
-    raise KeyError(f"expected a line {which} in /proc/self/status, found none")
+    raise KeyError(f"/proc/self/status has no line {which}")
 
 
 def run_session(cell: Cell, rank: int, parent: Connection, parent_pid: int) -> None:

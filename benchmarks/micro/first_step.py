@@ -184,7 +184,7 @@ def measure(
             started.append(subprocess.Popen(own, env=environment, stdout=subprocess.PIPE, text=True))
         printed = [process.communicate()[0] for process in started]
         if failed := [rank for rank, process in enumerate(started) if process.returncode]:
-            raise RuntimeError(f"expected every rank to train {model_name}, found that rank(s) {failed} failed")
+            raise RuntimeError(f"rank(s) {failed} failed to train {model_name}")
     took_s, of_processor_s = json.loads(printed[0].splitlines()[-1])
     return took_s, of_processor_s
 

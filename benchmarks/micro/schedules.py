@@ -176,7 +176,7 @@ def own_sent_bytes() -> int:
         name, _, figures = line.partition(":")
         if name.strip() == interface:
             return int(figures.split()[8])
-    raise RuntimeError(f"expected the interface {interface} in /proc/net/dev, found none")
+    raise RuntimeError(f"/proc/net/dev has no interface {interface}")
 
 
 def summarise(results: dict[str, Any], bare_mbit: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def tokenize(library: Path) -> Tensor:
     """The words of all `*.py` under a folder, in the order of the files' names: their numbers (words,), int32."""
     files = sorted(f for f in library.rglob("*.py") if not NOT_TEXT.intersection(f.relative_to(library).parts))
     if not files:
-        raise ValueError(f"expected Python sources, in tokenize(), found none in {library}: name another folder.")
+        raise ValueError(f"tokenize(): {library} contains no Python sources. Pass another folder.")
     text = [word for file in files for word in WORD.findall(file.read_text(encoding="utf-8", errors="replace"))]
     counts = Counter(text)
     number = {word: i for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}

@@ -26,7 +26,7 @@ def test_without_its_tools_ranks_run_on_loopback_and_the_result_says_so(monkeypa
     monkeypatch.setenv("PATH", "")
     with network(LINKS) as hosts:
         assert not hosts.reached.shaped
-        assert "found no ip and no tc: install iproute2" in hosts.reached.reason
+        assert "ip and tc not found: install iproute2" in hosts.reached.reason
         printed = hosts.run(python("import os; print(os.environ['GLOO_SOCKET_IFNAME'])"), timeout_s=PATIENCE_S)
     assert printed == ("lo\n", "lo\n")
 

@@ -105,7 +105,7 @@ def measure(what: str, model: str, system: str, ranks: int) -> dict[str, Any]:
     for each, (_, errors) in zip(started, outputs, strict=True):
         if each.returncode:
             ended = [rank.returncode for rank in started]
-            raise RuntimeError(f"expected {system} to train {model}, found that ranks ended with {ended}:\n{errors}")
+            raise RuntimeError(f"{system} failed to train {model}: ranks ended with {ended}:\n{errors}")
     line = next(line for line in outputs[0][0].splitlines() if line.startswith("RESULT "))
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return found
