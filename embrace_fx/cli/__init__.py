@@ -29,7 +29,7 @@ FACTORY = "a function without arguments that returns (model, batch) or (model, b
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="embrace-fx")
 def main() -> None:
-    """Plans, pictures and checks for models that embrace_fx trains."""
+    """Plans, pictures and checks for models trained with embrace_fx."""
 
 
 @main.command()
@@ -88,7 +88,7 @@ def plan(
 
 
 def described(forecast: Forecast) -> str:
-    """Prints a forecast's report, and the schedule's figures where there is a schedule."""
+    """Returns a forecast's report, with the schedule's metrics if it has a schedule."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
@@ -99,7 +99,7 @@ def write(forecast: Forecast, text: str, path: Path) -> None:
     elif path.suffix == ".json":
         _write_json(forecast, path)
     else:
-        forecast.schedule.save(path)  # refuses other suffixes, and names the known ones
+        forecast.schedule.save(path)  # raises for other suffixes
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
@@ -144,7 +144,7 @@ def show(saved: str, output: str | None) -> None:
 
 
 def plan_in(source: Path) -> Plan | None:
-    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`; None: it holds something else."""
+    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`; None if the file contains none."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
@@ -155,14 +155,15 @@ def plan_in(source: Path) -> Plan | None:
 
 def _open(page: Path) -> None:
     if not webbrowser.open(page.resolve().as_uri()):
-        click.echo(f"no browser is to be had here; open {page.resolve()} where there is one", err=True)
+        click.echo(f"No browser was found. Open {page.resolve()} in a browser", err=True)
 
 
 @main.command()
 def doctor() -> None:
-    """Says what will work here, what will not and why. Under torchrun it probes the links between the ranks too.
+    """Reports which features work here, which do not, and why. Under torchrun it also measures the links between the
+    ranks.
 
-    The exit status is 1 where something fails.
+    The exit status is 1 if a check fails.
     """
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -213,7 +214,7 @@ def bench(factory: str, steps: int) -> None:
 
 
 def made_by(factory: str) -> tuple[Any, Any, Any]:
-    """Calls a factory, also one in the working folder; returns its model, batch and optimizer (or None)."""
+    """Calls a factory, which may be in the working folder; returns its model, batch and optimizer (or None)."""
     name, colon, function = factory.partition(":")
     if not colon:
         raise click.UsageError(f"{factory!r} is not of the form module:function. It names {FACTORY}.")
@@ -232,7 +233,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE
 
 
 def as_named(bandwidth: str | None, device: str | None) -> Cluster:
-    """Makes a cluster from the names of a bandwidth and a device; None: `Cluster`'s default.
+    """Returns a cluster from the names of a bandwidth and a device; None means `Cluster`'s default.
 
     >>> as_named("25Gb/s", None) == Cluster()
     True
@@ -272,7 +273,7 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turns, while active, an error of the user's into one line without a traceback."""
+    """Opens a context that converts a user's error to one line without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

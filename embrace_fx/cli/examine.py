@@ -1,4 +1,4 @@
-"""Checks what of embrace_fx will work on this machine and in this launch, and says how to mend the rest.
+"""Checks which features of embrace_fx work on this machine and in this launch, and how to fix the others.
 
 Each check returns one finding. Ranks that run `embrace-fx doctor` under torchrun also probe the links between them.
 """
@@ -26,13 +26,13 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """The result of one check.
 
     Attributes:
-        subject: what was checked.
-        state: "fails": nothing trains; "limits": something is slower, or an option cannot be used.
+        subject: the checked thing.
+        state: "fails" if nothing trains; "limits" if something is slower or an option cannot be used.
         found: the result, in a few words.
-        to_do: the remedy; "" where none is needed.
+        to_do: the fix; "" if none is needed.
     """
 
     subject: str
@@ -54,7 +54,7 @@ def versions(_: Environment) -> Finding:
 
 
 def backends(_: Environment) -> Finding:
-    """Checks that gloo or NCCL can carry messages between the devices of this machine."""
+    """Checks that gloo or NCCL supports the devices of this machine."""
     if not dist.is_available():
         return Finding("backends", "fails", "torch without torch.distributed", "install a build of torch that has it")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -75,10 +75,8 @@ def compiler(environment: Environment) -> Finding:
     for name in (asked,) if asked else ("g++", "c++", "clang++"):
         if path := shutil.which(name, path=environment.get("PATH")):
             return Finding("C++ compiler", "works", path)
-    missing = f"CXX={asked}, which is not there" if asked else "none of g++, c++, clang++"
-    return Finding(
-        "C++ compiler", "limits", missing, 'install g++ or set CXX; until then backend="inductor" is refused'
-    )
+    missing = f"CXX={asked}, which does not exist" if asked else "none of g++, c++, clang++"
+    return Finding("C++ compiler", "limits", missing, 'install g++ or set CXX; until then backend="inductor" raises')
 
 
 def triton(_: Environment) -> Finding:
@@ -92,16 +90,20 @@ def triton(_: Environment) -> Finding:
 
 
 def launch(environment: Environment) -> Finding:
-    """Checks that the launcher has set all of its variables, or none."""
+    """Checks that the launcher has set all of its variables or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
         return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
     if missing := [name for name in LAUNCH_VARIABLES if name not in environment]:
         found = f"{', '.join(there)} without {', '.join(missing)}"
-        return Finding("launch", "fails", found, "start every rank by torchrun, or unset what an old launch has left")
+        return Finding(
+            "launch", "fails", found, "start every rank with torchrun, or unset the variables of an old launch"
+        )
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
-        return Finding("launch", "fails", f"RANK={rank} of WORLD_SIZE={size}", "ranks count from 0 to WORLD_SIZE - 1")
+        return Finding(
+            "launch", "fails", f"RANK={rank} of WORLD_SIZE={size}", "ranks are numbered from 0 to WORLD_SIZE - 1"
+        )
     return Finding("launch", "works", f"rank {rank} of {size}")
 
 
@@ -136,7 +138,7 @@ def interface(environment: Environment) -> Finding:
 
 
 def threads(environment: Environment) -> Finding:
-    """Checks that ranks that compute on CPUs do not start more threads than their machine has cores."""
+    """Checks that CPU ranks do not start more threads than their machine has cores."""
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     each = int(environment.get("OMP_NUM_THREADS") or cores)
     found = f"{ranks} rank(s) of {each} thread(s) on {cores} core(s)"

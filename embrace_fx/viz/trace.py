@@ -1,8 +1,8 @@
 """`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
 
-A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
-microseconds; flow arrows along the critical path, if it is known. `otherData` has the figures, and schedule and
-timeline as plain data; `read` restores them, to draw them in another format.
+There is a process per rank, predicted before measured; a thread per lane; a complete event per span and per wait, in
+microseconds; and flow arrows along the critical path, if it is known. `otherData` has the metrics, and schedule and
+timeline as plain data, which `read` restores to draw them in another format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NANOSECOND_US = 0.001
 
 
 def render(picture: Picture) -> str:
-    """Prints a picture as a trace file."""
+    """Returns a picture as a trace file."""
     pids = count(1)
     events: list[Event] = []
     for panel in picture.panels:
@@ -45,10 +45,10 @@ def render(picture: Picture) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """Reads the prediction and the measurement, None if missing, from a file that `render` has made.
+    """Reads the prediction and the measurement, None if missing, from a file that `render` wrote.
 
     Raises:
-        ValueError: there is no such file, or it is no trace of embrace_fx.
+        ValueError: the file is missing or not a trace of embrace_fx.
     """
     try:
         schedule, timeline = json.loads(Path(path).read_text(encoding="utf-8"))["otherData"]["drawn"]
@@ -57,13 +57,13 @@ def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None
         is_unread = isinstance(error, OSError | json.JSONDecodeError)
         found = f"{type(error).__name__}: {error}" if is_unread else "other data"
         raise ValueError(
-            f"{path} holds no schedule or timeline: {found}. Write it with model.schedule.save(path) or "
+            f"{path} is not a schedule or timeline: {found}. Write it with model.schedule.save(path) or "
             "model.timeline.save(path), as .json."
         ) from error
 
 
 def _plain(kind: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
-    """Makes plain data of the fields that a class declares, without those of a class that draws it."""
+    """Converts the fields that a class declares to plain data, without those of a drawing subclass."""
     return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(kind)}
 
 
@@ -97,7 +97,7 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """Yields the arrows of the critical path: from the end of each operation to the start of the next."""
+    """Yields the arrows of the critical path, from the end of each operation to the start of the next."""
     tids = {
         id(span): _tid(panel, lane, number)
         for (_, lane), rows in panel.rows.items()
@@ -137,5 +137,5 @@ def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, a
 
 
 def _us(time_ms: float) -> float:
-    """Rounds to the nanosecond, so that a span still begins where another ends."""
+    """Rounds to the nanosecond, so that consecutive spans stay adjacent."""
     return round(time_ms * 1e3, 3)

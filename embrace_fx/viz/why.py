@@ -1,4 +1,4 @@
-"""Explains in words why a step takes as long as it does: its parts by share, and the change that would help most."""
+"""Explains the time of a step in words: its parts by share, and the change that would help most."""
 
 from __future__ import annotations
 
@@ -31,46 +31,45 @@ _FASTER_LINKS = (
     "on the way (compile(..., rows='bf16'))"
 )
 _LESS_COMPUTE = (
-    "less to compute, or faster processors: backend='inductor', more threads for each rank, a smaller model or batch. "
-    "No choice of strategy or schedule does"
+    "less compute, or faster processors: backend='inductor', more threads per rank, a smaller model or batch. "
+    "Strategies and schedules do not help"
 )
 CHANGES: Mapping[Share, str] = {
-    "loader": "a loader that has the next batch ready: DataLoader(num_workers=..., prefetch_factor=...), or less work "
-    "for each sample. No choice of strategy or schedule does",
+    "loader": "a loader that prefetches: DataLoader(num_workers=..., prefetch_factor=...), or less work per sample. "
+    "Strategies and schedules do not help",
     "forward": _LESS_COMPUTE,
     "backward": _LESS_COMPUTE,
-    "optimizer": "an optimizer that takes less time: fused=True or foreach=True where it has them; of large tables, "
-    "row_updates='lazy', which leaves rows without gradient unchanged",
-    "your code": "less between the calls: logging, metrics and .item() only now and then, "
+    "optimizer": "a faster optimizer: fused=True or foreach=True if it has them; for large tables, row_updates='lazy', "
+    "which leaves rows without a gradient unchanged",
+    "your code": "less code between the calls: logging, metrics and .item() only every few steps, and "
     "model.clip_grad_norm_() for clipping",
-    "ids": "ranks that come together: the same amount of data, and of work with it, on each; a step is as slow as its "
-    "slowest rank",
-    "embedding": "rows that travel earlier: schedule='2d' and for batch in model.lookahead(loader), if not in use yet; "
+    "ids": "an even load: the same amount of data and of work on each rank, because all ranks wait for the slowest",
+    "embedding": "fetching rows earlier: schedule='2d' and for batch in model.lookahead(loader), if not in use yet; "
     "else " + _FASTER_LINKS,
     "dense": _FASTER_LINKS,
     "delayed": _FASTER_LINKS,
     "offload": "a larger memory_budget, or a faster store in spill_to",
     "reload": "a larger memory_budget, or a faster store in spill_to",
-    "storage": "rows that are read earlier: for batch in model.lookahead(loader, batches=3); else a larger "
-    "table_memory, or a faster disk in spill_to",
-    "between": "larger batches: what Python does for a step does not grow with them",
+    "storage": "reading rows earlier: for batch in model.lookahead(loader, batches=3); else a larger table_memory, or "
+    "a faster disk in spill_to",
+    "between": "larger batches, because Python's time per step does not grow with them",
 }
-"""Largest part of a step -> what makes it smaller."""
+"""Largest part of a step -> the changes that reduce it."""
 
 WAITS: tuple[Literal["ids", "embedding", "dense", "delayed"], ...] = ("ids", "embedding", "dense", "delayed")
 PREDICTED: tuple[Share, ...] = ("forward", "backward", "between", *WAITS)
-"""Parts of a step that a schedule predicts: compute, with what it costs to issue it, and waits for links."""
+"""Parts of a step that a schedule predicts: compute, with the time to issue it, and waits for links."""
 
 LEFT = 0.25
 """A measured step that differs from the predicted one by more than this share is reported."""
 
 LEAST = 0.02
-"""Share of a step; smaller parts are printed together."""
+"""Parts below this share of a step are printed together."""
 
 
 @dataclass(frozen=True)
 class Why:
-    """A step's parts, the largest first.
+    """A step's parts, largest first.
 
     Attributes:
         headline: the largest parts, in a sentence.
@@ -88,11 +87,11 @@ class Why:
 
 
 def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
-    """Explains where a step's time goes; None if it takes none.
+    """Explains the time of a step; returns None if it takes none.
 
     Args:
         shares_ms: part -> milliseconds.
-        step: the begin of the sentence; for a prediction "A step is predicted to take".
+        step: the start of the sentence; "A step is predicted to take" for a prediction.
     """
     whole_ms = sum(shares_ms.values())
     if whole_ms <= 0:
@@ -112,17 +111,18 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
 
 
 def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Says that a measured step leaves the predicted one, with the option to try; "": it does not.
+    """Reports a measured step that differs from the predicted one, with the option to try; "" if it does not differ.
 
     Args:
         shares_ms: part of the measured step -> milliseconds.
-        schedule: the schedule that was decided on.
+        schedule: the schedule in use.
     """
     figures = schedule.diagnostics()
     measured_ms = sum(shares_ms[part] for part in PREDICTED)
     if figures.step_ms <= 0 or abs(measured_ms - figures.step_ms) <= LEFT * figures.step_ms:
         return ""
-    waits_ms = sum(shares_ms[lane] - figures.exposed_ms.get(lane, 0.0) for lane in WAITS)  # more than predicted
+    # The excess over the prediction.
+    waits_ms = sum(shares_ms[lane] - figures.exposed_ms.get(lane, 0.0) for lane in WAITS)
     compute_ms = measured_ms - figures.step_ms - waits_ms
     is_waiting = abs(waits_ms) > abs(compute_ms)
     more_ms = waits_ms if is_waiting else compute_ms
@@ -133,7 +133,7 @@ def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> st
     else:
         option = "schedule='none', which asks less of the host"
     return (
-        f"Forward, backward and links take {measured_ms:.1f} ms of it, where {figures.step_ms:.1f} ms were predicted: "
+        f"Forward, backward and links take {measured_ms:.1f} ms of it, but {figures.step_ms:.1f} ms were predicted: "
         f"{abs(more_ms):.1f} ms {'more' if more_ms > 0 else 'less'} in {'waits' if is_waiting else 'compute'}. To try: "
         f"{option}."
     )

@@ -101,7 +101,7 @@ def test_what_is_asked_wrongly_is_told_in_a_line(folder: Path) -> None:
     assert "No module named 'not_here'" in run("plan", "not_here:make", status=2)
     assert "made_here:nothing returned Model" in run("plan", "made_here:nothing", status=2)
     assert "has unknown fields" in run("plan", "made_here:make", "--cluster", "cluster.json", status=2)
-    assert "holds no schedule or timeline" in run("show", "other.json", status=1)
+    assert "is not a schedule or timeline" in run("show", "other.json", status=1)
     assert "Start it with: torchrun" in run("bench", "made_here:make", status=2)
 
 
@@ -111,7 +111,7 @@ WELL = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR
 @pytest.mark.parametrize(
     ("fault", "subject", "state", "found"),
     [
-        ({"CXX": "no-such-compiler"}, "C++ compiler", "limits", "CXX=no-such-compiler, which is not there"),
+        ({"CXX": "no-such-compiler"}, "C++ compiler", "limits", "CXX=no-such-compiler, which does not exist"),
         ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "network interface", "fails", "GLOO_SOCKET_IFNAME=nosuch0"),
         ({"MASTER_ADDR": "no.such.host.invalid"}, "meeting place", "fails", "MASTER_ADDR=no.such.host.invalid"),
         ({"RANK": "2"}, "launch", "fails", "RANK=2 of WORLD_SIZE=2"),

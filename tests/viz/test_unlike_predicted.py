@@ -41,5 +41,5 @@ def test_another_step_is_told_with_an_option(
     name: ScheduleName, measured: dict[str, float], told: tuple[str, str]
 ) -> None:
     found = unlike_predicted(shares(**measured), schedule(name))
-    assert "where 100.0 ms were predicted" in found
+    assert "but 100.0 ms were predicted" in found
     assert all(each in found for each in told), found
