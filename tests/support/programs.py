@@ -158,7 +158,7 @@ CALLS: dict[str, Any] = {
     "length": st.integers(2, 4),
     "extra": st.booleans(),
 }
-ORDERS: dict[str, Any] = {"zeroed": st.sampled_from(ZEROED), "how": st.sampled_from(HOW)}
+ORDERS: dict[str, Any] = {"zeroed": st.sampled_from(("between", *ZEROED)), "how": st.sampled_from(HOW)}
 CHANGES = ("clear", "step", "hook", "hook of a gradient", "unhook", "freeze", "rate", "whole", "plan")
 STARTS: dict[str, Any] = {
     "schedule": st.sampled_from(SCHEDULES),
@@ -197,12 +197,15 @@ class Changes(RuleBasedStateMachine):
             self.both(Side.ends)
             self.sides[0].model.close()
 
-    @rule(apart=st.booleans(), **CALLS, **ORDERS)
-    def train(self, apart: bool, task: str, length: int, extra: bool, zeroed: str, how: str) -> None:
-        call, rank = (task, length, extra), dist.get_rank()
-        if apart and task in TASKS:
-            call = TASKS[(TASKS.index(task) + rank) % len(TASKS)], length + rank, extra is (rank == 0)
-        self.both(lambda side: side.train(*call, zeroed=zeroed, how=how))
+    @rule(apart=st.booleans(), calls=st.lists(st.tuples(*CALLS.values()), min_size=1, max_size=3), **ORDERS)
+    def train(self, apart: bool, calls: list[tuple[str, int, bool]], zeroed: str, how: str) -> None:
+        """Takes steps with nothing between them that would wait for the last one's updates."""
+        rank = dist.get_rank()
+        for task, length, extra in calls:
+            call = task, length, extra
+            if apart and task in TASKS:
+                call = TASKS[(TASKS.index(task) + rank) % len(TASKS)], length + rank, extra is (rank == 0)
+            self.both(lambda side, call=call: side.train(*call, zeroed=zeroed, how=how))  # type: ignore[misc]
 
     @rule(first=st.integers(2, 4), synchronised=st.booleans(), **CALLS)
     def accumulate(self, first: int, synchronised: bool, task: str, length: int, extra: bool) -> None:
