@@ -157,7 +157,7 @@ FAULTS = {
     "full disk": "writing .* bytes of rows .* File too large",
     "file cut short": "the file has only|has changed",  # zeros, where it has grown again
     "changed records": r"row \d+ of table.weight has changed",
-    "device gone": "expected r.* found",
+    "device gone": "rows of .* cannot be read from their file",
 }
 
 
