@@ -38,7 +38,7 @@ CAPTURE_MS, REPAID_IN = 25.0, 500
 """Milliseconds that capture and passes take for each parameter, of 12 layers of a Transformer on one core; steps that
 must save as much."""
 LEAST_SHARE = 1 / 16
-"""Share of a table's rows that the largest number of a tensor must reach to be taken for the table's ids."""
+"""Share of a table's rows that the largest number of a tensor reaches if it is likely to hold the table's ids."""
 FLOPS = 6
 """Floating-point operations of a parameter for each position of a batch: two in the forward, four in the backward."""
 
@@ -130,12 +130,17 @@ def _has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
 
 
 def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
-    """Returns the rows of a table that a batch can read: those of the tensors whose numbers fit its rows."""
-    found = []
+    """Returns the rows of a table that a batch can read: those of the tensors whose numbers fit its rows best.
+
+    Small numbers may be ids of a sorted or a large table, or counts; they are taken where there are no others.
+    """
+    fitting, likely = [], []
     for each in ids:
         least, most = (int(bound) for bound in each.aminmax())
-        if least >= 0 and LEAST_SHARE * table.shape[0] <= most < table.shape[0]:
-            found.append(each.reshape(-1).cpu().to(torch.int64))
+        if 0 <= least and most < table.shape[0]:
+            fitting.append(each.reshape(-1).cpu().to(torch.int64))
+            likely += fitting[-1:] if LEAST_SHARE * table.shape[0] <= most else []
+    found = likely or fitting
     return torch.cat(found).unique() if found else torch.arange(table.shape[0], device="cpu")
 
 

@@ -128,8 +128,11 @@ def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> st
     more_ms = waits_ms if is_waiting else compute_ms
     if is_waiting and waits_ms < 0:
         option = "cluster=embrace_fx.Cluster(...), which plans for faster links"
-    elif schedule.name == "none":
+    elif is_waiting and schedule.name == "none":
         option = "schedule='2d', which hides more of the links"
+    elif schedule.name == "none":
+        faster = "backend='inductor', or fewer ranks on one host: its processors are slower than planned"
+        option = faster if more_ms > 0 else "cluster=embrace_fx.Cluster(...), which plans for faster processors"
     else:
         option = "schedule='none', which asks less of the host"
     return (

@@ -43,7 +43,8 @@ class Question:
 
     def alone(self) -> str:
         """Returns the error for a rank that reads alone."""
-        return _ALONE.format(self.what, place_of_main_thread())
+        text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
+        return text.format(self.what, place_of_main_thread())
 
     def numbers(self, most: int) -> tuple[int, ...]:
         """Returns this rank's numbers as 64-bit integers; empty for numbers on a device, or more than `most`."""
@@ -69,6 +70,10 @@ def _wide(value: Tensor) -> torch.dtype:
     return torch.float64 if value.is_floating_point() else torch.int64
 
 
+_LOSS_ALONE = (
+    "another rank does something else at this point than the {}, at {}. Compute the same loss on every rank: labels of "
+    "ignore_index score nothing where a rank has none. Or keep the table whole: strategy='allreduce'"
+)
 _ALONE = (
     "only this rank reads a sharded table: {}, at {}. Do it on every rank, and log it on one; or call "
     "model.full_state_dict() on every rank and read that"

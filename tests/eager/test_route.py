@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,17 +96,21 @@ class Tied(Chain):
         return torch.nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), ids.flatten())
 
 
-def _tied(rank: int, world_size: int) -> str:
+def _reason(rank: int, world_size: int, kind: Callable[[], Chain], words: int) -> str:
     torch.manual_seed(0)
-    model = embrace_fx.compile(Tied(), cluster=embrace_fx.Cluster(1e3, 20.0))
-    _train(model, rank, 2, words=20_000)
+    model = embrace_fx.compile(kind(), cluster=embrace_fx.Cluster(1e3, 20.0))
+    _train(model, rank, 2, words=words)
     found: str = model.graphs.reason
     model.close()
     return found
 
 
+def test_is_captured_where_the_first_batch_reads_the_first_rows() -> None:
+    assert run_ranks(2, _reason, partial(Chain, 20_000), 64) == ["", ""]
+
+
 def test_a_tied_table_and_positions_are_no_reason_to_capture() -> None:
-    for reason in run_ranks(2, _tied):
+    for reason in run_ranks(2, _reason, Tied, 20_000):
         assert reason.startswith("shards of places.weight would save 0.0 ms")
 
 

@@ -34,6 +34,8 @@ def test_a_step_as_predicted_is_not_told(part: float) -> None:
         ("2d", {"backward": 140.0}, ("40.0 ms more in compute", "schedule='none'")),
         ("2d", {"backward": 100.0, "dense": 60.0}, ("60.0 ms more in waits", "schedule='none'")),
         ("none", {"backward": 100.0, "dense": 60.0}, ("60.0 ms more in waits", "schedule='2d'")),
+        ("none", {"backward": 140.0}, ("40.0 ms more in compute", "backend='inductor'")),
+        ("none", {"backward": 50.0}, ("50.0 ms less in compute", "cluster=embrace_fx.Cluster")),
         ("2d", {"backward": 50.0}, ("50.0 ms less in compute", "schedule='none'")),
     ],
 )
