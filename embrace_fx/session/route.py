@@ -137,7 +137,7 @@ def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
     fitting, likely = [], []
     for each in ids:
         least, most = (int(bound) for bound in each.aminmax())
-        if 0 <= least and most < table.shape[0]:
+        if least >= 0 and most < table.shape[0]:
             fitting.append(each.reshape(-1).cpu().to(torch.int64))
             likely += fitting[-1:] if LEAST_SHARE * table.shape[0] <= most else []
     found = likely or fitting

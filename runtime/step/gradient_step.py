@@ -35,7 +35,6 @@ class GradientStep(Step):
         self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
         self._failure: Exception | None = None
-        self._given: tuple[Tensor, ...] = ()  # this rank's gradients
         self._opened: Opened | None = None
         self._sent: InPieces | None = None  # what sends gradients as they come; None: they are sent at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
@@ -117,7 +116,6 @@ class GradientStep(Step):
         program, opened = self.program, self._opened
         assert opened is not None
         self._opened, self._sent, self._failure = None, None, failure
-        self._given = tuple(gradients.values())
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
@@ -127,9 +125,9 @@ class GradientStep(Step):
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
 
-    def _scores_nothing(self) -> bool:
+    def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether the gradients are finite although the loss is not."""
-        values = [each._values() if each.is_sparse else each for each in self._given]
+        values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:

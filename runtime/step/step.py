@@ -279,7 +279,7 @@ class Step:
         try:
             finish = finish or self._launch_flags(used, written)
             with self._meeting():
-                reached = finish(names, None, self._scores_nothing)
+                reached = finish(names, None, lambda: self._is_harmless(tangents))
         except PeerFailure:
             flow.give_up_backward()
             raise
@@ -352,9 +352,18 @@ class Step:
         flow.give_up_backward()
         failure.add_note(TOLD)
 
-    def _scores_nothing(self) -> bool:
-        """Returns whether the loss is a mean over no labels: nan, with gradients of zero, as under DDP."""
-        return self.program.scores_nothing(self._leaves)
+    def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
+        """Returns whether results that are not finite leave gradients as they are under DDP.
+
+        A mean over no labels is nan, with gradients of zero; a loop may have replaced a result before its backward.
+        """
+        losses = [
+            tangent
+            for result, tangent in zip(self._results, tangents, strict=True)
+            if isinstance(result, Tensor) and result.dim() == 0 and not bool(result.isfinite())
+        ]
+        harmful = any(each is not None and bool(each.any()) for each in losses)
+        return not harmful or self.program.scores_nothing(self._leaves)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Begins the exchange of the flags of this backward; the result ends it."""

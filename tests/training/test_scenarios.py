@@ -109,6 +109,7 @@ OF_OUTPUT_LAYERS = [
     *("accumulated reads", "a frozen body and a loss of the loop", "losses of two output layers"),
     *("data written before the loss", "tied anew between steps", "ranks without labels"),
     *("ranks without labels of a whole table", "ranks without labels as written"),
+    "ranks without labels that guard their loss",
 ]
 OF_SHARDS = ("parameters", "parts", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""

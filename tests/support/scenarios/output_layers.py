@@ -271,8 +271,12 @@ class words_picked_from_logits(WithLoss):
         return loss, logits[..., :2].detach().clone()
 
 
-def _without_labels(training: Training, **options: Any) -> None:
-    """A mean over no labels is nan, with gradients of zero."""
+def _without_labels(training: Training, *, guards: bool = False, **options: Any) -> None:
+    """A mean over no labels is nan, with gradients of zero.
+
+    Args:
+        guards: whether the loop replaces it by zero.
+    """
     module = WithLoss()
     model, optimizer = training.wrap(module, **options), training.optimize(AdamW, lr=0.02, eps=1e-3)
     for step in range(5):
@@ -281,7 +285,7 @@ def _without_labels(training: Training, **options: Any) -> None:
             labels = labels.fill_(IGNORED)
         loss = model(words, labels)[0]
         training.note(loss.nan_to_num(-1.0))
-        loss.backward()
+        (loss.nan_to_num(0.0) if guards else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -294,6 +298,11 @@ def ranks_without_labels(training: Training) -> None:
 @scenario(optimizer=None, fresh=True)
 def ranks_without_labels_of_a_whole_table(training: Training) -> None:
     _without_labels(training, strategy="allreduce", route="graph")
+
+
+@scenario(optimizer=None, fresh=True)
+def ranks_without_labels_that_guard_their_loss(training: Training) -> None:
+    _without_labels(training, guards=True, strategy={"words.weight": "vocabulary"})
 
 
 @scenario(optimizer=None, fresh=True)
