@@ -79,6 +79,7 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
 
 
 def _collective(launch: fx.Node) -> Collective:
+    """Describes a launch by everything that must be equal on all ranks."""
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
     return Collective(
@@ -113,6 +114,7 @@ def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
 
 
 def is_launch(node: Argument) -> bool:
+    """Returns whether a node launches a collective."""
     return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
 
 

@@ -51,17 +51,20 @@ def _leaves(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Returns whether a node only views its input or picks one item of it."""
     is_op = isinstance(node.target, torch._ops.OpOverload)
     return node.target is operator.getitem or (is_op and (node.target in SHARES_MEMORY or yields_views(node.target)))
 
 
 def _use_original(rewriter: Rewriter, node: fx.Node) -> None:
+    """Removes a node and lets its users read its only input instead."""
     (original,) = node.all_input_nodes
     node.replace_all_uses_with(original)
     rewriter.graph.erase_node(node)
 
 
 def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
+    """Returns the dropout nodes of a training graph that can be replaced."""
     return [
         node
         for node in graph.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
@@ -79,6 +82,7 @@ def _is_replaceable(node: fx.Node) -> bool:
 
 
 def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
+    """Replaces a dropout with a product of its input and noise that is already scaled by 1 / (1 - p)."""
     value, p = node.args[0], node.args[1]
     assert isinstance(p, float)
     with rewriter.before(node):
@@ -96,6 +100,7 @@ def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> None:
+    """Replaces each backward of a dropout, which reads the mask, with a product of the gradient and the noise."""
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")

@@ -200,6 +200,7 @@ def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Hea
 
 
 def _last(node: fx.Node) -> list[Any]:
+    """Returns the last dimension of a node's value, in a list."""
     return [*node.meta["val"].shape[-1:]]
 
 
@@ -356,6 +357,7 @@ def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _cone(node: fx.Node) -> set[fx.Node]:
+    """Returns a node and all its ancestors."""
     return reached([node], lambda each: each.all_input_nodes)
 
 
@@ -365,6 +367,7 @@ def labels_from_batch(loss: Loss) -> bool:
 
 
 def _of_batch(value: fx.Node) -> bool:
+    """Returns whether a value depends on inputs of the batch alone."""
     inputs = [node.meta["role"] for node in _cone(value) if node.op == "placeholder"]
     return all(isinstance(role, BatchInput) for role in inputs)
 
@@ -438,6 +441,7 @@ def _is_table(head: Head, node: Any) -> bool:
 
 
 def _line(node: fx.Node) -> str:
+    """Returns a node's name and source line, for a message."""
     return f"{node.name}, {source_of(node)}"
 
 

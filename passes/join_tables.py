@@ -85,6 +85,9 @@ class _Lookup:
 
 
 def _join(graph: TrainingGraph, space: RowSpace) -> None:
+    """Replaces the tables of a row space with one joined table, and their lookups and gradients with those of the
+    joined one.
+    """
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
     lookups = _lookups(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
@@ -213,6 +216,7 @@ def _size(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
 
 
 def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
+    """Returns the product of sizes, which are ints or nodes."""
     found: int | fx.Node = 1
     for each in size:
         if isinstance(found, int) and isinstance(each, int):

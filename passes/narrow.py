@@ -108,6 +108,7 @@ def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
 
 
 def _grad_comes_from(term: fx.Node, dtype: torch.dtype) -> bool:
+    """Returns whether a lookup's backward reads a gradient that was cast from `dtype`."""
     gradient = term.args[0]
     return (
         term.target in LOOKUP_BACKWARDS
@@ -120,6 +121,7 @@ def _grad_comes_from(term: fx.Node, dtype: torch.dtype) -> bool:
 def _narrow_forward(
     rewriter: Rewriter, join: fx.Node, lookups: list[fx.Node], casts: list[fx.Node], dtype: torch.dtype
 ) -> None:
+    """Casts looked-up columns to `dtype` before their all-to-all, and drops the casts that read the lookups."""
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
     columns = launch.args[0]
@@ -135,6 +137,7 @@ def _narrow_forward(
 
 
 def _narrow_backward(rewriter: Rewriter, split: fx.Node, dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Casts a row gradient to `dtype` before its all-to-all, and back to `wide` after the wait."""
     gradient = split.all_input_nodes[0]
     launch = next(iter(split.users))
     wait = next(iter(launch.users))

@@ -53,6 +53,7 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
+    """Returns whether an op returns a view or its input itself."""
     return op in SHARES_MEMORY or op is torch.ops.embrace.hand_over.default or yields_views(op)
 
 
@@ -80,12 +81,14 @@ def computes(node: fx.Node) -> bool:
 
 
 def _formula(node: fx.Node) -> Formula | None:
+    """Returns the formula of a node's operations, or None if there is none."""
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = node.target.overloadpacket
     return _OWN.get(packet) or flop_registry.get(packet)
 
 
 def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
+    """Replaces an argument that is a node with the node's value in its expected sizes."""
     return _sized(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
 
 
@@ -97,14 +100,17 @@ def _sized(value: Any, expected: ExpectedSizes) -> Any:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    """Counts the operations of an attention."""
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    """Counts the operations of an attention's backward."""
     return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
 def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any) -> float:
+    """Counts the operations of an RNN layer: two for each weight of its matrices at each position."""
     return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
@@ -123,4 +129,5 @@ _OWN: dict[Any, Formula] = {
 
 
 def _shape(value: Any, expected: ExpectedSizes) -> list[int]:
+    """Returns the expected sizes of a tensor, or an empty list for any other value."""
     return [expected.number(size) for size in tuple(value.shape)] if isinstance(value, Tensor) else []

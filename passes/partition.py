@@ -76,6 +76,7 @@ def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
 
 
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
+    """Splits a training graph into its phases, and saves each value that a later phase reads."""
     outputs = [(node, role) for node, role in graph.outputs() if node is not None]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     members = members_of(graph)
@@ -111,6 +112,7 @@ def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[
 
 
 def _is_size_or_part(node: fx.Node) -> bool:
+    """Returns whether a node is a size, an item of a tuple or another call that is not an op."""
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 

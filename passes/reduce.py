@@ -67,6 +67,7 @@ class ReduceGradients:
 def reduce_gradients(
     graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
 ) -> None:
+    """Replaces the gradients of each bucket with their means over ranks; all launches come before the first wait."""
     rewriter = Rewriter(graph.module)
     parameters, gradients = parameters_of(graph.module), gradients_of(graph.module)
     means: dict[str, fx.Node] = {}
@@ -108,6 +109,7 @@ def reduce_gradients(
 
 
 def _with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
+    """Returns the graph's outputs, with gradients replaced by their means."""
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)
     for value, role in graph.outputs():

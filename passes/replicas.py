@@ -36,10 +36,12 @@ class GlobalFrequency:
 
 
 def _scaled(graph: TrainingGraph) -> list[fx.Node]:
+    """Returns the backwards of lookups that scale gradients by the counts of the ids."""
     return [n for n in graph.graph.nodes if n.target in LOOKUP_BACKWARDS and argument(n, "scale_grad_by_freq")]
 
 
 def use_global_counts(rewriter: Rewriter, node: fx.Node) -> None:
+    """Scales a lookup's gradient by the counts of its ids on all ranks instead of this rank's."""
     rows = argument(node, "num_weights")
     readers = list(node.users)
     with rewriter.before(node):

@@ -98,12 +98,15 @@ class Rewriter:
         return copy
 
     def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
+        """Inserts a read of one item of a node's tuple."""
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        """Inserts a cast of a node to `dtype`."""
         return self.call(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
+        """Inserts a wait for a launch."""
         return self.call(WAIT, launch, name=f"{launch.name}_done")
 
     def placeholder(

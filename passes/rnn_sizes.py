@@ -38,6 +38,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
     """
 
     def row(values: int) -> int:
+        """Returns the padded size of a line of values, in values."""
         line = 64 // itemsize
         filled = -(-values // line) * line
         return filled + line if filled % 256 == 0 else filled
@@ -83,6 +84,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
 
 
 def _value(argument: object) -> Tensor:
+    """Returns the traced tensor of a node."""
     assert isinstance(argument, fx.Node)
     value: Tensor = argument.meta["val"]
     return value

@@ -36,10 +36,12 @@ class RoundRowGradients:
         return rewrite_each(graph, self._launches, self._round)
 
     def _launches(self, graph: TrainingGraph) -> list[fx.Node]:
+        """Returns the all-to-alls of row gradients that the form rounds."""
         launches = graph.graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default)
         return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).rounds]
 
     def _round(self, rewriter: Rewriter, launch: fx.Node) -> None:
+        """Inserts a rounding of a row gradient before its all-to-all."""
         split = launch.all_input_nodes[0]
         gradient, table = split.all_input_nodes[0], launch.meta["launch"].what
         (gather,) = launch.graph.find_nodes(op="call_function", target=embrace.all_gather_ids.default)

@@ -176,6 +176,9 @@ def _shard(
     options: ShardTables,
     sizes: _Sizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
+    """Replaces a table with this rank's shard, and its lookups and gradient with exchanges; returns the graph's new
+    outputs.
+    """
     read = options.expects(table)
     short = table.parameter.removesuffix(".weight")
     weight = parameters_of(graph.module)[table.parameter]
@@ -261,6 +264,7 @@ class _Route:
 
 
 def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> _Route:
+    """Returns the route of ids to shards; on a grid of several rows, inserts the op that computes it."""
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
     routed = rewriter.call(
@@ -303,6 +307,7 @@ def _row_gradient(
     read: RowCounts,
     sizes: _Sizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
+    """Replaces a table's gradient with the exchanged gradient of its shard, and returns the graph's new outputs."""
     gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
     if gradient is None:
         return []

@@ -187,6 +187,7 @@ class _Sharding:
         return {made.index: self._promise(made.steps) for made in head.results}
 
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
+        """Inserts a call whose name starts with the head's."""
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
     def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
@@ -199,16 +200,20 @@ class _Sharding:
         return launch
 
     def _numbered(self, name: str, chunk: int) -> str:
+        """Returns a name, with the chunk's number if there are several chunks."""
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
     def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
+        """Inserts a launch for one chunk of the positions."""
         name, of = self._numbered(part.replace(" ", "_"), chunk), {"chunk": chunk, "chunks": self._chunks}
         return self._launch(target, rows, counts, chunk, self._chunks, part=part, name=name, **of)
 
     def _launch_whole(self, rows: fx.Node, counts: fx.Node, part: HeadPart) -> fx.Node:
+        """Inserts a gather of all positions, in one launch."""
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _chunk_of(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
+        """Returns one chunk of the gathered rows, or all of them if there is only one chunk."""
         if self._chunks == 1:
             return rows
         target = embrace.chunk_of_positions.default
@@ -222,6 +227,7 @@ class _Sharding:
             self.sizes[str(size.node.expr)] = count
 
     def _insert_shard(self) -> fx.Node:
+        """Inserts a placeholder for this rank's shard of the weight."""
         options, weight = self._options, self._head.weight
         own = Grid(options.world_size, 1).own_rows(self._weight.shape[0], options.rank)
         shape = (len(range(self._weight.shape[0])[own]), self._weight.shape[1])
@@ -317,9 +323,11 @@ class _Sharding:
         return self._call(aten.addmm.default, bias, hidden, transposed, name=name)
 
     def _read_shard(self) -> fx.Node:
+        """Returns the shard in the dtype in which the model reads its weight."""
         return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
 
     def _in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Returns a node in a dtype, with a cast inserted if it has another one."""
         return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
 
     # -- the backward --------------------------------------------------------------------------------------------------
@@ -370,6 +378,7 @@ class _Sharding:
         return of_hidden, of_weight
 
     def _logits_gradient(self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss) -> fx.Node:
+        """Inserts the gradient of a chunk's logits of this rank's shard."""
         coefficients = self._chunk_of(everyone, counts, number, "chunk_coefficients")
         how = written(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("logits_gradient", number)
@@ -418,6 +427,7 @@ class _Sharding:
         return found
 
     def _replace_hidden_gradient(self, terms: Sequence[fx.Node]) -> None:
+        """Replaces the gradient of the hidden states with the sum of `terms`."""
         before = self._head.of_hidden
         if before is None:
             return
@@ -428,6 +438,7 @@ class _Sharding:
         before.replace_all_uses_with(first)
 
     def _promise(self, steps: Sequence[Step]) -> PromisedLogits:
+        """Returns what the runtime needs to compute logits on demand."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_of(head.bias) if head.bias is not None else ""

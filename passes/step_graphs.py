@@ -56,4 +56,5 @@ class StepGraphs:
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
 
     def _module(self, variant: StepVariant) -> fx.GraphModule:
+        """Returns the graph of the variant's phase."""
         return self.graph(variant).phases[variant.phase]

@@ -102,6 +102,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
+        """Most bytes held at any time."""
         return max(self.by_time, default=0)
 
     @property
@@ -125,6 +126,7 @@ class StepMemory:
 
     @property
     def saved_bytes(self) -> int:
+        """Bytes of the saved values."""
         return sum(storage.nbytes for storage in self.saved)
 
     @cached_property
@@ -153,6 +155,7 @@ class StepMemory:
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
+        """Returns the bytes that storages hold at each node."""
         born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
         by_time: list[int] = held(born, dies, nbytes, len(self.nodes)).tolist()
         return by_time
@@ -196,11 +199,13 @@ _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 
 
 def _phases_to_be(graph: TrainingGraph) -> _Ordered:
+    """Returns the nodes of the phases that a whole graph will be split into, its outputs, and no saved values."""
     in_order = [[node for node in graph.graph.nodes if node in phase] for phase in members_of(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
 
 
 def _phases(graph: TrainingGraph) -> _Ordered:
+    """Returns the nodes of each phase, their outputs, and the saved value that each placeholder reads."""
     in_order, outputs, saved = [], set(), {}
     made: dict[str, fx.Node] = {}
     for name in PHASES:
@@ -230,6 +235,7 @@ def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """Returns the leaves of a value."""
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
@@ -255,12 +261,14 @@ def memory_of(
     places: dict[fx.Node, dict[int, int]] = {}  # cached, because a node may have a thousand results
 
     def make(node: fx.Node, k: int, sizes: Sequence[int]) -> list[Storage]:
+        """Appends a storage for each size that is not zero, and returns the new storages."""
         known, first = _is_known(node), len(storages)
         for size in filter(None, sizes):
             storages.append(Storage(len(storages), node, size, k, known=known))
         return storages[first:]
 
     def lies_in(value: fx.Node) -> Sequence[Storage]:
+        """Returns the storages that hold a node's value."""
         return of.get(saved.get(value, value), ())
 
     for k, node in enumerate(nodes):
@@ -334,6 +342,7 @@ def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Itera
 
 
 def _is_item(node: fx.Node) -> bool:
+    """Returns whether a node picks an item of a tuple."""
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and len(node.args) == 2
 
 

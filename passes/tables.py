@@ -56,6 +56,7 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
 
 
 def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:
+    """Returns a parameter as a table, or None if no lookup reads it."""
     readers, copies = _readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
     if not lookups:
@@ -90,10 +91,12 @@ def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _feeds_renorm(node: fx.Node) -> bool:
+    """Returns whether only renormalizations read a node."""
     return bool(node.users) and all(user.target is RENORM for user in node.users)
 
 
 def _needs_only_shape(node: fx.Node) -> bool:
+    """Returns whether a node reads only the shape of its input."""
     return node.target in (aten.sym_size.int, aten.sym_numel.default)
 
 
@@ -120,6 +123,7 @@ def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.No
 
 
 def _use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
+    """Returns what a lookup and its share of backwards tell about the use of a table."""
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default
@@ -141,6 +145,7 @@ def _use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> Tabl
 
 
 def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
+    """Returns whether a backward node computes the gradient of a lookup."""
     same_kind = (backward.target is aten.embedding_dense_backward.default) == (lookup.target is aten.embedding.default)
     if not same_kind or argument(backward, "indices") is not argument(lookup, "indices"):
         return False

@@ -130,6 +130,7 @@ class _Search:
         tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
+            """Returns whether the peak stays within the limit if the first `count` storages are given up."""
             tried[count] = tried.get(count) or self._foresight.simulate(growing.first(count), self._limit)
             return tried[count].peak_bytes <= self._limit
 

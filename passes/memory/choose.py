@@ -141,6 +141,7 @@ def _in_both_orders(
     cut: _Cut,
     counts: Sequence[int],
 ) -> Iterator[Growing]:
+    """Yields the storages to give up, for each count of recomputed segments in both orders of the candidates."""
     found = [s for s in candidates if able[s.born] or s in copied]
     orders = _filter_order(step, found), _knapsack_order(step, found, able, copied)
     for count in counts:
@@ -215,6 +216,7 @@ def _knapsack_order(
     saved = {name for storage in step.memory.saved for name in step.names(storage)}
 
     def least_ms(storage: Storage) -> float:
+        """Returns the least time that giving up a storage adds: of its copy or of its recomputation."""
         copied_ms = _copied_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
         return min(copied_ms, _again_ms(step, storage, saved, segment, copied_ms))
 

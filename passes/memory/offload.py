@@ -47,6 +47,7 @@ def values_that_leave(found: StepMemory) -> dict[Storage, fx.Node]:
 
 
 def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
+    """Returns the node whose value holds a whole storage, or None if the storage cannot be offloaded."""
     if not _is_made_by_compute(storage.node):
         return None
     names = set(storage.names)
@@ -73,12 +74,14 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:
+    """Returns whether a node is `value` or a chain of views of it."""
     while node is not None and node is not value:
         node = view_of(node)
     return node is value
 
 
 def _is_made_by_compute(node: fx.Node) -> bool:
+    """Returns whether compute makes a node's value; of this package's own ops, only the RNN layer counts."""
     while node.op == "call_function" and not isinstance(node.target, OpOverload):
         node = node.all_input_nodes[0]
     if not isinstance(node.target, OpOverload) or node.target.namespace == "_c10d_functional":
@@ -87,6 +90,7 @@ def _is_made_by_compute(node: fx.Node) -> bool:
 
 
 def _is_tensor(node: fx.Node) -> bool:
+    """Returns whether a node's value is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -162,6 +166,7 @@ class InsertCopies:
 
 
 def _next(node: fx.Node) -> fx.Node:
+    """Returns the next node of the graph that is not a placeholder."""
     following = node.next
     while following.op == "placeholder":
         following = following.next

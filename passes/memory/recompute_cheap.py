@@ -170,6 +170,9 @@ class _Cuts:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
+        """Returns the recomputation of some storages that saves the least bytes, or None if it frees too little per
+        kernel.
+        """
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
         sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]

@@ -197,6 +197,7 @@ class _Copies:
                     self._rewriter.call(embrace.end_replay.default, now, device_of(node), name=f"{node.name}_replayed")
 
     def _copy(self, node: fx.Node, region: Path) -> None:
+        """Copies a node into a recomputed region, where the copy reads the region's copies of the node's inputs."""
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
         name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
         copy = self._rewriter.copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n, name)
@@ -244,4 +245,5 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _is_own(node: fx.Node) -> bool:
+    """Returns whether a node calls an op of this package."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "embrace"

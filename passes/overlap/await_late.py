@@ -45,12 +45,14 @@ class _Moved:
 
 
 def _rewrite(phases: Phases) -> None:
+    """Moves each await of rows, with the light nodes made from the rows, to the first reader."""
     for each in list(_awaits_to_move(phases["forward"])):
         for node in each.nodes:
             each.reader.prepend(node)
 
 
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
+    """Yields the awaits that have compute between them and their first reader."""
     computing = [node for node in forward.graph.nodes if computes(node)]
     for awaits in all_by_table(forward, torch.ops.embrace.await_rows.default).values():
         moved = _made_of(awaits)
@@ -68,6 +70,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
     """
 
     def joins(node: fx.Node, found: set[fx.Node]) -> bool:
+        """Returns whether a node is light and reads only found or saved nodes."""
         return _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
 
     return reached(awaits, lambda node: node.users, joins)
@@ -82,4 +85,5 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _is_saved(node: fx.Node) -> bool:
+    """Returns whether a node is a placeholder of a saved value."""
     return node.op == "placeholder" and isinstance(node.meta["role"], Saved)

@@ -57,6 +57,7 @@ class ChunkBuckets:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
+        """Splits each bucket's reduction into chunks."""
         backward = phases["backward"]
         launches = [
             node
@@ -78,6 +79,7 @@ def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[f
 
 
 def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
+    """Replaces the launch of a bucket with submissions of its chunks, and its wait with awaits of the chunks."""
     (wait,) = launch.users
     flat = launch.all_input_nodes[0]
     starts = accumulate(chunks, initial=0)
@@ -114,11 +116,13 @@ class UpdateBeforeRead:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
+        """Moves the update of each bucket from the end of the backward into the next forward."""
         _hand_over(phases["backward"], self.buckets)
         _await_updates(phases, self.buckets, self.chunks)
 
 
 def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
+    """Ends the backward with buckets that are submitted but not awaited, and drops the gradients unpacked from them."""
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))
     handed_over: list[tuple[fx.Node | None, OutputRole]] = []
@@ -149,6 +153,7 @@ def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> 
 
 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
+    """Inserts an await and an update of each bucket before the forward's first read of its parameters."""
     forward = phases["forward"]
     rewriter = Rewriter(forward)
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
@@ -168,4 +173,5 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
 
 
 def _is_other(inserted: set[fx.Node], user: fx.Node) -> bool:
+    """Returns whether a user is not one of the inserted nodes."""
     return user not in inserted

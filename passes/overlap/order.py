@@ -51,6 +51,7 @@ class OrderCompute:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
+        """Sorts the nodes of the backward by the order of the units."""
         backward = phases["backward"]
         found = BackwardUnits.of(backward)
         place = first_after_placeholders(backward.graph).prev
@@ -74,6 +75,7 @@ class BackwardUnits:
 
     @classmethod
     def of(cls, backward: fx.GraphModule) -> BackwardUnits:
+        """Finds the units of a backward and the units that need each node."""
         nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
         member = {node: what for node in nodes if (what := _unit(node)) is not None}
         units = tuple(dict.fromkeys(member.values()))
@@ -121,6 +123,7 @@ class BackwardUnits:
 
 
 def _bits(mask: int) -> Iterator[int]:
+    """Yields the positions of the bits that are set in a mask."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

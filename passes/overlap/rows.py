@@ -63,6 +63,7 @@ class _Route:
 
 
 def _overlap(phases: Phases, within_step: Collection[str]) -> None:
+    """Splits the row exchanges of all tables but `within_step` into submissions and awaits."""
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _Route] = {}  # name of the ids that `coalesce` reads -> route
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
@@ -184,6 +185,7 @@ def _submit_gradients(
     outputs: list[tuple[fx.Node | None, OutputRole]],
     routes: Mapping[str, _Route],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
+    """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs."""
     ids, received, _, padding_rows, scale = coalesced.args
     wait = received if isinstance(received, fx.Node) else None
     assert wait is not None

@@ -49,6 +49,7 @@ class SplitRows:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
+        """Splits each submission of rows and of gradients in the two phases into an early and a late one."""
         forward, backward = phases["forward"], phases["backward"]
         submitted = by_table(forward, embrace.submit_rows.default)
         if not submitted:
@@ -60,6 +61,7 @@ class SplitRows:
 
 
 def _split_forward(forward: fx.GraphModule) -> None:
+    """Splits the forward: submits the next ids, and awaits rows in an early and a late part."""
     rewriter = Rewriter(forward)
     submitted = by_table(forward, embrace.submit_rows.default)
     with rewriter.before(first_after_placeholders(forward.graph)):
@@ -85,6 +87,7 @@ def _split_forward(forward: fx.GraphModule) -> None:
 
 
 def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
+    """Splits the backward: submits prior and delayed gradients, and looks up early rows."""
     rewriter = Rewriter(backward)
     gradients = by_table(backward, embrace.submit_gradients.default)
     for table, prior in gradients.items():

@@ -38,6 +38,7 @@ class SubmitGradientsEarly:
 
 
 def _rewrite(phases: Phases) -> None:
+    """Submits each table's gradients as early as their inputs allow."""
     backward = phases["backward"]
     for submissions in all_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)

@@ -61,6 +61,7 @@ class PhaseAs:
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
 
     def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
+        """Removes what this variant of a phase does not run."""
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
             _forward(module, self.variant, delayed)
@@ -70,6 +71,7 @@ class PhaseAs:
 
 
 def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
+    """Removes the early rows, delayed updates and ids that a variant of the forward does not have."""
     if variant.arrives != "cut":
         for early in [n for n in nodes_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
@@ -94,6 +96,7 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
 
 
 def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
+    """Removes the updates, awaits and submissions that a variant of the backward does not have."""
     if not variant.left:
         for update in nodes_of(module, embrace.update_rows.default):
             update.replace_all_uses_with(update.all_input_nodes[0])
@@ -107,6 +110,7 @@ def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
 
 
 def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    """Erases nodes that have no users, in the given order."""
     for node in nodes:
         module.graph.erase_node(node)
 

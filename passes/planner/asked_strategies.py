@@ -31,6 +31,7 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
 
 
 def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
+    """Returns a strategy as a map of name patterns to strategies."""
     return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
 
 
@@ -65,6 +66,7 @@ def requested_strategies(
 
 
 def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
+    """Returns the error text for a pattern that matches no name."""
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
     return (

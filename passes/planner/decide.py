@@ -137,6 +137,7 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:
+    """Returns whether ranks exchange a parameter's gradient."""
     return fact.trainable and not fact.local and fact.used
 
 
@@ -159,6 +160,7 @@ def _choice(
 
 
 def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
+    """Returns the decision that records a choice, its price and its candidates."""
     chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
         fact.name,
@@ -232,10 +234,12 @@ def _near(sparsely_read: bool) -> float:
 
 
 def _by_columns(choice: _Choice) -> bool:
+    """Returns whether a choice shards a table by columns alone."""
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
 def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
+    """Returns a table as a candidate for a joined table, with the size of this rank's shard."""
     return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
 
@@ -349,6 +353,7 @@ def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bo
 
 
 def _worth_a_change(in_use: Priced, best: Priced) -> bool:
+    """Returns whether the best strategy is enough faster than the one in use, or the one in use is now blocked."""
     return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
 
 

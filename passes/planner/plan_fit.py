@@ -100,6 +100,7 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
 
     def reduced(decision: Decision) -> Decision:
+        """Returns a decision that all-reduces or all-gathers the gradient instead of sharding the parameter."""
         by_rows = decision.sparse or decision.parameter in sparse
         return replace(
             decision,

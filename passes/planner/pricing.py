@@ -78,6 +78,7 @@ class ParameterFacts:
 
     @property
     def nbytes(self) -> int:
+        """Size of the whole parameter."""
         return prod(self.shape) * self.itemsize
 
 
@@ -179,10 +180,12 @@ class Pricing:
 
     @property
     def world_size(self) -> int:
+        """Count of ranks."""
         return self.findings.world_size
 
     @property
     def cluster(self) -> cost.Cluster:
+        """The cluster of the ranks in use."""
         return self.links.among(self.world_size)
 
     @cached_property
@@ -192,6 +195,7 @@ class Pricing:
 
     @cached_property
     def _forward(self) -> set[fx.Node]:
+        """The nodes of the forward."""
         return forward_of(self.findings.graph)
 
     def of_table(
@@ -409,6 +413,7 @@ class Pricing:
         return self.findings.sparsity.get(table.parameter, assumed)
 
     def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
+        """Returns the sparsity of the units a strategy sends: rows, or blocks for omnireduce."""
         if strategy != "omnireduce":
             return rows
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
@@ -447,6 +452,7 @@ def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | 
 
 
 def nothing_sent(strategy: str) -> Priced:
+    """Returns the price of a strategy that sends nothing."""
     return Priced(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 

@@ -62,6 +62,7 @@ class SparsityMonitor:
             self._look()
 
     def _look(self) -> None:
+        """Decides again if the rows have drifted, and wants a new plan if several looks in a row want the same one."""
         wanted: tuple[str, ...] = ()
         if any(_far(self._means[name], self._planned_for[name]) for name in self._means):
             plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
@@ -86,6 +87,7 @@ def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
 
 
 def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
+    """Returns whether the mean row counts are far from the planned ones."""
     return abs(sum(mean) - sum(planned_for)) > DRIFTED * sum(planned_for)
 
 

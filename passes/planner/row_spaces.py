@@ -58,17 +58,20 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
 
 
 def _space(tables: list[Table]) -> RowSpace:
+    """Returns the row space of several tables."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
     return RowSpace.of({table.parameter: table.num_rows for table in tables}, paddings)
 
 
 def _is_joined(use: TableUse) -> bool:
+    """Returns whether a lookup can read a joined table."""
     if not use.lookup:  # the graph contains only the gradient
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
 
 def _room(run: list[Joinable], table: Joinable) -> bool:
+    """Returns whether a table still fits into the space of `run`."""
     return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
 
 

@@ -58,6 +58,7 @@ class Added:
 
     @property
     def step_ms(self) -> float:
+        """Added time of the step in all."""
         return self.compute_ms + self.waits_ms + self.work_ms
 
 
@@ -86,6 +87,7 @@ def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
 
 
 def _clearly_shorter(one: Added, other: Added) -> bool:
+    """Returns whether a step is shorter than another one by more than the prediction's error."""
     differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
     return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
 
@@ -126,6 +128,7 @@ def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
 
 
 def _added(plan: Plan, compute: _Compute) -> Added:
+    """Predicts the compute, waits and other work of a step under a plan."""
     schedule, cluster = plan.schedule_name, plan.links.among(plan.world_size)
     rows = [_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
     buckets = [_bucket(plan, names, cluster, compute) for names in plan.buckets]
@@ -166,6 +169,7 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
 
 
 def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _Rows:
+    """Predicts the exchange of some tables' rows and ids, and when the backward has their gradients."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)

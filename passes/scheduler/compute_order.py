@@ -53,6 +53,7 @@ class Atoms:
 
     @property
     def units(self) -> tuple[str, ...]:
+        """Names of the units."""
         return self.found.units
 
     @classmethod
@@ -147,6 +148,7 @@ class _Search:
         return best
 
     def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
+        """Returns the faster order and its time: `order` if it is new, clearly faster and within the memory limit."""
         if order in self._tried:
             return best, best_ms
         self._tried.add(order)
@@ -156,6 +158,7 @@ class _Search:
         return best, best_ms
 
     def _starts(self) -> Iterator[tuple[str, ...]]:
+        """Yields orders to start from, with some buckets before the tables."""
         reduced = {o.id.what for o in self._steps.communications if o.id is not None and o.id.kind == "all_reduce"}
         tables = [unit for unit in self._atoms.units if unit not in reduced]
         buckets = [unit for unit in self._atoms.units if unit in reduced]

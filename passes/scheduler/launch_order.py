@@ -143,6 +143,7 @@ class _Queue:
         return order
 
     def _rank(self, times: Mapping[int, float], begun: float, k: int) -> tuple[Any, str]:
+        """Returns a ready operation's key in the queue, with its name to break ties."""
         operation = self._machine.operations[k]
         return self._key(Ready(operation, times[k] - begun, self._needed[k])), operation.name
 

@@ -56,6 +56,7 @@ class _Search:
         return found
 
     def step_ms(self, order: list[int]) -> float:
+        """Returns the step time of a launch order, or infinity if it cannot run."""
         run = self.run(order)
         return run.step_ms if run is not None else float("inf")
 
@@ -82,6 +83,9 @@ class _Search:
         return order
 
     def _neighbours(self, order: list[int]) -> Iterator[list[int]]:
+        """Yields neighbours of a launch order: first moves within critical blocks, then all other moves in random
+        order.
+        """
         run = self.run(order)
         assert run is not None
         for first, last in _critical_blocks(self.machine.critical(run, order), order):
@@ -103,10 +107,12 @@ class _Search:
                 yield swapped
 
     def _below(self, bound: int) -> int:
+        """Draws a random int below `bound`."""
         return int(self._draw() * bound)
 
 
 def _moved(order: list[int], source: int, target: int) -> list[int]:
+    """Returns a copy of an order with one launch moved from `source` to `target`."""
     moved = list(order)
     moved.insert(target, moved.pop(source))
     return moved

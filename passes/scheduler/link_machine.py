@@ -98,6 +98,7 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add(self, before: str, after: str, distance: int, released: list[int]) -> None:
+        """Adds a dependence of `after` on `before`, `distance` windows earlier, and checks that it can be met."""
         for name in (before, after):
             if name not in self.index:
                 raise ValueError(
@@ -123,6 +124,7 @@ class LinkMachine:
             self.needs_earlier[second].append((distance, first))
 
     def names(self, order: Sequence[int]) -> tuple[str, ...]:
+        """Returns the names of operations, given by index."""
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
@@ -300,6 +302,7 @@ def _shifted(before: list[float], after: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
+    """Returns the compute operations in their order, after checks of names and order."""
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(

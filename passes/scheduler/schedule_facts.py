@@ -60,6 +60,7 @@ def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
 
 
 def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
+    """Returns an operation with its duration scaled from the plan's ranks to `ranks`."""
     collective = _COLLECTIVE.get(operation.kind)
     if collective is None or not operation.is_communication or not operation.sent_bytes:
         return operation
@@ -91,6 +92,7 @@ def places_of(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _parts(decision: Decision, world_size: int) -> tuple[str, ...]:
+    """Describes the part of a parameter that each rank holds."""
     if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)
     width = decision.shape[1]

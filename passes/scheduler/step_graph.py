@@ -109,11 +109,13 @@ def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
 
 
 def _is_lookup(node: fx.Node) -> bool:
+    """Returns whether a node belongs to the lookups of positions."""
     launch = launch_of(node)
     return launch is not None and launch.kind == "lookups"
 
 
 def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
+    """Yields the blocks of the backward, each with the launches it awaits and submits."""
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
@@ -137,6 +139,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
 
 
 def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
+    """Yields the blocks of the forward, each with the launches it awaits and submits."""
     segment: Block | None = Block(START)
     waiting = Block(START)  # its compute precedes the next await
     for node in forward.graph.nodes:
@@ -237,6 +240,7 @@ def _cuts_taken(block: Block) -> list[tuple[OperationId, int]]:
 
 
 def _cuts(launch: OperationId) -> bool:
+    """Returns whether a launch ends a block: a copy, or a gather of positions."""
     return launch.lane in COPIES or launch.kind == "positions"
 
 

@@ -97,6 +97,7 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _origin(node: fx.Node) -> str:
+    """Returns the name of the node whose value a node copies or recomputes."""
     if op_name(node) == "embrace::copy_unwritten":
         node = node.all_input_nodes[0]
     while op_name(node) in COPY_OPS:  # an offloaded and reloaded value counts as the value itself

@@ -89,4 +89,5 @@ def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _called(node: fx.Node, saved: dict[fx.Node, str]) -> str:
+    """Returns the name under which a node's value is saved, or else the node's own name."""
     return saved.get(node, node.name)

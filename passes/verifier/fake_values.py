@@ -91,6 +91,7 @@ def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) ->
 
 
 def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> Any:
+    """Returns the recorded value of a node as a fake tensor."""
     value = node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(module)
     if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
         return mode.from_tensor(value, static_shapes=True)
@@ -98,6 +99,7 @@ def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> An
 
 
 def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]) -> Any:
+    """Computes a node's value from the values of its inputs."""
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(module)
     assert callable(node.target)
@@ -128,6 +130,7 @@ def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
 
 
 def _kind(leaf: Any) -> tuple[object, ...]:
+    """Returns everything about a leaf except its sizes."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
     for symbolic, plain in ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float)):
@@ -137,6 +140,7 @@ def _kind(leaf: Any) -> tuple[object, ...]:
 
 
 def _sizes(leaf: Any) -> tuple[Any, ...]:
+    """Returns the sizes of a tensor, or a number itself."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape)
     return () if leaf is None else (leaf,)
@@ -148,6 +152,7 @@ def _expression(size: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    """Describes the leaves of a value for a message."""
     leaves = pytree.tree_leaves(value)
     return ", ".join(
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else str(x)

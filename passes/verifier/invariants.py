@@ -271,6 +271,7 @@ INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 
 
 def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:
+    """Raises the first violation as an error, if there is one."""
     for v in violations:
         # Without a source line, `source_of` returns the node's name again.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
@@ -283,6 +284,7 @@ def _raise_first(violations: Iterator[Violation], invariant: str, where: str) ->
 
 
 def _by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """Returns the nodes of a module by name."""
     return {node.name: node for node in module.graph.nodes}
 
 
@@ -290,6 +292,7 @@ def _by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
+    """Yields a violation for each buffer that is read while an in-place collective may write it."""
     in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_chunk")
     launches = {node: None for node in module.graph.nodes if op_name(node) in in_place}
     if not launches:

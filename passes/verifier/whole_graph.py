@@ -123,6 +123,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 
 def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
+    """Yields a violation for each option or shape of a launch that depends on the batch."""
     remedy = "launch what is equal on all ranks: their batches are not"
     for name, value in launch_options(launch).items():
         if any(not isinstance(leaf, int | float | str) for leaf in pytree.tree_leaves(value)):
@@ -133,6 +134,7 @@ def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
 
 
 def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:
+    """Groups collectives by process group, in their order."""
     groups: dict[str, list[Collective]] = {}
     for collective in sequence:
         groups.setdefault(collective.group, []).append(collective)

@@ -78,6 +78,7 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _updates_behind(value: object) -> Iterator[OperationId]:
+    """Yields the ids of the updates that a value passes through."""
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
         yield id_of(value)
         value = value.args[0]
@@ -114,6 +115,7 @@ def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _submitted(graph: TrainingGraph) -> list[OperationId]:
+    """Returns the ids of the launches that are submitted in one step."""
     return [*submitted(graph.phases["backward"], graph.phases["forward"])]
 
 
@@ -188,6 +190,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
+    """Yields the ids of the chunks that an update awaits."""
     for value in update.all_input_nodes:
         node = value
         while op_name(node) == "embrace::await_chunk":
