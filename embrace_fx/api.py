@@ -116,7 +116,8 @@ def compile(
 class HasState(Protocol):
     """Anything with a state dict: a module, an optimizer."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state to save."""
 
 
 def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    """Compiles a copied or unpickled model again, for a single process."""
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
     return CompiledModel(Session(model, (), None, options), single=True)
@@ -139,6 +140,7 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.lookahead.over(loader, batches)
 
     def train(self, mode: bool = True) -> CompiledModel:
+        """Sets the training mode of the model."""
         self._session.model.train(mode)
         self.training = mode
         return self
@@ -254,27 +256,33 @@ class CompiledModel(nn.Module, Joinable):
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model."""
         self._session.model.zero_grad(set_to_none)  # the plain model's method reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
     # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields the model's parameters, which the caller may then change."""
         self._session.parameters_may_change()
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the model's parameters by their names in the plain model."""
         self._session.parameters_may_change()
         return named(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the model's buffers by their names in the plain model."""
         return named(super().named_buffers(prefix, *args, **kwargs), prefix)
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yields the model's modules by their names in the plain model."""
         self._session.parameters_may_change()
         return named(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the model's child modules by name."""
         self._session.parameters_may_change()
         return super().named_children()
 

@@ -67,6 +67,7 @@ class Forecast(Plan):
 
     @classmethod
     def of(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
+        """Returns a plan with what it needs to forecast changes."""
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found
@@ -229,6 +230,7 @@ def _captured(model: nn.Module, state: ModelState, batch: Any) -> tuple[Training
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a batch as positional and keyword arguments of the model."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}

@@ -75,6 +75,7 @@ def train(
     communicator = Communicator(group_of(parallel, process_group))
 
     def prepare() -> Own:
+        """Checks the arguments and returns this rank's modules, data and penalties."""
         asked.check(communicator.timeout())
         own = read_own(rnn, head, data, validation, asked.in_step or communicator.rank != MASTER)
         if state is not None:

@@ -93,10 +93,12 @@ class Line:
         self._group, self._peer, self._like = group, peer, like
 
     def send(self, numbers: Sequence[float], vector: Tensor) -> None:
+        """Sends numbers and a vector as one float64 message."""
         head = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
         dist.send(torch.cat([head, vector.cpu().double()]), self._peer, group=self._group)
 
     def receive(self) -> tuple[list[float], Tensor]:
+        """Receives numbers and a vector."""
         message = torch.empty(NUMBERS + self._like.numel(), dtype=torch.float64)
         dist.recv(message, self._peer, group=self._group)
         return message[:NUMBERS].tolist(), message[NUMBERS:].to(self._like)
@@ -174,6 +176,9 @@ class Carrier(threading.Thread):
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def run(self) -> None:
+        """Passes a worker's messages on to the master, and the master's replies back, until the master dismisses the
+        worker.
+        """
         try:
             reply = None
             while reply is None or reply.order == "go on":
@@ -252,6 +257,7 @@ class Master:
             raise failure(order, culprit, self._communicator.rank) from lost.__cause__
 
     def _iterate(self) -> None:
+        """Collects contributions and replies with the new mean, until the iterations end or the training stops."""
         state, run, recorder = self._state, self._run, self._run.recorder
         known = state.iteration == 0  # in a resumed training, only the workers know their last contributions
         contributions = Contributions(state.agreed.flat(), len(self._carriers), self._options, known)

@@ -55,6 +55,7 @@ class Run:
     recorder: Recorder
 
     def log(self, progress: Progress) -> None:
+        """Calls the user's function with the progress of an iteration."""
         if self.on_iteration is not None:
             self.on_iteration(progress)
 
@@ -99,6 +100,7 @@ def train_in_step(state: State, data: Data, run: Run, communicator: Communicator
 
 
 def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None:
+    """Replaces the agreed weights with the mean of all ranks' contributions. Collective."""
     if communicator.world_size == 1:
         state.agreed = state.weights
         return

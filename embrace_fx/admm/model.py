@@ -35,13 +35,16 @@ class Weights:
 
     @property
     def W_HH(self) -> Tensor:
+        """Recurrent weights: all columns of the cell's matrix between the inputs' and the bias."""
         return self.cell_HF[:, -1 - self.cell_HF.shape[0] : -1]
 
     @property
     def V_CH(self) -> Tensor:
+        """Weights of the head without its bias."""
         return self.head_CG[:, :-1]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
+        """Returns both matrices."""
         return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
@@ -63,6 +66,7 @@ class PerConstraint:
     o_MBC: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns all three tensors."""
         return self.a_NBH, self.s_NBH, self.o_MBC
 
     def __add__(self, other: PerConstraint) -> PerConstraint:
@@ -90,6 +94,7 @@ class Data:
 
     @property
     def sequences(self) -> int:
+        """Count of sequences."""
         return self.x_NBI.shape[1]
 
     def of(self, chosen_B: Tensor) -> Data:
@@ -190,6 +195,7 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
 
 
 def _check_modules(rnn: nn.RNN, head: nn.Linear) -> None:
+    """Raises unless the modules are an RNN and a head that ADMM supports and that fit each other."""
     require(
         (type(rnn), type(head)) == (nn.RNN, nn.Linear),
         f"admm.train() supports a torch.nn.RNN and a torch.nn.Linear, not {type(rnn).__qualname__} and "

@@ -69,6 +69,7 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
+        """Returns the means of the sums as the progress of an iteration."""
         loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
         squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
         ra, rs, ro, gap = (square**0.5 for square in squares)

@@ -56,6 +56,7 @@ class State:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds of training so far."""
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:

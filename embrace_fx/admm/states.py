@@ -104,13 +104,16 @@ def solve_by_passes(
     root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
+        """Removes the components along `root_MBC` from vectors."""
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
 
     def residuals(y_MBC: Tensor) -> PerConstraint:
+        """Returns the residuals of all constraints for dual variables."""
         a, s = jacobian.transposed_times(y_MBC)
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
+        """Returns the dot product of each sequence's vectors (1, B, 1)."""
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
     y_MBC = g_MBC

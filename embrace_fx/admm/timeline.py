@@ -40,6 +40,7 @@ def by_time(recording: Recording, window_s: float) -> Recording:
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:
+        """Returns the window at a time."""
         return int((at_s - start_s) / window_s)
 
     return Recording(

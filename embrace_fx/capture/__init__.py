@@ -163,6 +163,7 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
+    """Returns a traced model with the roles of its graph's inputs and outputs, and its guards."""
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]

@@ -50,10 +50,12 @@ _SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
 
 
 def _the_only(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Returns the one kept instance of equal specs, so that comparisons by identity suffice."""
     return _SPECS.setdefault(spec, spec)
 
 
 def _register(kind: type) -> None:
+    """Registers a class with pytree, by its fields or its attributes."""
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         pytree.register_dataclass(kind)
     else:
@@ -117,11 +119,13 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _end(of: Tensor) -> int:
+    """Returns the address just after the last element of a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(of.shape, of.stride(), strict=True))
     return of.data_ptr() + (last + 1) * of.element_size()
 
 
 def _spoken(leaf: Any) -> str:
+    """Describes a leaf by its class, for a message."""
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 

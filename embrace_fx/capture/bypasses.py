@@ -47,6 +47,7 @@ def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda 
 
     @functools.wraps(function)
     def applying(*args: Any, **kwargs: Any) -> Any:
+        """Applies pending updates of the arguments' values, and calls the function."""
         if not torch.compiler.is_dynamo_compiling():  # the function is about to be traced
             apply_pending(values(*args, **kwargs))
         return function(*args, **kwargs)

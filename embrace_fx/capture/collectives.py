@@ -34,6 +34,7 @@ class _Refused(UserFunctionVariable):
     """A collective during tracing by Dynamo; a call raises."""
 
     def call_function(self, *_: Any) -> NoReturn:
+        """Raises a CaptureError, because a forward calls a collective."""
         raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
 
 
@@ -44,9 +45,11 @@ def collectives_refused() -> Iterator[None]:
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
     def is_known(variable: Any) -> bool:
+        """Returns whether a variable is a collective of torch.distributed."""
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _Refused:
+        """Returns the variable that refuses a call of a collective."""
         return _Refused(old_fn, source=source, **options)
 
     kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(refused)

@@ -65,6 +65,7 @@ def noted_effects() -> Iterator[Effects]:
     suffix = OutputGraph.codegen_suffix
 
     def noting(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
+        """Notes the side effects of a trace before Dynamo generates their code."""
         _note(effects, self.side_effects, tx)
         suffix(self, tx, *args, **kwargs)
 
@@ -77,6 +78,7 @@ def noted_effects() -> Iterator[Effects]:
 
 
 def _note(effects: Effects, found: Any, tx: Any) -> None:
+    """Adds the side effects that Dynamo has found to `effects`."""
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
@@ -155,6 +157,7 @@ class ReplayedEffects:
 
 
 def _found(name: str, scope: Mapping[str, Any]) -> Any:
+    """Returns the value of an expression, or None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
     except Exception:  # the last call has replaced an object in the path

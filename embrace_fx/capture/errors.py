@@ -207,10 +207,12 @@ def line_of_branch(conditions: Sequence[str]) -> str:
 
 
 def _is_of_user(file: str) -> bool:
+    """Returns whether a source file is the user's: not of torch, Python's inspect or this package."""
     library = __file__.rsplit("/", 2)[0]
     return not file.startswith((torch.__file__.rpartition("/")[0], library, inspect.__file__, "<"))
 
 
 def _first_lines(error: Exception) -> str:
+    """Returns the first two lines of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or "no message"

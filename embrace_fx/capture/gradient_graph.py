@@ -100,11 +100,13 @@ def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
+    """Adds a placeholder with a role and a traced value."""
     node = graph.placeholder(re.sub(r"\W|^(?=\d)", "_", name))
     node.meta |= {"role": role, "val": value}
     return node
 
 
 def _table(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
+    """Returns a table that is known only from its gradient."""
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

@@ -117,6 +117,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
     def is_kept(name: str) -> bool:
+        """Returns whether a guard is to be checked at each call."""
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
         if root is None or OF_PROGRAMS.search(name):
             return False
@@ -149,12 +150,14 @@ class _Checks(CheckFunctionManager):
         super().__init__(*args, **kwargs)
 
     def build_guards(self, sorted_guards: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Builds only the guards to be kept, and notes their values."""
         kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
         self.values = [_value(builder, guard) for guard in kept]
         return builder, manager
 
     def id_ref(self, obj: object, obj_str: str) -> int:
+        """Returns the id of an object, and keeps the object alive."""
         self.guarded.append(obj)
         return id(obj)
 

@@ -36,6 +36,7 @@ def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        """Returns a fake tensor on the CPU in a tensor's place, the same one for equal tensors."""
         if id(tensor) not in made:
             with fake_mode, torch.no_grad():
                 own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

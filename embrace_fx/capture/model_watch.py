@@ -120,11 +120,13 @@ class ModelWatch:
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
+        """Notes which parameters are trained, and which have hooks."""
         self._gradients_were = now
         self._trains = tuple(trains for trains, _, _ in now)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
 
     def _now(self) -> tuple[list[Any], list[Any]]:
+        """Returns the values of the modules and their classes' forwards, for comparison."""
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root(self) -> tuple[Any, ...]:
@@ -138,6 +140,7 @@ class ModelWatch:
         return [*chain.from_iterable(map(_keys, self._parameters))]
 
     def _named(self) -> dict[str, int]:
+        """Returns the ids of the model's parameters by name."""
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 

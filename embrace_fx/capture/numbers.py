@@ -26,6 +26,7 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
+        """Wraps a float as a graph input if its name is among `names`, or else as a constant."""
         assert self.source is not None
         with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
             return wrap(self, value)

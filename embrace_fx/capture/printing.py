@@ -43,6 +43,7 @@ def put_off() -> Iterator[None]:
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Notes a print or warning of the forward, to be made after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_as_now(each) for each in (*args, *category)]
         # In a checkpointed region, whose values are not known outside.
@@ -55,6 +56,7 @@ def put_off() -> Iterator[None]:
         return variables.ConstantVariable.create(None)
 
     def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Notes a call of a logger's method, to be made after the graph has run."""
         if self.source is None or not name.startswith(_LOG_METHODS):
             return log(self, tx, name, args, kwargs)
         method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
@@ -72,6 +74,7 @@ def put_off() -> Iterator[None]:
 
 
 def _cannot(function: Any) -> NoReturn:
+    """Breaks the graph at a call that cannot be deferred."""
     torch._dynamo.exc.unimplemented(
         gb_type="cannot be deferred",
         context="",

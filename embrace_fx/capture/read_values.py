@@ -73,6 +73,7 @@ class ReadValues:
 
     @staticmethod
     def _made(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
+        """Returns expressions and their values, with the expressions compiled."""
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
         return ReadValues(tuple(values), code, scope, tuple(values.values()))
 
@@ -154,12 +155,14 @@ def _evaluated(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> bool:
+    """Returns whether a value can be compared by content: a plain value, an array or a tensor."""
     return isinstance(value, (*_PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Returns whether two values are equal: plain values by value, tuples by item, others by identity."""
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, tuple):

@@ -67,6 +67,7 @@ def _open(result: Any, copied: frozenset[int]) -> Any:
 
 
 def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
+    """Returns a leaf of the result in a form that each call can copy."""
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
     if id(leaf) in copied:
@@ -87,6 +88,7 @@ def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> froze
 
 
 def _memory(tensor: Tensor) -> int:
+    """Returns an identifier of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -92,6 +92,7 @@ def _network(
     batch_first: bool = False,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
+    """Calls one `rnn_layer` for each layer and direction of a recurrent network."""
     stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory, time first. Copying here lets the backward read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input

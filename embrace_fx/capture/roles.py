@@ -128,6 +128,7 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
+    """Returns the role of a graph's input from the description of torch's tracer."""
     match desc:
         case aot.ParamAOTInput(target=target):
             return Parameter(first_names[target])
@@ -144,6 +145,7 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
 
 def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
+    """Sets the roles of a graph's outputs, and returns the constants among the results by index."""
     output = module.graph.output_node()
     values: list[fx.Node] = []
     roles: list[OutputRole] = []

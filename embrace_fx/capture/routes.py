@@ -188,6 +188,7 @@ def trace(
 def _without_unread(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Mapping[int, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments in which a placeholder stands for every leaf that the forward does not read."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(kept, spec)
@@ -266,6 +267,7 @@ def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads
 
 
 def _calls_rnns(read: fx.GraphModule) -> bool:
+    """Returns whether a graph calls a recurrent network."""
     graphs = (each.graph for each in read.modules() if isinstance(each, fx.GraphModule))
     return any(node.op == "call_function" and node.target in CELLS for graph in graphs for node in graph.nodes)
 

@@ -154,6 +154,7 @@ def plan_in(source: Path) -> Plan | None:
 
 
 def _open(page: Path) -> None:
+    """Opens a page in a browser, or says that there is none."""
     if not webbrowser.open(page.resolve().as_uri()):
         click.echo(f"No browser was found. Open {page.resolve()} in a browser", err=True)
 

@@ -34,6 +34,7 @@ class Contender:
         self.step_bytes: list[float] = []
 
     def train(self, steps: int) -> None:
+        """Trains for some steps on one batch."""
         for _ in range(steps):
             loss_of(self.model(*self.args, **self.kwargs)).backward()
             self.optimizer.step()
@@ -102,10 +103,12 @@ def loss_of(results: Any) -> Tensor:
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer of the comparison."""
     return torch.optim.SGD(model.parameters(), 0.01)
 
 
 def _told(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
+    """Returns the lines that compare both contenders."""
     ddp_ms, own_ms = median(ddp.step_ms), median(own.step_ms)
     lines = [
         f"{dist.get_world_size()} ranks, medians over {len(ddp.step_ms)} turns of {STEPS_PER_TURN} steps, on one batch",

@@ -50,6 +50,7 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
     """
 
     def time_ms_per_element(size: int) -> float:
+        """Returns the time that blocks of a size take per element of the tensor."""
         density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
         bytes_per_block = record_bytes(0, size, itemsize)
         handled = Work(passed_bytes=PASSES_PER_BLOCK * bytes_per_block, units=1)
@@ -96,6 +97,7 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
 
     def time_ms(lanes: int) -> float:
+        """Returns the time of start-ups and first blocks with some lanes."""
         streaming = Streaming(lanes, slots)
         rounds = expected_rounds(num_blocks, world_size, streaming, present)
         first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))

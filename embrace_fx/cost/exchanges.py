@@ -174,6 +174,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     record, values = _record(sparsity), _values(sparsity)
 
     def sent_bytes(units: float) -> float:
+        """Returns the bytes of one message with some units."""
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
@@ -273,14 +274,17 @@ def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_
 
 
 def _values(sparsity: Sparsity) -> int:
+    """Returns the bytes of one unit's values."""
     return sparsity.width * sparsity.itemsize
 
 
 def _record(sparsity: Sparsity) -> int:
+    """Returns the bytes of one unit with its id."""
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 
 
 def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
+    """Returns a prediction of bytes, messages and work."""
     return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 

@@ -133,6 +133,7 @@ class Work:
     rounds: float = 0.0
 
     def time_ms(self, cluster: Cluster) -> float:
+        """Returns the time of the work on a cluster."""
         rates = cluster.handling
         return (
             self.scanned_bytes / rates.scan_bytes_per_ms
@@ -269,6 +270,7 @@ class Exchange:
     messages: int
 
     def time_ms(self, cluster: Cluster, collective: Collective | None = None) -> float:
+        """Returns the time of the exchange on a cluster."""
         return cluster.transfer_ms(self.sent_bytes, self.messages, collective)
 
     def __add__(self, other: Exchange) -> Exchange:

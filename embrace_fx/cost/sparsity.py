@@ -50,18 +50,22 @@ class Sparsity:
 
     @property
     def world_size(self) -> int:
+        """Count of ranks."""
         return len(self.units_by_rank)
 
     @property
     def mean_units(self) -> float:
+        """Mean count of units that one rank has."""
         return fmean(self.units_by_rank)
 
     @property
     def union(self) -> float:
+        """Count of units that any rank has."""
         return self.unions[-1]
 
     @property
     def tensor_bytes(self) -> int:
+        """Bytes of the dense tensor."""
         return self.num_units * self.width * self.itemsize
 
     @property
@@ -147,6 +151,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
+        """Returns the expected count of units that any of `ranks` ranks has."""
         known, other = present(ranks)
         return float(known.sum() + lacking * other)
 
@@ -212,6 +217,7 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
     units_per_block = max(1.0, block_size / sparsity.width)
 
     def blocks(units: float) -> float:
+        """Returns the expected count of blocks that hold some units."""
         absent = 1 - units / max(sparsity.num_units, 1)
         return min(units * per_unit, num_blocks * (1 - math.pow(absent, units_per_block)))
 

@@ -61,6 +61,7 @@ class Draws:
         drawn = lies.draws_per_unit * lies.mean_units
 
         def are_few(exponent: float) -> bool:
+            """Returns whether draws with an exponent yield no more rows than were seen."""
             return cls(lies.num_units, exponent, drawn).rows <= lies.mean_units
 
         return cls(lies.num_units, _least(are_few, _STEEPEST), drawn * lies.world_size)
@@ -98,6 +99,7 @@ class _Together(Draws):
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Absence probabilities and row counts of all tables."""
         absent, rows = zip(*(each._spectrum for each in self.tables), strict=True)
         return torch.cat(absent), torch.cat(rows)
 
@@ -182,6 +184,7 @@ class RowMemory:
         """Copies it with the fewest slots whose reads and writes a step of `step_ms` hides, with rows read ahead."""
 
         def is_hidden(slots: float) -> bool:
+            """Returns whether reads and writes fit into the step's time with some slots."""
             found = self.with_slots(math.ceil(slots))
             return found.read_ms + found.write_ms <= step_ms
 

@@ -34,6 +34,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
+        """Compiles a model; returns a compiled or evaluated one as it is."""
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
@@ -46,6 +47,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return compiled
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepares an optimizer whose state dict holds whole tensors."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _WholeStateOptimizer
         return prepared
@@ -62,6 +64,8 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
 
 
 class _WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An accelerated optimizer whose state dict holds whole tensors."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state with whole tensors. Collective."""
         return embrace_fx.full_state_dict(self.optimizer)

@@ -35,6 +35,7 @@ class EmbraceStrategy(DDPStrategy):
         self._calls = 0
 
     def setup(self, trainer: Trainer) -> None:
+        """Sets the trainer up; for an evaluation after fit(), with the network that fit() compiled."""
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -47,6 +48,7 @@ class EmbraceStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
+        """Compiles the module, or its only trained child, in place of a wrap by DDP."""
         assert self.model is not None
         if self.compiled is not None:  # fit() may be called again
             return
@@ -67,6 +69,7 @@ class EmbraceStrategy(DDPStrategy):
             self.model.forward = self._forward
 
     def _compile(self, network: nn.Module) -> embrace_fx.CompiledModel:
+        """Compiles a network with the strategy's options."""
         return embrace_fx.compile(network, **self._compile_options)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +98,7 @@ class EmbraceStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        """Accumulates gradients without exchanging them."""
         assert self.compiled is not None
         with self.compiled.no_sync():
             yield
@@ -113,6 +117,7 @@ class EmbraceMetrics(Callback):
     """Logs `CompiledModel.metrics()` of the last step, as often as the trainer logs: `Trainer(callbacks=[...])`."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Logs the compiled model's metrics."""
         strategy = trainer.strategy
         if not isinstance(strategy, EmbraceStrategy) or strategy.compiled is None:
             return

@@ -24,10 +24,12 @@ class EmbraceTrainer(Trainer):
     logs_metrics = False
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Makes the trainer's accelerator an `EmbraceAccelerator`."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = EmbraceAccelerator  # `super()` has made an Accelerator from the arguments
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Returns the compiled model for an evaluation, or else wraps the model as Transformers does."""
         compiled = getattr(self, "model_wrapped", None)
         if not training and isinstance(compiled, embrace_fx.CompiledModel):
             return compiled
@@ -35,16 +37,19 @@ class EmbraceTrainer(Trainer):
         return wrapped
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs the compiled model's metrics with the loss."""
         compiled = getattr(self, "model_wrapped", None)
         if self.logs_metrics and "loss" in logs and isinstance(compiled, embrace_fx.CompiledModel):
             logs = logs | {f"embrace_fx/{name}": value for name, value in compiled.metrics().items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves the model with whole tables. Collective."""
         assert self.model is not None
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Saves the state of the optimizer, gathered on all ranks, and of the scheduler."""
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()  # made on every rank; one rank writes it
         saved: Any = SimpleNamespace(state_dict=lambda: state)

@@ -58,6 +58,7 @@ def plan_on_links(
     communicator = context.communicator
 
     def decided(links: Cluster, links_are: LinksAre) -> Plan:
+        """Decides on rank 0 and returns that plan on all ranks. Collective."""
         plan: Plan | str | None = None
         if findings is not None:
             try:

@@ -95,6 +95,7 @@ def order(
 
 
 def _copies(graph: TrainingGraph) -> bool:
+    """Returns whether a backward offloads or reloads saved values."""
     return any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
 
 

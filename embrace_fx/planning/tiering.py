@@ -137,6 +137,7 @@ def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 
 
 def _asked(context: Context, plan: Plan) -> dict[str, float]:
+    """Returns the memory asked for by table, after checks of the option."""
     memory = context.options.table_memory
     if memory is None:
         return {}
@@ -188,6 +189,7 @@ def _check(context: Context, name: str, plan: Plan) -> None:
 
 
 def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
+    """Returns the columns of a table's records: weights, steps taken and optimizer state."""
     parameter = context.state.parameter(name)
     ((optimizer, group),) = context.stepping.holders.of(parameter)
     width = len(_columns_of(shape, context.communicator.world_size, rank))
@@ -197,6 +199,7 @@ def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> 
 
 
 def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
+    """Returns the columns of a table that a rank holds."""
     return range(shape[1])[part_of(shape, Grid(1, ranks), rank)[1]]
 
 
@@ -239,6 +242,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
 
 def _device_of(context: Context, name: str) -> torch.device:
+    """Returns the device of a parameter, or the session's if the parameter is on meta."""
     device = context.state.parameter(name).device
     return device if device.type != "meta" else context.device
 

@@ -64,13 +64,16 @@ class BufferSharing:
         self._were = AsSeen.of(self._unwritten())
 
         def names() -> frozenset[str]:
+            """Returns the names of the stale buffers that a forward must share."""
             return self._stale & self._read if train else self._stale
 
         def announced() -> int:
+            """Returns the announced number of the stale buffers, or that buffers have changed outside the forward."""
             changed = self.due and not self._were.is_of(self._unwritten())
             return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
+            """Broadcasts the due buffers from the authority, and notes what this forward makes stale."""
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of

@@ -168,6 +168,7 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
+        """Returns a graph of the gradients alone, and notes the model's tables."""
         self._tables = lookup_tables(self._context.model, trained)
         self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
         whole = {name: table.shape for name, table in self._context.state.tables.items()}  # sharded tables become whole

@@ -133,6 +133,7 @@ class GraphCalls:
             return None
 
     def _capture(self, kind: Entries, call: Arguments) -> Entry:
+        """Captures the model for a call, or chooses the eager route, in agreement with the other ranks."""
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         programs.flow.apply()

@@ -75,6 +75,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
 
 
 def _of_rows(memory: RowMemory) -> str:
+    """Describes the memory of a table's rows."""
     return f"{_mib(memory.nbytes)} ({memory.slots / memory.num_rows:.2%} of its rows)"
 
 
@@ -89,8 +90,10 @@ def line(held: StepMemory) -> str:
 
 
 def _nbytes(values: Iterable[Any]) -> int:
+    """Returns the bytes of the tensors among values."""
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
 def _mib(nbytes: int) -> str:
+    """Returns bytes as a text in MiB."""
     return f"{nbytes / 2**20:,.2f} MiB"

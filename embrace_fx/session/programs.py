@@ -92,6 +92,7 @@ class Programs:
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     def _in_use(self) -> StepPipeline:
+        """Returns the pipeline, which must exist."""
         assert self.pipeline is not None
         return self.pipeline
 
@@ -295,14 +296,17 @@ class Programs:
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
+            """Returns the tables that may have updates to apply."""
             if not state.has_resting_rows and not self.flow.has_tables_under_way:
                 return ()
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
+            """Returns the joined memory of all row spaces."""
             return [memory for space in state.spaces.values() for memory in space.joined]
 
         def apply_dense() -> None:
+            """Applies the pending updates of buckets."""
             self.flow.apply_buckets()
 
         dense = Updates(lambda: self.flow.buckets.stepped, apply_dense, lock)
@@ -319,6 +323,7 @@ class Programs:
         self._apply()
 
     def _apply(self) -> None:
+        """Applies all pending updates and shows pending gradients."""
         self.flow.apply()
         self.flow.hand_out()
         self._context.state.flush_tables()
@@ -329,6 +334,7 @@ class Programs:
         self._tables_may_change()
 
     def _tables_may_change(self) -> None:
+        """Applies updates before the user may change tables; logs a hint once if that happens in every step."""
         self._apply()
         state = self._context.state
         if state.reads.in_every_step and state.tables and not self._logged_reads:

@@ -105,6 +105,7 @@ class Session:
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
         def make_whole(names: Sequence[str], reason: str) -> None:
+            """Makes tables whole, if the session still exists."""
             if (session := itself()) is not None:
                 session.programs.make_whole(names, reason)
 
@@ -124,6 +125,7 @@ class Session:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks."""
         return self.communicator.group
 
     @property
@@ -143,6 +145,7 @@ class Session:
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Registers a communication hook for buckets."""
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -162,6 +165,7 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the model; with stand-ins for its parameters, calls the plain model."""
         if self._watch.all_stand_ins(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
         self.lookahead.begin_call()
@@ -169,6 +173,7 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begins the session at its first call, and runs the call, again if the route becomes eager."""
         is_first = self.programs.pipeline is None
         # Each stage of the first step may be short, their sum long.
         with stage("preparing the first step", self.communicator.rank) if is_first else contextlib.nullcontext():
@@ -259,6 +264,7 @@ class Session:
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
     def join_hook(self, *, divides_by_all: bool) -> ShadowRank:
+        """Returns the hook by which ranks without batches shadow the others."""
         if self.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -294,6 +300,7 @@ class Session:
             self._watch.note_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which tables are whole on all ranks."""
         return whole_tables(self._context, self.programs)
 
     def replan(self) -> None:
@@ -304,13 +311,16 @@ class Session:
             log("the plan stays: it is fixed by plan=, or was made for model.replan() less than %d calls ago", ONCE_IN)
 
     def check_replicas(self) -> None:
+        """Raises if replicas differ between ranks. Collective."""
         self.programs.synchronize()
         compare_replicas(self.state, self._context.stepping.holders.optimizers, self.communicator)
 
     def _saved(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
+        """Returns what a checkpoint saves."""
         return self.model, self.state, self._context.stepping.holders.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
+        """Saves a checkpoint into a folder. Collective."""
         self.programs.synchronize()
         checkpoint.save(*self._saved(), folder)
 

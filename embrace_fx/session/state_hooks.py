@@ -74,6 +74,7 @@ class StateHook:
 
     @property
     def session(self) -> Session | None:
+        """The session, or None if it no longer exists."""
         return self._find_session()
 
     @property

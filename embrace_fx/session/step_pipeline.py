@@ -158,6 +158,7 @@ class StepPipeline:
 
     @property
     def _shown(self) -> Compiled | None:
+        """Returns the compiled step that views show, or None before the first call."""
         return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
@@ -165,6 +166,7 @@ class StepPipeline:
         return None if self._shown is None else step_memory(self._shown.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
+        """Runs the passes of the plan over an analysed graph."""
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
@@ -308,6 +310,7 @@ class StepPipeline:
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
 
         def head(leaves: Sequence[Any]) -> Announcement:
+            """Returns the announcement at the head of a step."""
             return self._counters.announcement(
                 Announcement(activity=activity, failure=check(leaves), program=launched, buffers=announced()),
                 self._context.communicator.progress.optimizer_steps,
@@ -338,6 +341,7 @@ class StepPipeline:
         return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
 
     def _region_compiler(self) -> RegionCompiler | None:
+        """Returns the compiler of regions, or None if they run eagerly."""
         if self._context.options.backend == "eager":
             return None
         from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)

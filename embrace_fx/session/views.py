@@ -39,6 +39,7 @@ class Views:
 
     @property
     def _in_use(self) -> StepPipeline:
+        """Returns the pipeline, or raises before the first call."""
         if self._programs.pipeline is None:
             raise RuntimeError(
                 "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
@@ -48,6 +49,7 @@ class Views:
 
     @property
     def plan(self) -> Plan:
+        """The plan in use."""
         return self._in_use.plan
 
     @property
@@ -56,6 +58,7 @@ class Views:
         return self._in_use.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
+        """The plan with its reasons, the measured step and advice, as a text."""
         context, pipeline, plan = self._context, self._in_use, self.plan
         shares_ms, schedule = context.stepping.recorder.tally.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + rounding_report(context.communicator)]
@@ -94,6 +97,7 @@ class Views:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule in use."""
         if (found := self._in_use.schedule) is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
@@ -104,12 +108,14 @@ class Views:
 
     @property
     def timeline(self) -> Timeline:
+        """The last recorded timeline."""
         if self._timeline is None:
             raise RuntimeError("There is no timeline yet. Train a few steps inside `with model.record():`.")
         return self._timeline
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
+        """Records the steps run inside the context into a timeline."""
         programs, recording = self._programs, None
         if programs.pipeline is not None and programs.pipeline.recorder is None:
             raise RuntimeError(_NOT_SCHEDULED)
@@ -133,6 +139,7 @@ class Report(str):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
+        """Returns the report as HTML, for notebooks."""
         return preformatted(self)
 
 

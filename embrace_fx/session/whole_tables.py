@@ -67,4 +67,5 @@ def _missing_bytes(context: Context, name: str) -> int:
 
 
 def _free_bytes(on_device: bool) -> int:
+    """Returns the free bytes of the device or the host."""
     return int(torch.cuda.mem_get_info()[0]) if on_device else available_bytes()

@@ -147,6 +147,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -
 
 
 def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
+    """Yields the problems of a model's parameters, for messages."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
         yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
@@ -180,6 +181,7 @@ def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[st
 
 
 def _what(value: object) -> str:
+    """Describes a value, for a message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 
 

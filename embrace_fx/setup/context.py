@@ -26,6 +26,7 @@ class Context:
 
     @property
     def communicator(self) -> Communicator:
+        """The communicator of the ranks."""
         return self.announcements.communicator
 
     @property

@@ -107,6 +107,7 @@ class Options:
             )
 
     def _check_tables(self, where: str) -> None:
+        """Raises if the options of tables are invalid."""
         memory: object = self.table_memory
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):

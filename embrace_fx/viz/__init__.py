@@ -79,6 +79,7 @@ class DrawnSchedule(Schedule):
 
     @classmethod
     def of(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
+        """Returns a schedule that can be drawn."""
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
@@ -89,6 +90,7 @@ class DrawnSchedule(Schedule):
         return _table(Picture(self, None))
 
     def _repr_html_(self) -> str:
+        """Returns the schedule as an SVG, for notebooks."""
         return svg.render(Picture(self, None))
 
 
@@ -108,6 +110,7 @@ class DrawnTimeline(Timeline):
     def of(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
+        """Returns a timeline that can be drawn."""
         return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,6 +122,7 @@ class DrawnTimeline(Timeline):
         return _table(Picture(self.schedule, self))
 
     def _repr_html_(self) -> str:
+        """Returns the timeline as an SVG, for notebooks."""
         return svg.render(Picture(self.schedule, self))
 
 

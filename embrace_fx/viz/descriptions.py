@@ -36,6 +36,7 @@ class Facts:
         return "\n".join((f"{name(item)}: {_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
 
     def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
+        """Yields the lines that describe an item."""
         if not isinstance(item, Span):
             yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
             yield f"starts: {self._into(panel, item.window, item.start_ms)}"
@@ -76,6 +77,7 @@ class Facts:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
     def _into(self, panel: Panel, window: int, time_ms: float) -> str:
+        """Describes a time by its distance from the start of its window."""
         if window not in panel.windows:
             return "outside of the windows"
         return f"{_ms(time_ms - panel.starts_ms[window])} into its window"
@@ -89,4 +91,5 @@ def name(item: Item) -> str:
 
 
 def _ms(time_ms: float) -> str:
+    """Returns a time as a text."""
     return f"{time_ms:.{3 if abs(time_ms) < 10 else 2}f} ms"

@@ -20,6 +20,7 @@ def render(schedule: Schedule) -> str:
 
 
 def _lines(schedule: Schedule) -> Iterator[str]:
+    """Yields the lines of a step graph in the DOT language."""
     steps = schedule.steps
     critical = {name for _, name in schedule.critical_path}
     place = {name: number for number, name in enumerate(schedule.launch_order, start=1)}
@@ -41,10 +42,12 @@ def _lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _edge(before: str, after: str, attributes: str = "") -> str:
+    """Returns an edge in the DOT language."""
     return f"{quoted(before)} -> {quoted(after)}{f' [{attributes}]' if attributes else ''};"
 
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
+    """Returns an operation's node in the DOT language."""
     lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
     if not operation.is_compute:
         lines[1] += f", {operation.sent_bytes / MIB:.2f} MiB"

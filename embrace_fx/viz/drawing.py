@@ -44,6 +44,7 @@ class Cell:
 
     @property
     def label(self) -> str:
+        """Text of the cell: the launch, or the most frequent ops."""
         if self.lane != "compute":
             launch = launch_of(self.nodes[0])
             return str(launch) if launch is not None else self.nodes[0].name
@@ -59,6 +60,7 @@ class Cell:
 
     @property
     def paint(self) -> str:
+        """Name of the cell's colour."""
         return self.lane if self.lane != "compute" else "backward" if self.phase == "backward" else "forward"
 
 
@@ -101,6 +103,7 @@ def _waited_for(node: fx.Node) -> object | None:
 
 
 def _lane(node: fx.Node) -> Lane:
+    """Returns the lane of a launch or of its process group."""
     launch = launch_of(node)
     if launch is not None:
         return launch.lane

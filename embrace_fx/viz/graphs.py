@@ -64,6 +64,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return self
 
     def _repr_html_(self) -> str:
+        """Returns the graphs of the last step as an SVG, for notebooks."""
         return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
@@ -120,9 +121,11 @@ class Graphs(Mapping[str, fx.GraphModule]):
         target.write_text(text, encoding="utf-8")
 
     def _parts(self, name: str) -> Mapping[str, fx.GraphModule]:
+        """Returns the phases of a graph, or the graph itself if it is not split."""
         return self._phases.get(name) or {name: self[name]}
 
     def _last(self) -> Mapping[str, fx.GraphModule]:
+        """Returns the graphs that run in a step, or else the last graph."""
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
         return ran or self._parts(list(self._modules)[-1])
 
@@ -131,4 +134,5 @@ _WHAT_RUNS = "what runs in a step"
 
 
 def _readable(module: fx.GraphModule) -> str:
+    """Returns the code of a module."""
     return str(module.print_readable(print_output=False, include_stride=False, include_device=False))

@@ -82,6 +82,7 @@ _NAMED = Theme(
 
 
 def _section(picture: Picture, panel: Panel) -> str:
+    """Returns a panel as a section of the page."""
     status = panel.status
     return "\n".join(
         (
@@ -96,6 +97,7 @@ def _section(picture: Picture, panel: Panel) -> str:
 
 
 def _colours() -> str:
+    """Returns the style rules of both themes."""
     dark = _variables(DARK)
     return (
         f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n"
@@ -105,6 +107,7 @@ def _colours() -> str:
 
 
 def _variables(theme: Theme) -> str:
+    """Returns the colours of a theme as CSS variables."""
     values = {name: getattr(theme, name) for name in _PLAIN}
     values |= {f"fill-{name}": theme.fill[name] for name in PAINTS}
     values |= {f"ink-{name}": theme.ink[name] for name in PAINTS}
@@ -112,6 +115,7 @@ def _variables(theme: Theme) -> str:
 
 
 def _data(picture: Picture) -> dict[str, Any]:
+    """Returns the data of the page's script."""
     schedule = picture.schedule
     return {
         "left": svg.LEFT,
@@ -134,6 +138,7 @@ def _data(picture: Picture) -> dict[str, Any]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
+    """Returns a panel for the page's script."""
     return {
         "status": panel.status,
         "ranks": panel.ranks,
@@ -163,4 +168,5 @@ def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _figure(figure: Figure) -> dict[str, Any]:
+    """Returns a figure for the page's script."""
     return {**asdict(figure), "text": str(figure)}

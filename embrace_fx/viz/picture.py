@@ -96,6 +96,7 @@ class Panel:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
+        """Ranks in the timeline, sorted."""
         return tuple(sorted({span.rank for span in self.timeline.spans}))
 
     @cached_property
@@ -167,6 +168,7 @@ class Panel:
         return tuple(found[key] for key in self.critical_path if key in found)
 
     def waits_of(self, rank: int) -> Iterator[Wait]:
+        """Returns the waits of a rank."""
         return (wait for wait in self.timeline.waits if wait.rank == rank)
 
     def gaps_of(self, rank: int) -> Iterator[Gap]:
@@ -246,6 +248,7 @@ class Picture:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
+        """Panels of the prediction and of the measurement, as far as they exist."""
         found = []
         if (schedule := self.schedule) is not None:
             found.append(Panel("predicted", schedule.predicted, schedule.diagnostics(), schedule.critical_path))
@@ -306,11 +309,13 @@ class Picture:
 
     @property
     def title(self) -> str:
+        """Title of the picture."""
         of = f"Schedule {self.schedule.name}" if self.schedule else "Timeline"
         return f"{of}, {' and '.join(panel.status for panel in self.panels)}"
 
     @property
     def subtitle(self) -> str:
+        """Source of the prediction, and count of measured ranks."""
         parts = []
         if self.schedule:
             parts.append(f"prediction from the {self.schedule.source}")
@@ -349,6 +354,7 @@ def _of_stack(name: str) -> str:
 
 
 def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
+    """Yields the backward, the optimizer's step and the forward of a window."""
     start_ms = min(span.start_ms for span in spans)
     backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]

@@ -111,6 +111,7 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
+        """Returns whether an item is visible."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def extent(self, item: Span | Wait | Gap) -> str:
@@ -125,6 +126,7 @@ class _Axis:
 
 
 def _body(picture: Picture) -> Iterator[_Part]:
+    """Yields the parts of the picture from top to bottom."""
     yield _Part([_text(14, 26, picture.title, "title"), _text(14, 43, picture.subtitle, "faint")], 43)
     legend = _legend(picture, 62)
     yield legend
@@ -139,6 +141,7 @@ def _body(picture: Picture) -> Iterator[_Part]:
 
 
 def _legend(picture: Picture, top: float) -> _Part:
+    """Returns the legend, wrapped into lines."""
     lines: list[str] = []
     x = 14.0
     for kind, of_paint, meaning in picture.legend():
@@ -158,6 +161,7 @@ def _legend(picture: Picture, top: float) -> _Part:
 
 
 def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
+    """Returns a panel: heading, figures, a strip per rank, and ticks."""
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
     summary = textwrap.wrap(_summary(panel), _LINE)
@@ -244,6 +248,7 @@ def _item(item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Ax
 
 
 def _bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
+    """Returns a span as a bar, with its label if there is room."""
     of_paint, extent = paint(span.operation), axis.extent(span)
     left, right = axis(span.start_ms), axis(span.end_ms)
     label = next((each for each in labels(span.operation) if len(each) <= (right - left - 4) / CHARACTER), "")
@@ -253,6 +258,7 @@ def _bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
 
 
 def _wait(item: Wait | Gap, axis: _Axis, y: float) -> str:
+    """Returns a wait as a hatched bar, or a gap as a thin line."""
     extent = axis.extent(item)
     if isinstance(item, Gap):
         hit = f'<rect {extent} y="{y}" height="{ROW}" fill="transparent"/>'
@@ -264,6 +270,7 @@ def _wait(item: Wait | Gap, axis: _Axis, y: float) -> str:
 
 
 def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
+    """Yields the names of phases that have room for them."""
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
         if axis.live or CHARACTER * len(phase.label) <= right - left - 4:
@@ -272,6 +279,7 @@ def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
 
 
 def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> Iterator[str]:
+    """Yields a vertical line at the start of each phase."""
     for phase in phases:
         kind = "window" if phase.name == "backward" else "phase"
         yield _line(axis, phase.start_ms, phase.start_ms, top, bottom, f'class="{kind}"')
@@ -288,11 +296,13 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
 
 
 def _line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, kind: str) -> str:
+    """Returns a line."""
     times = axis.times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {kind}{times}/>'
 
 
 def _ticks(axis: _Axis, y: float) -> Iterator[str]:
+    """Yields the time axis and its ticks."""
     span_ms = axis.end_ms - axis.start_ms
     power = 10 ** math.floor(math.log10(span_ms / 8))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= span_ms / 8)
@@ -307,12 +317,14 @@ def _ticks(axis: _Axis, y: float) -> Iterator[str]:
 
 
 def _summary(panel: Panel) -> str:
+    """Returns a panel's figures in one line."""
     figures = panel.figures()
     shown = [f for f in figures if not f.label.endswith("busy") and not (f.is_wait and f.value == 0)]
     return ", ".join(f"{figure.label} {figure}" for figure in shown)
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    """Returns a text element."""
     attribute = f' class="{kind}"' if kind else ""
     return f'<text x="{round(x, 2)}" y="{round(y, 2)}"{attribute}>{escape(text)}</text>'
 
@@ -326,6 +338,7 @@ def definitions(picture: Picture) -> str:
 
 
 def _hatch(lane: Lane) -> str:
+    """Returns the hatching pattern of a lane."""
     return (
         f'<pattern id="h-{lane}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="2" height="5" class="f-{lane}"/></pattern>'
@@ -345,6 +358,7 @@ def style(theme: Theme) -> str:
 
 
 def _colours(theme: Theme) -> str:
+    """Returns the style rules of a theme."""
     rules = [
         f"text{{fill:{theme.text}}}.faint,.tick,.lane{{fill:{theme.faint}}}",
         f".page{{fill:{theme.page}}}.strip{{fill:{theme.strip}}}.axis,.phase,.gap,.memory{{stroke:{theme.faint}}}",

@@ -68,6 +68,7 @@ def _plain(kind: type[Schedule | Timeline], value: Schedule | Timeline | None) -
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
+    """Yields the events of one rank."""
     yield _name("process", pid, 0, f"{panel.status}, rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for lane in panel.lanes:
@@ -118,10 +119,12 @@ def _tid(panel: Panel, lane: Lane, row: int) -> int:
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> Event:
+    """Returns an event that names a process or thread."""
     return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
+    """Returns a complete event: one with a duration."""
     start_us = _us(item.start_ms)
     duration_us = round(_us(item.end_ms) - start_us, 3)
     return {

@@ -48,6 +48,7 @@ STILL = ("", "lazy")
 
 
 def semantics(asked: RowUpdatesOption) -> RowUpdates:
+    """Returns the semantics that an option asks for."""
     return "lazy" if asked == "lazy" else "exact"
 
 

@@ -33,7 +33,10 @@ def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -
 
 
 def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
+    """Returns a method that forwards its calls to the found object."""
+
     def method(itself: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the found object's method."""
         return getattr(find(itself, name), name)(*args, **kwargs)
 
     return method

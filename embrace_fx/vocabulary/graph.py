@@ -211,6 +211,7 @@ class Table:
 
     @property
     def use(self) -> str:
+        """Whether lookups alone read the table ("sparse"), other ops too ("mixed"), or only other ops ("dense")."""
         if not self.dense_users:
             return "sparse"
         return "mixed" if self.uses else "dense"
@@ -258,6 +259,7 @@ class TrainingGraph:
 
     @property
     def graph(self) -> fx.Graph:
+        """The module's graph."""
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
@@ -265,6 +267,7 @@ class TrainingGraph:
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
+        """Returns a node by name."""
         found: fx.Node
         for found in self.graph.nodes:
             if found.name == name:
@@ -272,9 +275,11 @@ class TrainingGraph:
         raise KeyError(f"the graph has no node named {name!r}")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
+        """Yields the graph's inputs with their roles."""
         return inputs_of(self.module)
 
     def outputs(self) -> Iterator[tuple[fx.Node | None, OutputRole]]:
+        """Yields the graph's outputs with their roles."""
         return outputs_of(self.module)
 
 
@@ -294,12 +299,14 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
+    """Yields a module's placeholders with their roles."""
     for node in module.graph.nodes:
         if node.op == "placeholder":
             yield node, node.meta["role"]
 
 
 def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputRole]]:
+    """Yields a module's outputs with their roles."""
     output = module.graph.output_node()
     values = output.args[0]
     assert isinstance(values, list | tuple)

@@ -25,6 +25,7 @@ def written(steps: Sequence[Step]) -> str:
 
 
 def _operand(name: str, by: float, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Returns a step's operand as text, if the step has one."""
     if name == "tanh":
         return ()
     return (str(by) if dtype is None else str(dtype).removeprefix("torch."),)
@@ -37,6 +38,7 @@ def read(steps: str) -> tuple[Step, ...]:
 
 
 def _step(name: str, by: str = "") -> Step:
+    """Parses an element-wise step from its name and operand."""
     return (name, 0.0, getattr(torch, by)) if name == "to" else (name, float(by or 0), None)
 
 

@@ -47,10 +47,12 @@ def yields_views(op: OpOverload) -> bool:
 
 
 def _dies_here(source: fx.Node, user: fx.Node) -> bool:
+    """Returns whether `user` is the only reader of new memory."""
     return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
 
 
 def _is_new_memory(node: fx.Node) -> bool:
+    """Returns whether a node's value has memory of its own."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or target in SHARES_MEMORY:
         return False

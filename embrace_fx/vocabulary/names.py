@@ -23,6 +23,7 @@ class Name(str):
     __hash__ = str.__hash__
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        """Returns whether the name starts with a prefix; refuses prefixes that only the compiled model's names have."""
         found = super().startswith(prefix, *bounds)
         if not found:
             for each in prefix if isinstance(prefix, tuple) else (prefix,):
@@ -92,9 +93,11 @@ class StateDict(OrderedDict[str, Any]):
         return map(Name, super().__iter__())
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # a C type, which asks no subclass for its keys
+        """Returns the keys, through the methods of this class."""
         return KeysView(self)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as keys
+        """Returns the items, through the methods of this class."""
         return ItemsView(self)
 
     def __missing__(self, key: str) -> Any:

@@ -108,6 +108,7 @@ def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _integers(value: list[Any], where: str) -> Tensor:
+    """Decodes a tensor of integers."""
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))

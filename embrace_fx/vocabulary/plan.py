@@ -100,6 +100,7 @@ class Candidate:
 
 
 def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
+    """Returns a strategy's name with its scheme or grid."""
     kind = scheme or str(grid or "")
     return f"{strategy}, {kind}" if kind else strategy
 
@@ -291,6 +292,7 @@ class Plan:
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:
+        """Returns the plan as a dict."""
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
@@ -316,6 +318,7 @@ class Plan:
         return render(self)
 
     def _repr_html_(self) -> str:
+        """Returns the plan as HTML, for notebooks."""
         return preformatted(str(self))
 
 

@@ -40,10 +40,12 @@ def summary(plan: Plan) -> str:
 
 
 def _tables(count: int) -> str:
+    """Returns a count of tables as a text."""
     return f"{count} table" if count == 1 else f"{count} tables"
 
 
 def _names(names: list[str]) -> str:
+    """Lists the first names, and counts the others."""
     if not names:
         return ""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -85,6 +85,7 @@ def _formats(plan: Plan) -> list[str]:
 
 
 def _row(decision: Decision) -> tuple[str, ...]:
+    """Returns the cells of a decision's row."""
     return (
         decision.parameter,
         " x ".join(map(str, decision.shape)) or "scalar",
@@ -97,6 +98,7 @@ def _row(decision: Decision) -> tuple[str, ...]:
 
 
 def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Returns the cells of one row for many equal decisions."""
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",

@@ -137,6 +137,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Saves what the backward of an RNN layer reads."""
     input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
     if not save:
         raise RuntimeError(
@@ -150,6 +151,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Returns the gradients of an RNN layer's arguments."""
     input, h0, c0, batch_sizes, *rest = ctx.saved_tensors
     weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
     grad_c = grads[2] if c0 is not None else None

@@ -88,6 +88,7 @@ class Operation:
 
     @property
     def is_compute(self) -> bool:
+        """Whether the operation is compute."""
         return self.lane == "compute"
 
     @property
@@ -97,6 +98,7 @@ class Operation:
 
     @property
     def is_communication(self) -> bool:
+        """Whether the operation is communication."""
         return self.lane in CLASS_LANES
 
 
@@ -131,10 +133,12 @@ class StepGraph:
 
     @property
     def copies(self) -> tuple[Operation, ...]:
+        """Offloads and reloads."""
         return tuple(o for o in self.operations if o.lane in COPIES)
 
     @property
     def communications(self) -> tuple[Operation, ...]:
+        """Communications of the step."""
         return tuple(o for o in self.operations if o.is_communication)
 
 
@@ -323,10 +327,12 @@ def _shares(
 
 
 def _median(values: Sequence[float]) -> float:
+    """Returns the median of values, or 0 without any."""
     return median(values) if values else 0.0
 
 
 def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
+    """Returns the total time of intervals on a lane."""
     lanes = ((i.operation.lane if isinstance(i, Span) else i.lane, i) for i in intervals)
     return sum(i.end_ms - i.start_ms for found, i in lanes if found == lane)
 

@@ -26,6 +26,7 @@ def murmur(ids: Tensor, seed: int) -> Tensor:
 
 
 def _finalise(x: Tensor) -> Tensor:
+    """Mixes the bits of 64-bit hashes, so that each input bit can change all output bits."""
     x = (x ^ _shift_33(x)) * _FIRST
     x = (x ^ _shift_33(x)) * _SECOND
     return x ^ _shift_33(x)
@@ -73,4 +74,5 @@ def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
 
 
 def _bit_numbers(device: torch.device) -> Tensor:
+    """Returns the numbers 0 to 7 of the bits of a byte."""
     return torch.arange(8, dtype=torch.uint8, device=device)

@@ -40,6 +40,7 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
 
 
 def _sum(first: RowSet, second: RowSet) -> RowSet:
+    """Returns the sum of two row sets, each id once."""
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
 

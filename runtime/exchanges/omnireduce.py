@@ -152,6 +152,7 @@ class _Aggregation:
         self.means: list[RowSet] = [RowSet(blocks.ids[:0], blocks.rows[:0], self._end)]
 
     def active(self, stream: slice) -> bool:
+        """Returns whether any rank still has blocks to send in a stream."""
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
@@ -168,6 +169,7 @@ class _Aggregation:
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
     def _sizes(self, selected: Tensor) -> list[int]:
+        """Returns the bytes that each rank sends for the selected blocks."""
         sizes: list[int] = (selected.sum(dim=1) * self._record_bytes).tolist()
         return sizes
 

@@ -71,14 +71,17 @@ class PendingGradient(Tensor):
         return None if found is None else found[self.place]
 
     def resolve(self) -> Tensor:
+        """Waits for the bucket and returns this parameter's mean gradient."""
         return self.late.now()[self.place]
 
     @property
     def data(self) -> Tensor:
+        """The data of the mean gradient, after a wait for its bucket."""
         return self.resolve().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Replaces the data of the mean gradient, after a wait for its bucket."""
         self.resolve().data = value
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -137,10 +140,12 @@ class Bucket(Owed):
 
     @property
     def waiting(self) -> bool:
+        """Returns whether the bucket is sent and no optimizer has stepped it yet."""
         return self.sent is not None and not self._updates
 
     @property
     def optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers whose steps wait for the bucket."""
         return [optimizer for optimizer, _ in self._updates]
 
     def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
@@ -162,6 +167,7 @@ class Bucket(Owed):
         itself = ref(self)
 
         def wait() -> Sequence[Tensor]:
+            """Waits for the bucket and returns its gradients."""
             if (bucket := itself()) is None:
                 raise RuntimeError(GONE)
             return bucket.wanted(sent)
@@ -188,14 +194,17 @@ class Bucket(Owed):
         self.stepped |= {id(parameter): parameter for group in groups for parameter in group["params"]}
 
     def wait(self) -> None:
+        """Waits for the reduction, unless the update will."""
         if self.sent is not None and not self._updates:
             self._finish()
 
     def apply(self) -> None:
+        """Applies the steps that wait for the bucket."""
         if self._updates:
             self._finish()
 
     def drop(self) -> None:
+        """Forgets a reduction that no step has used, and clears the gradients that stand for it."""
         if self.waiting:
             for n, parameter in enumerate(self.parameters):
                 found = parameter.grad
@@ -220,6 +229,7 @@ class Bucket(Owed):
         return gradients
 
     def _land(self, sent: _Sent | None) -> list[Tensor]:
+        """Waits for a reduction and returns the mean gradients of its parameters."""
         assert sent is not None
         flat, tickets = sent
         for ticket in tickets:

@@ -184,6 +184,7 @@ class Flow:
         return "other" if left else "whole"
 
     def _begin_compute(self) -> None:
+        """Marks the beginning of the forward's compute."""
         if self.streams is not None:
             self._ids_known = self.streams.record("ids known")
         self.recorder.mark(BETWEEN)
@@ -226,6 +227,7 @@ class Flow:
         self.recorder.mark(self._forward)
 
     def end_forward(self) -> None:
+        """Marks the end of a forward."""
         self.recorder.end_forward()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
@@ -278,6 +280,7 @@ class Flow:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
+        """Marks the end of a backward, and lets later launches proceed without any that it has not submitted."""
         self.mark_end()
         self.launcher.leave_backward()
 
@@ -394,6 +397,7 @@ class Flow:
             self.launcher.close()
 
     def _forget_rows(self) -> None:
+        """Forgets the rows that this batch's exchanges hold."""
         self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.drop()

@@ -43,6 +43,7 @@ class HeadExchange:
         assert recorder is not None
 
         def begun(*arguments: Any) -> InFlight:
+            """Begins an exchange for a launch."""
             recorder.mark(until)
             found: InFlight = exchange(*arguments[:-1], launch)
             return found
@@ -55,6 +56,7 @@ class HeadExchange:
         assert recorder is not None
 
         def ended(exchange: InFlight) -> Tensor:
+            """Waits for an exchange and returns its value."""
             recorder.mark(until)
             with recorder.waiting(launch):
                 value = self._communicator.wait(exchange)
@@ -73,6 +75,7 @@ class HeadExchange:
     def gather_counts(
         self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
     ) -> InFlight:
+        """Begins a gather of the count of labels on each rank."""
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._watch(launch, own, group_size - 1)
         self._counting[table] = self._communicator.gather_alike(own, group)

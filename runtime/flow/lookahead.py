@@ -76,6 +76,7 @@ class Lookahead:
         return iterator
 
     def _one_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader while it holds one more batch."""
         iterator = self._read(loader)
         try:
             self._current = next(iterator)

@@ -155,6 +155,7 @@ class NextBatch:
         return self.usable
 
     def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
+        """Waits for the gathered ids and routes them."""
         self.program.route(self.values, wait(ticket))
 
 
@@ -177,6 +178,7 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids on their way to tables whose host needs them
 
     def copy_rows(self) -> None:
+        """Copies the unique rows and the gathered ids to the host."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]
@@ -224,9 +226,11 @@ class DeviceBatch(NextBatch):
         return InFlight(packed, None, reads=launched.reads)
 
     def _routed(self, table: str) -> Routed:
+        """Returns the routed ids of a table."""
         return self._tables[self.program.tables.index(table)]
 
     def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
+        """Waits for the gathered ids, cuts their padding, and hands each table's ids and counts to the program."""
         assert isinstance(ticket, StreamTicket)
         assert self._sizes is not None
         ticket.issue()

@@ -132,6 +132,7 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
 
     @cache
     def delayed() -> list[Routing]:
+        """Returns the routings of the delayed rows, in chunks."""
         found = list[Routing]()
         for k, mask in enumerate(chunks_of(current.ids, ~is_prior, chunks), 1):
             found.append(current.where(mask, but=[prior, *found] if k == chunks else None))
@@ -157,6 +158,7 @@ def membership(num_rows: int, device: torch.device) -> Among:
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
 
     def among(ids: Tensor, others: Tensor) -> Tensor:
+        """Returns a bool mask of the `ids` that are in `others`."""
         if not is_marked:
             ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
             return ordered[torch.searchsorted(ordered[:-1], ids)] == ids

@@ -145,9 +145,11 @@ class RowExchange:
         return joined.view(-1)
 
     def _end_batch(self) -> None:
+        """Forgets the rows of the batch."""
         self.sent, self._early, self._preview = [], None, None
 
     def _send(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
+        """Looks up the rows of a routing and submits their exchange."""
         ids = routing.held_ids
         self.table.note(ids, routing.all_ids)
         rows = self._preview_of(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
@@ -160,6 +162,7 @@ class RowExchange:
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
+        """Submits an all-to-all of columns (rows of all ranks, in `counts`)."""
         width, rank = self.table.shape[1], self._communicator.rank
         kept = counts[rank][self._row]  # rows that this rank reads from its own part
         return self._launcher.submit(

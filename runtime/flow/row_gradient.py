@@ -122,6 +122,7 @@ class RowGradient(Owed):
         return self
 
     def _send(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
+        """Packs the gradient rows of a routing and submits their exchange."""
         self._table.note(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _split(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
@@ -134,6 +135,7 @@ class RowGradient(Owed):
         return self._launch(launch, flat, by_row(counts), embedding_dim)
 
     def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
+        """Submits an all-to-all of a packed row gradient."""
         kept = counts[self._communicator.rank][self._row] * self._columns
         return self._launcher.submit(
             launch,
@@ -157,6 +159,7 @@ class RowGradient(Owed):
         parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
 
         def wait() -> list[Sequence[Rows]]:
+            """Waits for all parts of the gradient, and returns them split by table."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
                 arrived = _in_a_hurry(parts, table, launcher, how)
@@ -191,6 +194,7 @@ class RowGradient(Owed):
         return self.step
 
     def wait(self) -> None:
+        """Waits for the gradients that tables still show as pending, and drops the exchange."""
         if self.waiting and self._late is not None:
             for table in self._table.members:
                 if table.standing(self._late):
@@ -198,10 +202,12 @@ class RowGradient(Owed):
         self.drop()
 
     def drop(self) -> None:
+        """Forgets the exchange, unless a step still has to apply it."""
         if self.step is None:
             self._forget()
 
     def _forget(self) -> None:
+        """Forgets the sent parts and the step that waits for them."""
         self.parts, self.step, self._late = {}, None, None
 
     # -- the update ----------------------------------------------------------------------------------------------------
@@ -247,6 +253,7 @@ class RowGradient(Owed):
             self.step.apply(ids, rows)
 
     def _rest(self) -> list[Rows]:
+        """Waits for the parts that have not been applied, and returns their rows."""
         return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)
 
 
@@ -284,5 +291,6 @@ def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Lau
 
 
 def _in_a_hurry(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
+    """Waits for parts of a gradient, ahead of rows of the next forward that may be launched first."""
     with launcher.hurrying():  # rows of a forward to come may stand before them
         return _arrived(parts, table, launcher, how)

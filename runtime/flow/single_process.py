@@ -47,6 +47,7 @@ class _Numbers:
 
     @cached_property
     def numbers(self) -> list[int]:
+        """Returns the counts, once their copy has reached the host."""
         return self._streams.read(self._counted, self._copy)
 
 
@@ -70,6 +71,7 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
+                    """Returns a single rank's unique ids as the gathered ones, and notes the copy of their counts."""
                     counted = _Numbers(self._streams, [self._counts[rows] for rows in unique])
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
                         self._counts[rows] = (counted, k, *of_table)

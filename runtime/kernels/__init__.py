@@ -29,6 +29,11 @@ def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
+    """Maps ids of several tables to rows of their joined table.
+
+    Args:
+        joined: count of the first `ids` that are joined to one tensor; the others keep their shapes.
+    """
     flat = torch.cat([i.reshape(-1) for i in ids])
     sizes = [i.numel() for i in ids]
     first, last, shift, outside = _places(
@@ -72,6 +77,7 @@ def _places(
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+    """Returns the sorted unique ids, padding first, and the positions of each tensor's ids among them."""
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
     if padding_idx >= 0:
@@ -139,6 +145,7 @@ def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tens
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
+    """Joins the columns received from each rank into rows (rows, embedding_dim)."""
     rows = flat.numel() // max(embedding_dim, 1)
     if group_size == 1:
         return flat.view(rows, embedding_dim)
@@ -158,6 +165,7 @@ def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: 
 
 
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
+    """Splits rows into one block of columns for each rank, in a flat tensor."""
     if group_size == 1:
         return rows.reshape(-1)
     if rows.is_cuda and gpu.takes(rows):
@@ -186,6 +194,7 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
+    """Sums gradient rows of equal ids; returns the ids and the scaled sums."""
     return sum_rows(flat, places_of_sums(ids, flat, padding_rows), columns, scale)
 
 
@@ -210,6 +219,7 @@ def sum_rows(flat: Tensor, of: tuple[Tensor, ...], columns: int, scale: float) -
 
 
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
+    """Returns the rows of a dense gradient that lookups have read, as a coalesced COO tensor."""
     none = torch.empty(0, dtype=torch.int64, device=gradient.device)
     read = (each[each != padding].to(torch.int64) for each, padding in zip(ids, paddings, strict=True))
     rows = torch.cat([none, *read]).unique()
@@ -218,11 +228,13 @@ def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[
 
 
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
+    """Joins gradients into one flat tensor, scaled."""
     flat = torch.cat([g.reshape(-1) for g in gradients])
     return flat.mul_(scale) if scale != 1.0 else flat
 
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of a flat tensor in the shapes of `like`."""
     if flat.is_sparse:  # rows of a table with its own bucket
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
@@ -258,16 +270,19 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 
 
 def random_state(device: torch.device) -> Tensor:
+    """Returns the state of a device's random number generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
+    """Sets the random state of a replay and returns the state before it."""
     now = random_state(device)
     end_replay(state, device)
     return now
 
 
 def end_replay(state: Tensor, device: torch.device) -> None:
+    """Restores the random state from before a replay."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

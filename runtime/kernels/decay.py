@@ -175,6 +175,7 @@ class _Left(NamedTuple):
 
 
 def _rows_of_block(shard: Tensor) -> int:
+    """Returns how many rows one block of the kernel takes."""
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 

@@ -17,6 +17,11 @@ from embrace_fx.vocabulary.ops import own_columns
 
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
+    """Routes gathered ids on a grid of ranks.
+
+    Returns: this rank's rows of the ids, the counts of ids by reader and grid row, and the order of this rank's own
+        ids by grid row.
+    """
     ranks = grid_rows * grid_columns
     row_of = ids.remainder(grid_rows)
     reader = torch.arange(ranks, device=ids.device).repeat_interleave(counts.to(ids.device), output_size=ids.numel())
@@ -28,6 +33,7 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
+    """Joins the rows received on a grid into whole rows, in the order of this rank's ids."""
     out = flat.new_empty((order.numel(), embedding_dim))
     join_grid_into(out, order, flat, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
     return out
@@ -47,6 +53,7 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
 
 
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """Splits gradient rows on a grid into one block for each rank, in a flat tensor."""
     return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
 
 

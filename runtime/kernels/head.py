@@ -14,6 +14,7 @@ from embrace_fx.vocabulary.head import read, softmax_dtype
 
 
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
+    """Returns the positions whose label is not ignored, and their labels, each checked to be a row of the table."""
     positions = labels.ne(ignore_index).nonzero().view(-1)
     scored = labels.index_select(0, positions).to(torch.int64)
     outside = scored.lt(0) | scored.ge(num_rows)
@@ -63,6 +64,10 @@ def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor
 
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
+    """Returns statistics of each position's logits on this rank (P, 3); (P, 4) if labels are smoothed.
+
+    Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
+    """
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
     top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # all of a rank's words may be ruled out, by -inf
     total = (values - top[:, None]).exp_().sum(1)
@@ -77,6 +82,7 @@ def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
 
 
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
+    """Returns the given chunk of each rank's gathered rows."""
     if chunks == 1:
         return rows
     of_ranks = rows.split(counts.tolist())
@@ -92,6 +98,10 @@ def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
 def head_loss(
     statistics: list[Tensor], positions: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, group_size: int
 ) -> list[Tensor]:
+    """Joins the statistics of all ranks into the loss.
+
+    Returns: the loss, the count or weight of scored labels, and the logarithm of each position's sum of exponentials.
+    """
     tops, totals, of_labels, *_ = _by_rank(statistics, group_size).unbind(2)
     top = tops.amax(0)
     log_sums = top + (totals * (tops - top).exp()).sum(0).log()
@@ -107,12 +117,14 @@ def head_loss(
 
 
 def _of_labels(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    """Returns the class weights of the labels at positions."""
     return weight.index_select(0, labels.index_select(0, positions))
 
 
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
+    """Returns the sum of the log-softmax over all rows at each position, zero if the label is ignored."""
     sums = _by_rank(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
     return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
 
@@ -127,6 +139,7 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
+    """Returns the factors, for each scored position, from which each rank computes the gradient of its logits."""
     weights = None if weight is None else _of_labels(weight, labels, positions)
     if reduction == 0:
         gradient = grad_output.index_select(0, positions)
@@ -143,6 +156,7 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
+    """Returns the gradient of this rank's logits from the coefficients of all positions."""
     values, (log_sums, of_softmax, *smoothing) = apply_steps(logits, steps), coefficients.unbind(1)
     gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_softmax[:, None])
     of_label, of_sums = smoothing or (of_softmax, None)
@@ -154,6 +168,9 @@ def head_gradient(
 
 
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+    """Sums the parts that ranks computed for positions, and scatters the sums to their rows in a tensor shaped like
+    `like`.
+    """
     summed = _by_rank(parts, group_size).sum(0)
     return summed.new_zeros(like.shape).index_add_(0, rows, summed)
 

@@ -249,6 +249,7 @@ class LaunchQueue:
                 self.issuing = False
 
     def _launch(self, ticket: Ticket) -> None:
+        """Launches a ticket's collective, and completes the ticket when it ends."""
         assert ticket.launch is not None
         launched, ticket.launch = ticket.launch(), None
         ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
@@ -257,6 +258,7 @@ class LaunchQueue:
             return
 
         def completed(future: Any) -> None:
+            """Completes the ticket of an ended collective, or fails the queue with its error."""
             try:
                 future.value()
             except BaseException as error:

@@ -95,6 +95,7 @@ class Launcher:
         """
 
         def ended(future: Any) -> None:
+            """Opens the held window if the ranks agree, drops it if they do not, and fails the queue on an error."""
             try:
                 future.value()
             except BaseException as error:

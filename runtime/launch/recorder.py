@@ -135,6 +135,7 @@ class Recorder:
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def _record(self, operation: OperationId) -> None:
+        """Records that an operation begins now."""
         self.tally.mark(operation)
         recording = self.recording
         assert recording is not None
@@ -176,6 +177,7 @@ class Recorder:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
 
     def start(self) -> Recording:
+        """Starts a new recording and returns it."""
         self.clock.start()
         self.recording, self.mark = Recording(), self._record
         return self.recording
@@ -245,6 +247,7 @@ class Watch:
             self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
 
     def _now(self) -> Moment:
+        """Returns the present moment, on the host's or the recorder's clock, or 0 outside a recording."""
         if self._recorder is None or self._window == OUTSIDE:
             return 0.0
         return time.perf_counter() if self._on_host else self._recorder.clock.now()

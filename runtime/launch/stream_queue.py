@@ -142,6 +142,7 @@ class StreamQueue(LaunchQueue):
             ticket.wait()
 
     def note_change(self, window: LaunchWindow) -> None:
+        """Issues the launches that the changed window now allows."""
         if self.error is not None:
             raise self.error
         self.issue()
@@ -152,6 +153,7 @@ class StreamQueue(LaunchQueue):
         yield
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
+        """Enters a launch into its place of the current window, to be issued in turn."""
         if self.error is not None:
             raise self.error
         current = self.windows[-1]
@@ -165,6 +167,7 @@ class StreamQueue(LaunchQueue):
         return ticket
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
+        """Opens a window, and waits for launches that nothing has awaited in a whole window."""
         super().open_window(order, held=held)
         # A launch that is not awaited in a whole window never is: its memory may be freed after this stream's wait.
         current = self.windows[-1].number
@@ -173,6 +176,7 @@ class StreamQueue(LaunchQueue):
                 ticket.wait()
 
     def took_turns(self) -> bool:
+        """Returns whether every launch since the last call was issued in its turn."""
         overtook, self.overtook = self.overtook, False
         return not overtook
 
@@ -201,11 +205,13 @@ class StreamQueue(LaunchQueue):
             self.streams.last = (id(self), ended)
 
     def _wait_for_other_models(self) -> None:
+        """Makes the current stream wait for the last launch of other models."""
         last = self.streams.last
         if last is not None and last[0] != id(self):
             self.streams.wait(last[1])
 
     def place(self) -> Place:
+        """Returns the window and the position of the next launch."""
         window = self.windows[-1]
         return window.number, len(window.expected)
 
@@ -230,6 +236,7 @@ class StreamQueue(LaunchQueue):
             threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
 
     def _follow(self, place: Place) -> None:
+        """Issues the next launches in a hurry, if nothing was launched since `place`."""
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises it
             if self.place() == place:
@@ -244,6 +251,7 @@ class StreamQueue(LaunchQueue):
         return False
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, place: tuple[int, ...]) -> None:
+        """Issues a launch in its lane's stream, after the event of its inputs and the launches ahead of it."""
         streams, recorder = self.streams, self.recorder
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, (place,))

@@ -126,19 +126,23 @@ class _StreamClock(Clock):
         self._zero_s = 0.0
 
     def start(self) -> None:
+        """Sets the origin of the clock."""
         torch.cuda.synchronize(self._device)
         self._zero_s = time.perf_counter()
         self._zero = self.now()
 
     def now(self) -> Any:
+        """Records an event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def stop(self) -> None:
+        """Waits for all events of the device."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
+        """Converts a moment to seconds of the host's clock."""
         if isinstance(moment, float):  # taken by a thread without a stream
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3

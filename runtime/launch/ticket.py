@@ -49,6 +49,7 @@ class Ticket:
     tells: bool = True  # its time in flight counts as the launch's time
 
     def drop(self) -> None:
+        """Forgets a launch that will not be made."""
         self.dropped, self.launch = True, None
 
     def wait(self) -> Tensor:

@@ -56,9 +56,11 @@ def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]
 
 
 def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
+    """Returns the spans and waits of one rank, in milliseconds since `zero_s`."""
     known = {operation.id: operation for operation in steps.operations}
 
     def ms(seconds: float) -> float:
+        """Converts seconds of the recording to milliseconds since `zero_s`."""
         return (seconds - zero_s) * 1e3
 
     spans = [

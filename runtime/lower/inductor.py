@@ -77,6 +77,7 @@ class RegionCompiler:
             torch.compiler.cudagraph_mark_step_begin()
 
     def _compile(self, region: Region) -> Compiled:
+        """Compiles a region, or returns the compiled code of an equal one."""
         fake_mode = detect_fake_mode(_tensors(region))
         assert fake_mode is not None
         if fake_mode.shape_env is not None:  # clears pending symbols of ops that passes have run
@@ -125,11 +126,13 @@ def _is_capturable(region: Region) -> bool:
 
 
 def _tensors(region: Region) -> list[Tensor]:
+    """Returns all traced tensors of a region and its inputs."""
     of_nodes = (node.meta.get("val") for node in region.module.graph.nodes)
     return [value for value in (*region.inputs, *of_nodes) if isinstance(value, Tensor)]
 
 
 def _description(value: Any) -> str:
+    """Returns everything about a value on which compiled code depends."""
     if not isinstance(value, Tensor):
         return str(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"

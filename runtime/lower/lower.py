@@ -35,6 +35,7 @@ class _OneList(CodeGen):
     """Generates code that takes all arguments in one list, and empties it."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """Writes the head of a function that takes all its arguments in one list, and clears the list."""
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
         return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}\n    arguments.clear()"

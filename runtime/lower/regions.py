@@ -90,6 +90,7 @@ def _runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
 
 
 def _is_compute(node: fx.Node) -> bool:
+    """Returns whether the compiler may take a node into a region."""
     if node.op != "call_function" or any(n.meta.get("val") is None for n in node.all_input_nodes):
         return False
     value, target = node.meta.get("val"), node.target
@@ -118,6 +119,7 @@ def _items_follow_their_tuples(graph: fx.Graph) -> None:
 
 
 def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns the values that nodes read from outside, each once, without `others`."""
     found = (source for node in nodes for source in node.all_input_nodes)
     return [source for source in dict.fromkeys(found) if source not in nodes and source not in others]
 
@@ -143,6 +145,7 @@ def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] |
 
 
 def _free_symbols(value: Any) -> set[Any]:
+    """Returns the free symbols of a value's sizes."""
     values = value if isinstance(value, list | tuple) else [value]
     return {symbol for v in values if isinstance(v, Tensor | _SYMBOLIC) for symbol in free_symbols(v)}
 
@@ -171,6 +174,7 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
 def _cut_out(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
+    """Copies nodes into a region of their own."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(inputs):
@@ -211,6 +215,7 @@ def _replace(
     outputs: Sequence[fx.Node],
     compiled: Compiled,
 ) -> None:
+    """Replaces nodes with one call of their compiled region."""
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(bundle, tuple(inputs))
         results = graph.call_function(compiled, (arguments,))
@@ -228,7 +233,10 @@ def bundle(*values: Any) -> list[Any]:
 
 
 def _named(compiled: Compiled, name: str) -> Compiled:
+    """Returns a compiled region as a function with a name, for profiles."""
+
     def region(arguments: list[Any]) -> Sequence[Any]:
+        """Calls the compiled region."""
         return compiled(arguments)
 
     region.__name__ = name

@@ -98,6 +98,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _loop_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
+    """Runs a layer's forward in a Python loop over time steps."""
     x, h, w = layer.wide()
     _, last = walk.ends(layer.input.device)
     states = []
@@ -116,6 +117,7 @@ def _loop_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
 def _loop_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: Walk, input_grad: bool
 ) -> Backward:
+    """Runs a layer's backward in a Python loop over time steps."""
     x, h, w = layer.wide()
     output = results[0].reshape(-1, h.shape[1]).to(h.dtype)
     grad_output = _per_row(grads[0], grads[1], output, walk)
@@ -150,11 +152,13 @@ def _no_sequences(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns a layer's weights as oneDNN takes them."""
     # Without biases the call still has arguments for them, which are not read.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
 
 def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
+    """Runs a layer's forward by oneDNN."""
     # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
     # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
@@ -169,6 +173,7 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]) -> Backward:
+    """Runs a layer's backward by oneDNN."""
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
@@ -189,6 +194,7 @@ def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
 
 
 def _cudnn_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
+    """Runs a layer's forward by cuDNN."""
     c0 = layer.c0
     output, h_n, c_n, reserve, packed_weights = torch.ops.aten._cudnn_rnn(
         *_cudnn_inputs(layer, walk, None), *_cudnn_sizes(layer), 1, False, 0.0, layer.save, False,
@@ -199,6 +205,7 @@ def _cudnn_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
 
 
 def _cudnn_inputs(layer: _Layer, walk: Walk, packed_weights: Tensor | None) -> tuple[Any, ...]:
+    """Returns the first arguments of both cuDNN calls."""
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()
     return _turned(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
@@ -207,6 +214,7 @@ def _cudnn_inputs(layer: _Layer, walk: Walk, packed_weights: Tensor | None) -> t
 def _cudnn_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: Walk, input_grad: bool
 ) -> Backward:
+    """Runs a layer's backward by cuDNN."""
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
     # cuDNN writes into the reserve while it computes the gradients; an op that changes its arguments is not pure.

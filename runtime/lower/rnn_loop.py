@@ -36,6 +36,7 @@ class Walk:
 
     @classmethod
     def of(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Walk:
+        """Returns the walk over an input (T, B, *), or over packed rows if `batch_sizes` is given."""
         sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
         if not sizes:
             raise ValueError("embrace::rnn_layer: the input has no time step; leave such batches out")
@@ -91,15 +92,18 @@ def carry(initial: Tensor, before: Tensor, rows: int) -> Tensor:
 
 
 def _head(tensor: Tensor, rows: int) -> Tensor:
+    """Returns the first `rows` rows."""
     # Slicing costs as much as a small kernel; padded inputs, whose steps never shrink, do without.
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def _input_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the product of inputs and a weight, plus the bias if there is one."""
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def _sum_of_biases(w: LayerWeights) -> Tensor | None:
+    """Returns the sum of a layer's two biases, or None without biases."""
     return None if w.bias_ih is None or w.bias_hh is None else w.bias_ih + w.bias_hh
 
 

@@ -47,6 +47,7 @@ class ValueLayout:
 
     @classmethod
     def of(cls, value: Tensor) -> ValueLayout:
+        """Returns the layout of a value."""
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def over(self, data: Tensor) -> Tensor:
@@ -129,13 +130,16 @@ class Copies(ABC):
         """Makes the host wait for all awaited copies and for compute."""
 
     @abstractmethod
-    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored: ...
+    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+        """Begins to copy a value's memory away."""
 
     @abstractmethod
-    def _come(self, stored: Stored, watch: Watch) -> Reloading: ...
+    def _come(self, stored: Stored, watch: Watch) -> Reloading:
+        """Begins to copy a stored value back."""
 
     @abstractmethod
-    def _end(self, copying: Any) -> None: ...
+    def _end(self, copying: Any) -> None:
+        """Waits for a copy."""
 
 
 class FileCopies(Copies):
@@ -175,6 +179,7 @@ class FileCopies(Copies):
         return replace(stored, place=slot, leaving=leaving)
 
     def _come(self, stored: Stored, watch: Watch) -> Reloading:
+        """Begins to read a stored value from its file."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
@@ -255,13 +260,16 @@ class PinnedCopies(Copies):
         self._streams = streams
 
     def synchronize(self) -> None:
+        """Waits for all copies of the device."""
         self._streams.record("settled").synchronize()  # the model's device may not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+        """Begins to copy a value into pinned host memory."""
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
     def _come(self, stored: Stored, watch: Watch) -> Reloading:
+        """Begins to copy a value from pinned host memory to its device."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
@@ -293,5 +301,6 @@ def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
 
 
 def _read(slot: Slot, data: Tensor, watch: Watch) -> None:
+    """Reads a slot of a file into memory."""
     with watch:
         slot.read(data.numpy().data)

@@ -71,5 +71,6 @@ def keep(value: Any, *key: Any) -> None:
 
 
 def _name(kind: type[Any], key: tuple[Any, ...]) -> str:
+    """Returns the name of the cache file for a key, different for each version of torch and of this package."""
     versions = torch.__version__, metadata.version("embrace-fx")
     return f"{kind.__name__.lower()}-{hashlib.sha256(repr((versions, key)).encode()).hexdigest()[:32]}.json"

@@ -46,6 +46,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:
+        """Computes the bitmap of blocks once."""
         block_bitmap(dense)
 
     return scan
@@ -55,6 +56,7 @@ def claiming(device: torch.device) -> Callable[[], None]:
     """Returns a function that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
 
     def claim() -> None:
+        """Allocates a block and touches each of its pages."""
         torch.empty(LARGE_BLOCK_BYTES, dtype=torch.uint8, device=device)[::PAGE_BYTES] = 1
 
     return claim

@@ -29,6 +29,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
     recalled: list[Cluster | None] = []
 
     def earlier() -> tuple[Cluster | None, bool]:
+        """Returns the cluster cached by rank 0, if any, and whether all ranks are on one machine."""
         key.extend(communicator.gather(_own_part(device), tuple[str, ...]))
         own = recall(Cluster, *key) if communicator.rank == 0 else None
         recalled.append(communicator.gather(own, Cluster | None)[0])

@@ -28,6 +28,7 @@ def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], Non
     run = reference(device)
 
     def taken_ms(count: int) -> float:
+        """Returns the time of `count` runs."""
         synchronize()
         began = time.perf_counter()
         for _ in range(count):
@@ -48,6 +49,7 @@ def reference(device: torch.device) -> Callable[[], None]:
     source = torch.ones_like(target)
 
     def run() -> None:
+        """Runs a matrix product and an addition, for comparison."""
         torch.mm(matrix, matrix)
         torch.add(source, 1.0, out=target)
 

@@ -283,6 +283,7 @@ def fit(samples: Sequence[Sample]) -> Link:
 
 
 def measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
+    """Times a collective at growing sizes until a size clearly outweighs the start-up time."""
     samples: list[Sample] = []
     own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
     while True:
@@ -348,6 +349,7 @@ def _meet(communicator: Communicator, device: torch.device) -> None:
 
 
 def _finish(device: torch.device) -> None:
+    """Waits for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -355,6 +357,7 @@ def _finish(device: torch.device) -> None:
 def launch_of(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
+    """Returns a function that launches a collective of `own_bytes` per rank."""
     ranks = communicator.world_size
     group = communicator.process_group(_GROUPS[collective])
     own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)

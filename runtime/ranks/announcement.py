@@ -305,6 +305,7 @@ class Announcements:
         return everyone
 
     def _look(self, store: Any, name: str) -> None:
+        """Looks for mismatched announcements of other ranks."""
         self._watchdog.look(store, name, self._answer)
 
     def _answer(self, failure: str) -> PeerFailure:
@@ -319,6 +320,7 @@ class Announcements:
         return PeerFailure(self.communicator.reports(failure))
 
     def _decoded(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
+        """Decodes the announcements of all ranks."""
         form, sizes = self.form, len(own.sizes)
         return [Announcement.decode(row, form, sizes) for row in rows]
 

@@ -35,6 +35,7 @@ def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns the name of a group's backend for a device."""
     return group._get_backend(torch.device(device.type)).name()
 
 

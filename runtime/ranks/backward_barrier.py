@@ -67,10 +67,12 @@ class BackwardBarrier:
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
     def _announced(self) -> list[Announcement]:
+        """Decodes the announcements of all ranks."""
         return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
 def _spoken(call: int) -> str:
+    """Names a call, counted from the last one, for a message."""
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 
 

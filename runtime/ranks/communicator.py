@@ -56,6 +56,7 @@ def widened(
     narrow, work = launched.value, None
 
     def widen(future: torch.futures.Future[Any]) -> Tensor:
+        """Writes the received narrow values into the wide tensor."""
         future.wait()
         return write(into, narrow)
 
@@ -67,6 +68,7 @@ def widened(
 
 
 def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
+    """Launches a sum of `flat` over ranks, in place."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine calls more
 
@@ -200,6 +202,7 @@ class Communicator(Groups):
         packed = own.new_empty((self.world_size, own.numel()))
 
         def gather(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
+            """Launches a gather of equally shaped tensors."""
             return gather_single(to, sent, carrier, async_op=True)
 
         found = self._launch(gather, group, packed.view(-1), own)
@@ -212,6 +215,7 @@ class Communicator(Groups):
             return InFlight(own, None)
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
+            """Launches a gather of tensors of different sizes."""
             return send_parts(carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.waiter(group))
 
         return self._launch(exchange, group, own.new_empty((sum(sizes),)), own)
@@ -219,6 +223,7 @@ class Communicator(Groups):
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
+        """Launches the all-to-all of looked-up columns, for a graph's node."""
         return self.send_rows(columns, by_row(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
@@ -238,6 +243,7 @@ class Communicator(Groups):
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
+        """Launches the all-to-all of a row gradient, for a graph's node."""
         return self.send_gradients(flat, by_row(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
@@ -286,6 +292,7 @@ class Communicator(Groups):
         """Launches an AlltoAll with these numbers of elements from and for each rank."""
 
         def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
+            """Launches the all-to-all on the backend; gloo takes it as separate messages."""
             if backend != "gloo":
                 if own.is_complex():
                     to, own = torch.view_as_real(to), torch.view_as_real(own)
@@ -296,6 +303,7 @@ class Communicator(Groups):
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
+        """Launches a reduction in place; buckets travel in the gradient dtype, if one is set."""
         narrow = self._narrow(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
         launched = self._launch(_all_reduce, group, narrow)
         if narrow is flat:
@@ -334,6 +342,7 @@ class Communicator(Groups):
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
+        """Waits for a launch and returns its value; an error names the ranks that failed."""
         if launch.work is not None:
             try:
                 launch.work.wait()

@@ -125,13 +125,16 @@ class LaunchLog:
 
     @property
     def launched(self) -> dict[str, int]:
+        """Returns the last step in which each operation was launched."""
         return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
+        """Notes that a step begins."""
         self.step += 1
         self.note(ANNOUNCEMENT)
 
     def note(self, name: object) -> None:
+        """Notes a launch of this step."""
         self.launches += 1
         self._last.pop(name, None)
         self._last[name] = self.step

@@ -19,9 +19,11 @@ from weakref import WeakSet
 class Forking(Protocol):
     """The methods that a compiled model provides for forks."""
 
-    def before_fork(self) -> None: ...
+    def before_fork(self) -> None:
+        """Prepares this model for a fork."""
 
-    def in_fork(self) -> None: ...
+    def in_fork(self) -> None:
+        """Makes this model usable in a forked process."""
 
 
 _MODELS: WeakSet[Forking] = WeakSet()
@@ -35,14 +37,17 @@ def watch_forks(model: Forking) -> None:
 
 @cache
 def _listen() -> None:
+    """Registers the two callbacks for forks."""
     os.register_at_fork(before=_before, after_in_child=_in_child)
 
 
 def _before() -> None:
+    """Prepares all models for a fork."""
     for model in list(_MODELS):
         model.before_fork()
 
 
 def _in_child() -> None:
+    """Makes all models usable in the forked process."""
     for model in list(_MODELS):
         model.in_fork()

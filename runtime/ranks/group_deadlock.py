@@ -176,13 +176,17 @@ class _Meeting:
             self._store.set(self._place(self._rank), "")
 
     def _arrivals(self, group: str, rank: int) -> str:
+        """Returns the key of a rank's count of arrivals at a group."""
         return f"{self._prefix}/{group}/arrivals/{rank}"
 
     def _place(self, rank: int) -> str:
+        """Returns the key under which a rank says where it waits."""
         return f"{self._prefix}/waits/{rank}"
 
     def _note(self, token: str) -> str:
+        """Returns the key of a reason."""
         return f"{self._prefix}/reason/{token}"
 
     def _of_all(self, what: str) -> str:
+        """Returns the key of something that all ranks of this arrival share."""
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

@@ -142,6 +142,7 @@ class Groups:
 
     @property
     def is_open(self) -> bool:
+        """Returns whether the groups can still be used."""
         return not self._closed
 
     def check_open(self) -> None:
@@ -415,6 +416,7 @@ def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) 
         liveness.close()
 
     def end() -> None:
+        """Destroys the groups that still exist."""
         registered = dist.distributed_c10d._world.pg_map
         while groups:
             group = groups.pop()

@@ -49,6 +49,7 @@ class Messages:
 
 
 def _wait_for(works: Sequence[dist.Work]) -> None:
+    """Waits for several works."""
     for work in works:
         work.wait()
 

@@ -97,6 +97,7 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
+            """Explains an error that torch logs, if the watchdog still exists."""
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
             return True
@@ -158,6 +159,7 @@ class MismatchWatchdog:
             raise PeerFailure({other.rank: other.reason}) from error
 
     def _write(self, store: Any, what: str, reason: str = "") -> None:
+        """Writes what this rank has announced and begun, and why it stopped, into the store."""
         begun = {str(name): _begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
         store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.announced, reason, begun))))
 

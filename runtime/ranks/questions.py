@@ -67,6 +67,7 @@ class Question:
 
 
 def _wide(value: Tensor) -> torch.dtype:
+    """Returns the widest dtype of a value's kind."""
     return torch.float64 if value.is_floating_point() else torch.int64
 
 

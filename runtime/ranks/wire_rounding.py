@@ -34,6 +34,7 @@ class _Error:
     of_values: float | Tensor = 0.0
 
     def add(self, values: Tensor, arrived: Tensor) -> None:
+        """Adds the squares of a rounding's errors and of the exact values."""
         self.of_errors = self.of_errors + (arrived - values).float().square().sum()
         self.of_values = self.of_values + values.float().square().sum()
 

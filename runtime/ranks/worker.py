@@ -45,6 +45,7 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
 
 
 def _raise(error: Exception, _: object) -> None:
+    """Raises an error in place of a result."""
     raise error
 
 
@@ -55,7 +56,9 @@ class Ending:
         self._future = future
 
     def get_future(self) -> Future[Any]:
+        """Returns the future of the work's end."""
         return self._future
 
     def wait(self) -> Any:
+        """Waits for the work's end."""
         return self._future.wait()

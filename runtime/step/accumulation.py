@@ -195,6 +195,7 @@ def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
 
 
 def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
+    """Begins an accumulation, if the step's backward is its first."""
     accumulation = itself()
     if accumulation is not None and accumulation._backward is None:
         accumulation.begin(step)

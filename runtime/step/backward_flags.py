@@ -53,6 +53,7 @@ def launch_flags(
         read = _launch_on(streams, scalars, used, written, communicator)
 
     def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
+        """Reads the flags of all ranks, raises the failures among them, and returns the counts of gradients."""
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
         if not any(writes) and not any(not_finite):
@@ -77,6 +78,7 @@ def launch_flags(
 
 
 def _ranks(counts: Sequence[int]) -> str:
+    """Lists the ranks whose count is not zero."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 
@@ -90,6 +92,7 @@ def _launch(
     launched = communicator.gather_alike(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
+        """Waits for the flags, and returns them flat with the counts summed over ranks."""
         flags = communicator.wait(launched, _NAME)
         return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
 

@@ -93,23 +93,28 @@ class Bindings:
         return found and _named(partial(found), node.name)
 
     def _method(self, node: fx.Node) -> Callable[..., Any] | None:
+        """Returns the function that runs a node's op, or None if the op itself runs."""
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
         return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
 
     def _waits(self, node: fx.Node) -> Callable[..., Any]:
+        """Returns the function that waits for a launch."""
         of_head = op_name(node.all_input_nodes[0]) in HEAD_LAUNCHES
         return self._heads.end(node) if of_head else partial(_wait_for, self._flow)
 
     def _packer(self, node: fx.Node) -> Packer:
+        """Returns the function that packs a bucket."""
         scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
         return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
 
     def _gather_ids(self, node: fx.Node) -> Callable[..., Any]:
+        """Returns the function that gathers ids."""
         return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
 
     def _copied(self, node: fx.Node) -> Callable[..., Any]:
+        """Returns the function that begins or ends a copy of a saved value."""
         assert self._copies is not None
         return _copy(self._copies, self._flow.recorder, node)
 
@@ -119,6 +124,7 @@ class Bindings:
         name = role.table if isinstance(role, Shard) else role.name
 
         def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
+            """Looks up rows of a shard after their pending steps."""
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
@@ -133,6 +139,7 @@ class Bindings:
         names, last = self._buckets[index], index == len(self._buckets) - 1
 
         def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
+            """Launches a bucket by the user's communication hook."""
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
             return launch_hooked(comm_hook, flat, bucket)
 
@@ -172,10 +179,12 @@ def _copy(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., An
     assert launch is not None
 
     def begin(value: Any, _: str) -> Any:
+        """Begins an offload or a reload."""
         recorder.mark(until)
         return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
 
     def end(copied: Any, _: str) -> Any:
+        """Waits for an offload or a reload."""
         awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
         recorder.mark(until)
         with recorder.waiting(launch):

@@ -29,6 +29,7 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Runs the step's forward as one node of autograd."""
         ctx.step = step
         ctx.set_materialize_grads(False)
         with span("forward"):
@@ -41,6 +42,7 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Runs the step's backward, and returns the gradients of the inputs."""
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
@@ -66,10 +68,12 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns a view of a gradient."""
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
+        """Refuses a second derivative."""
         raise RuntimeError(TWICE)
 
 

@@ -146,6 +146,7 @@ class Delivery:
                 _deliver_dense(state, name, value, self.synchronised, self.own)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
+        """Writes reduced buckets into the parameters' `.grad`, as pending gradients; kept tensors stay in place."""
         if not pending:
             return
         kept: dict[nn.Parameter, Tensor] = {}
@@ -173,6 +174,7 @@ def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
+    """Writes or adds one dense gradient to its parameter's `.grad`, after the parameter's hooks."""
     parameter = state.parameter(name)
     hooks = own and name in state.hooked
     if hooks:

@@ -38,7 +38,8 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
     return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
 
 
-def _nothing(*_: object) -> None: ...
+def _nothing(*_: object) -> None:
+    """Does nothing."""
 
 
 def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

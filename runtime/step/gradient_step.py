@@ -131,6 +131,7 @@ class GradientStep(Step):
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
+        """Raises the failure of the call before a backward begins."""
         if self._failure is not None:
             raise self._failure  # reported to the other ranks as any failure is
 
@@ -141,6 +142,7 @@ class GradientStep(Step):
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
+        """Runs the backward on this call's gradients, each in the layout that ranks exchange."""
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k in taken:

@@ -58,6 +58,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: LossArguments, labels: Tensor) -> Tensor:
+        """Computes the loss of a sharded head over all ranks, and saves the backward's inputs. Collective."""
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.meet(f"loss of logits of the sharded {promise.table}")
@@ -92,6 +93,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of the hidden states and the bias, and delivers the shard's. Collective."""
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
         hidden, local, own_bias, _, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
@@ -124,6 +126,7 @@ class HeadLoss(torch.autograd.Function):
 def _coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
+    """Returns the factors of each position's gradient, under the loss's weights, smoothing and reduction."""
     of_sums = None
     if head.smoothing:
         scored = max(len(positions), 1) if head.reduction == 1 else 1

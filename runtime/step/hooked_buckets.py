@@ -62,6 +62,7 @@ class HookedBucket:
         self._flat = flat
 
     def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the bucket."""
         return self._parameters
 
     def gradients(self) -> list[Tensor]:

@@ -60,11 +60,13 @@ def _unique_on_device(
     counts: dict[str, Tensor] = {}
 
     def unique_of(node: fx.Node) -> Callable[..., Any] | None:
+        """Returns the function that finds unique ids on the device, for nodes that do so."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+            """Finds unique ids, padded to a fixed length, and notes their count."""
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
@@ -73,6 +75,7 @@ def _unique_on_device(
     unique = runnable(graph.phases["unique"], state, unique_of)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+        """Returns the values of the phase and the counts of unique ids."""
         values = unique.saved(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
@@ -86,6 +89,7 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
     unpacked: list[list[Tensor]] = []
 
     def given(node: fx.Node) -> Callable[..., Any] | None:
+        """Returns a function that gives already exchanged ids in place of a node that exchanges them."""
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
@@ -94,6 +98,7 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
     route = runnable(graph.phases["ids"], state, given)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
+        """Routes the gathered ids of all tables."""
         unpacked.append(of_tables)
         route.saved((), values)
 

@@ -78,7 +78,10 @@ class MissingLaunches:
         return call if launch is not None else self._counted(call)
 
     def _counted(self, call: Call) -> Call:
+        """Wraps a call so that it counts as made."""
+
         def launched(*arguments: Any) -> Any:
+            """Counts the call and makes it."""
             self._made += 1
             return call(*arguments)
 
@@ -115,6 +118,7 @@ class MissingLaunches:
                 self._communicator.wait(found)
 
     def _call(self, launch: _Launch, values: Values) -> Any:
+        """Makes a missing launch, with a void tensor if its input does not exist."""
         first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
         void = first if launch.like is None else self._void(launch, rest)
         return launch.call(void, *rest)
@@ -143,6 +147,7 @@ class MissingLaunches:
 
 
 def _needs_lookahead(launch: _Launch) -> bool:
+    """Returns whether a launch needs the next batch."""
     return launch.id is not None and launch.id.needs_lookahead
 
 

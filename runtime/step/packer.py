@@ -38,6 +38,7 @@ class Packer:
         return flat.mul_(scale) if scale != 1.0 else flat
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins gradients into one flat tensor, in the memory of the last bucket if nothing else holds it."""
         flats = [part.reshape(-1) for part in parts]
         if not self._keeps_memory or parts[0].device.type != "cpu":
             return torch.cat(flats)

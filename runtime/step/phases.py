@@ -127,5 +127,6 @@ _AS_IT_IS = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
+    """Disables autocast on all devices."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

@@ -41,6 +41,7 @@ class InPieces:
 
     @property
     def roles(self) -> tuple[OutputRole, ...]:
+        """Roles of the outputs."""
         return self._rest.roles
 
     def source(self) -> str:

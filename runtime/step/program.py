@@ -129,6 +129,7 @@ class Program:
         self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
+        """Lowers all phases of a graph."""
         phases, state = graph.phases, self.state
         self.unique = runnable(phases["unique"], state, bound.call, self.regions)
         self.ids = runnable(phases["ids"], state, bound.call)
@@ -140,6 +141,7 @@ class Program:
         self.ids_program = ids_program(graph, state, self.unique)
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
+        """Returns the functions that run a graph's nodes."""
         return Bindings(
             graph,
             self.state,
@@ -152,14 +154,17 @@ class Program:
         )
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
+        """Lowers a phase to what a step runs, with the launches that it may miss."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
+            """Returns the function that runs a node, counted among the launches."""
             found = bound.call(node)
             return found and missing.add(node, found)
 
         def lowered(part: fx.GraphModule) -> Runnable:
+            """Lowers a part of the phase."""
             return runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
@@ -243,6 +248,7 @@ class Program:
 
     @property
     def result_count(self) -> int:
+        """Count of results, constants included."""
         return len(self.results) + len(self.constants)
 
 
@@ -252,4 +258,5 @@ def _is_computed_with(node: fx.Node) -> bool:
 
 
 def _is_of_forward(key: StepVariant | str) -> bool:
+    """Returns whether a lowered phase is a forward."""
     return key == "forward" or isinstance(key, ForwardVariant)

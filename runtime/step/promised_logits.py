@@ -61,12 +61,14 @@ class Source:
 
     @classmethod
     def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool) -> Source:
+        """Returns the source of logits at the current optimizer step; drops an outdated copy of the table."""
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_of(local, steps)):
             state.gathered.pop(promise.table, None)
         return cls(promise, state, communicator, steps, local._version)
 
     def dtype(self, hidden: Tensor) -> torch.dtype:
+        """Returns the dtype of logits made from hidden states."""
         return last_dtype(self.promise.steps) or hidden.dtype
 
     def cast(self, dtype: torch.dtype) -> Source:
@@ -143,6 +145,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
+        """Makes logits as one node of autograd."""
         logits = make()
         ctx.save_for_backward(hidden)
         ctx.made, ctx.source, ctx.is_log = logits.made, logits.source, logits.is_log
@@ -151,6 +154,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of the hidden states and parameters from a gradient of the logits."""
         if any(each.is_changed for each in ctx.made.chain()):
             raise RuntimeError(_CHANGED)
         whole = [each.full_tensor() if isinstance(each, Part) else each for each in ctx.source.parameters()]
@@ -166,10 +170,12 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
+        """Returns the values of logits as their result."""
         return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Passes a gradient on to the logits."""
         return gradient, None
 
 
@@ -204,6 +210,7 @@ class Logits(Tensor):
         inputs = (hidden, *source.parameters()) if hidden.requires_grad else (hidden,)
 
         def make() -> Logits:
+            """Makes the tensor of promised logits, without their values."""
             found: Any = Tensor._make_wrapper_subclass(
                 cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
             )
@@ -270,6 +277,7 @@ def _hook(logits: Sequence[Logits]) -> None:
 
 
 def _made(tree: Any) -> Any:
+    """Computes the values of all promised logits in a tree."""
     return pytree.tree_map_only(Logits, Logits.make, tree)
 
 
@@ -302,10 +310,12 @@ def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """Returns promised logits whose values an op computes from others of equal hidden states."""
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _detached(func: Any, logits: Logits) -> Any:
+    """Returns promised logits that are detached from autograd."""
     return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
 
 
@@ -341,6 +351,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Returns the log-softmax of promised logits over the last dimension as a promise."""
     dtype = kwargs.get("dtype")
     if logits.is_log or dim not in (-1, logits.dim() - 1) or args or (dtype is not None and dtype != logits.dtype):
         return NotImplemented
@@ -349,10 +360,12 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes the loss of promised log-probabilities without making them, if it can."""
     return _loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes the cross entropy of promised logits without making them, if it can."""
     return NotImplemented if logits.is_log else _loss(logits, target, *args, **kwargs)
 
 

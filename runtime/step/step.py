@@ -56,6 +56,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
 
 def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
+    """Runs the forward of a step and returns the tensors among its results, with or without autograd."""
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
@@ -98,6 +99,7 @@ class Step:
         self._read_again = AsSeen()
 
     def forward(self) -> list[Any]:
+        """Announces the call, runs its forward, and keeps what the backward needs."""
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
@@ -261,6 +263,7 @@ class Step:
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
+                """Checks the gradients' writers and launches the flags of the backward, once."""
                 nonlocal finish
                 if gate is not None:
                     self._check_gate(gate)
@@ -291,6 +294,7 @@ class Step:
         return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
+        """Begins the backward's exchanges; refuses a second derivative."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
         if twice:  # the others learn of it as of any failure
             raise RuntimeError(TWICE)

@@ -158,6 +158,7 @@ class Stepping:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Prepares an optimizer's step: gradients arrive, and those that the class cannot take are hidden from it."""
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
             last.restore(raised=True)  # the one whose step begins: nothing of it is hidden
         self.recorder.mark(OWN_CODE)
@@ -182,6 +183,7 @@ class Stepping:
         """
 
         def evaluate() -> Any:
+            """Evaluates the closure, and waits for its gradients."""
             with torch.enable_grad():
                 loss = closure()
             self._flow.apply()
@@ -243,6 +245,7 @@ class Stepping:
         return held
 
     def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
+        """Hides the gradients of tables whose rows are stepped later, and finds the joined and dense ones."""
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -292,6 +295,7 @@ class Stepping:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
+        """Returns the replicated tables of an optimizer that move by rows only."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -309,6 +313,7 @@ class Stepping:
         return all(map(hasattr, hooks, repeat("stepping")))
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+        """Returns the row exchanges of tables, each once."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
@@ -322,6 +327,7 @@ class Stepping:
         return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ends an optimizer's step: shows hidden gradients again, and steps tables and buckets."""
         if (kwargs or args[1:]) and isinstance(closure := closure_of(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
@@ -405,14 +411,17 @@ class Stepping:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def _settle(self, *_: Any) -> None:
+        """Applies all pending updates."""
         self._state.pending.close()
         self._flow.apply()
         self._state.flush_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict as a checkpoint shows it."""
         return show_state(optimizer, state_dict, self._state, self._communicator)
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's parts of a state dict to load, after pending updates."""
         self._settle()
         self._flow.forget_sent()
         return own_parts(optimizer, state_dict, self._state, self._communicator)
@@ -442,6 +451,7 @@ def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
     itself = weakref.ref(stepping)
 
     def hook(*args: Any) -> Any:
+        """Calls the method without gradients, if its object still exists."""
         if (found := itself()) is None:
             return None
         had_gradients = torch.is_grad_enabled()

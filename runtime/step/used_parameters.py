@@ -89,10 +89,12 @@ class UsedParameters:
         return [name for name, (word, field) in places if counts[word] >> field * self._field & mask]
 
     def _reached(self, given: tuple[int, ...]) -> set[str]:
+        """Returns the parameters that a backward reaches from the given results."""
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
     def _encoded(self, reached: Collection[str]) -> tuple[int, ...]:
+        """Encodes names as a field of one word each, which ranks sum."""
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
             if name in self._place:  # others are this rank's own
@@ -101,12 +103,14 @@ class UsedParameters:
         return tuple(words)
 
     def _without(self, counts: tuple[int, ...]) -> frozenset[str]:
+        """Returns the delivered parameters that no rank has reached."""
         mask = (1 << self._field) - 1
         places = ((name, *self._place[name]) for name in self._delivered)
         return frozenset(name for name, word, field in places if not counts[word] >> field * self._field & mask)
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Keeps a value under a key, and returns it; a full cache is emptied first."""
     if len(kept) >= _REMEMBERED:
         kept.clear()
     kept[key] = value

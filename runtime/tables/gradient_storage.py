@@ -119,6 +119,7 @@ class GradientStorage(LocalStorage):
             self._read.append(ids)
 
     def _changed(self) -> None:
+        """Forgets what was computed from the values."""
         self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
@@ -150,6 +151,7 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_dense(self) -> bool:
+        """Returns whether the gradient is dense, after a wait for it."""
         self.wait()
         return self.local is not None
 
@@ -185,6 +187,7 @@ class GradientStorage(LocalStorage):
         return dense
 
     def _check_dense(self) -> None:
+        """Raises if the gradient must not become dense."""
         if self._no_dense:
             raise RuntimeError(self._no_dense)
 

@@ -60,16 +60,19 @@ class JoinedTable(Unit):
         self.history = self._make_history()
 
     def _make_history(self) -> History:
+        """Returns a history that joins those of the members."""
         return History(self, {first: table.history for first, table in zip(self._bounds, self.members, strict=False)})
 
     @property
     def local(self) -> Tensor:
+        """The members' shards as one tensor (rows, columns)."""
         parts, known = [*map(_LOCAL, self.members)], self._weights
         if known.all is not None and all(map(is_, parts, known.views)):  # ten times a step: without a call
             return known.all
         return known.of(parts, self._move)
 
     def _move(self, k: int, view: Tensor) -> None:
+        """Moves a member's shard into a view."""
         self.members[k].move(view)
 
     @property
@@ -128,9 +131,11 @@ class JoinedTable(Unit):
         return self.is_one() and self.members[0].can_wait()
 
     def is_one(self) -> bool:
+        """Returns whether one update can step all members."""
         return self._has_one_group() and self._state.is_alike()
 
     def _has_one_group(self) -> bool:
+        """Returns whether all members are in one parameter group of one optimizer."""
         optimizer = self.members[0].optimizer
         if optimizer is None or not all(map(is_, map(_OPTIMIZER, self.members), repeat(optimizer))):
             return False
@@ -138,6 +143,7 @@ class JoinedTable(Unit):
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def param_group(self) -> Options:
+        """Returns the parameter group of the members."""
         return self.members[0].param_group()
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
@@ -147,9 +153,11 @@ class JoinedTable(Unit):
 
     @property
     def rule(self) -> type[SparseUpdate]:
+        """Update rule of the members."""
         return self.members[0].rule
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Looks up rows of a new forward, after it frees gradients that the loop has dropped."""
         self._gradient.give_back()  # a new forward begins: free gradients that the loop has dropped
         return super().look_up(ids, dtype)
 
@@ -248,6 +256,7 @@ class _JoinedState:
         self._note_versions()
 
     def _move(self, key: str, k: int, view: Tensor) -> None:
+        """Moves a member's optimizer state into a view."""
         self._members[k].keep({key: view})
 
     def _note_versions(self) -> None:

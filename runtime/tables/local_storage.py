@@ -118,9 +118,11 @@ class CopyStorage(LocalStorage):
         self._refusal = refusal
 
     def check_write(self) -> None:
+        """Refuses a write to a copy."""
         raise RuntimeError(self._refusal)
 
     def viewed(self, own: Tensor) -> LocalStorage:
+        """Returns a storage of a view of the copy, which refuses writes too."""
         return CopyStorage(own, self._refusal)
 
 

@@ -24,9 +24,11 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 class Hints(Protocol):
     """Receives the rows that upcoming batches read, at each training call under `lookahead`."""
 
-    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None: ...
+    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
+        """Takes the arguments of this call and the next batch, `ahead` calls away, if one is known."""
 
-    def end_call(self) -> None: ...
+    def end_call(self) -> None:
+        """Ends a call of the model."""
 
 
 _OPEN = attrgetter("history.open")
@@ -35,9 +37,11 @@ _OPEN = attrgetter("history.open")
 class ToCome(Protocol):
     """An upcoming batch."""
 
-    def is_batch(self, leaves: Sequence[Any]) -> bool: ...
+    def is_batch(self, leaves: Sequence[Any]) -> bool:
+        """Returns whether flattened arguments are those of this batch."""
 
-    def rows(self) -> dict[str, Tensor]: ...
+    def rows(self) -> dict[str, Tensor]:
+        """Returns the rows that the batch looks up in each table."""
 
 
 def names_to_ignore(model: nn.Module) -> frozenset[str]:
@@ -256,11 +260,13 @@ class ModelState:
         return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
+        """Returns a function that reads the shard of a table or row space."""
         if name in self.spaces:
             return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
         def read() -> Tensor:  # the dict may hold another parameter by then
+            """Reads the shard from the parameter that the module holds now."""
             found = owner[key]
             return found.held.by_ids() if isinstance(found, Part) else found.detach()
 

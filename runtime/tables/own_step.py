@@ -57,9 +57,11 @@ def by_options(decide: Decide) -> Decide:
 
     @lru_cache(maxsize=256)
     def under(kind: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
+        """Decides for options that can be a key of the cache."""
         return decide(kind, dict(plain), *rest)
 
     def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
+        """Decides from the cache if the options can be a key, else anew."""
         plain = plain_options(options)
         if plain is None:
             return decide(kind, options, *rest)
@@ -159,6 +161,7 @@ def step_tensor(
 
 
 def _sparse(gradient: Tensor) -> Tensor:
+    """Returns a gradient as a sparse tensor of all rows."""
     ids = torch.arange(gradient.shape[0], device=gradient.device).unsqueeze(0)
     return torch.sparse_coo_tensor(ids, gradient, gradient.shape, is_coalesced=True, check_invariants=False)
 
@@ -258,6 +261,7 @@ def _adam(
     rows: Tensor,
     number: float,
 ) -> None:
+    """Applies one step of an optimizer of Adam's kind to some rows."""
     beta1, beta2 = options["betas"]
     size, rest = options["lr"] / (1 - beta1**number), (1 - beta2**number) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
@@ -307,4 +311,5 @@ def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns which values of a state are tensors."""
     return {key: isinstance(value, Tensor) for key, value in state.items()}

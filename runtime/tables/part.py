@@ -95,6 +95,7 @@ class Part(Tensor):
         )
 
     def _not_saved(self) -> TypeError:
+        """Returns the error of saving a part."""
         return self.spread.told(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced(self, asked: str) -> RuntimeError:
@@ -120,11 +121,13 @@ class Part(Tensor):
 
     @property
     def data(self) -> Tensor:
+        """The part without autograd."""
         found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Replaces the part's values with another part's, or with its cut of a whole tensor."""
         if isinstance(value, Part) and not value.spread.fits(self.spread):
             raise self.refused(f"setting .data to {value.what}, which has other rows or columns")
         if not isinstance(value, Part):
@@ -138,6 +141,7 @@ class Part(Tensor):
         self.held = LocalStorage(value.held.memory().detach())
 
     def tolist(self) -> Any:
+        """Returns the values of the whole table as nested lists. Collective."""
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -151,23 +155,28 @@ class Part(Tensor):
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
     def apply_(self, function: Callable[[Any], Any]) -> Part:
+        """Applies a Python function to this rank's values in place."""
         self.held.memory().apply_(function)
         self.held.note_write()
         return self
 
     def map_(self, *given: Any) -> Part:
+        """Applies `map_` to the values; only a rank that holds the whole table can."""
         self._whole("map_()").map_(*given)
         return self
 
     def map2_(self, *given: Any) -> Part:
+        """Applies `map2_` to the values; only a rank that holds the whole table can."""
         self._whole("map2_()").map2_(*given)
         return self
 
     def share_memory_(self) -> Part:
+        """Moves this rank's values into shared memory."""
         self.held.memory().share_memory_()
         return self
 
     def is_shared(self) -> bool:
+        """Returns whether this rank's values are in shared memory."""
         return bool(self.held.memory().is_shared())
 
     # Methods that `torch.distributed.checkpoint` calls.
@@ -192,9 +201,11 @@ class Part(Tensor):
         )
 
     def data_ptr(self) -> int:
+        """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save."""
         return 0 if _is_staged() else self._whole("data_ptr()").data_ptr()
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        """Returns an empty plain tensor, or an empty part while a state dict is staged for an asynchronous save."""
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _whole(self, asked: str) -> Tensor:
@@ -222,6 +233,7 @@ class Part(Tensor):
         return self.held.dense().__reduce_ex__(protocol)
 
     def _typed_storage(self) -> NoReturn:
+        """Refuses the storage to `torch.save`."""
         raise self._not_saved()
 
 

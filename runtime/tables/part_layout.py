@@ -345,6 +345,7 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 
 def _as(layout: Layout, viewed: Viewed, whole: Tensor) -> Layout:
+    """Returns the layout of a view of a part."""
     axes, chosen, _ = viewed
     return replace(layout, shape=whole.shape, stride=whole.stride(), axes=axes, chosen=chosen)
 
@@ -360,6 +361,7 @@ def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
 
 
 def _select(layout: Layout, local: Tensor, whole: Tensor, dim: int, index: int) -> Viewed:
+    """Selects one index of a dimension."""
     if layout.is_flat:
         return _element(layout, local, whole, index % layout.shape.numel())
     dim %= len(layout.axes)
@@ -377,6 +379,7 @@ def _element(layout: Layout, local: Tensor, whole: Tensor, index: int) -> Viewed
 
 
 def _slice(layout: Layout, local: Tensor, whole: Tensor, dim: int, start: Any, end: Any, step: int) -> Viewed:
+    """Slices a dimension."""
     dim %= len(layout.axes)
     axis, where = layout.axes[dim].picked(slice(start, end, step))
     axes = (*layout.axes[:dim], axis, *layout.axes[dim + 1 :])
@@ -386,10 +389,12 @@ def _slice(layout: Layout, local: Tensor, whole: Tensor, dim: int, start: Any, e
 
 
 def _permute(layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[int]) -> Viewed:
+    """Permutes dimensions."""
     return tuple(layout.axes[dim] for dim in dims), layout.chosen, local.permute(*dims)
 
 
 def _transpose(layout: Layout, local: Tensor, whole: Tensor, dim0: int, dim1: int) -> Viewed:
+    """Swaps two dimensions."""
     dims = list(range(len(layout.axes)))
     if dims:
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
@@ -397,15 +402,18 @@ def _transpose(layout: Layout, local: Tensor, whole: Tensor, dim0: int, dim1: in
 
 
 def _t(layout: Layout, local: Tensor, whole: Tensor) -> Viewed:
+    """Transposes a matrix."""
     return _permute(layout, local, whole, range(len(layout.axes))[::-1])
 
 
 def _unsqueeze(layout: Layout, local: Tensor, whole: Tensor, dim: int) -> Viewed:
+    """Inserts a dimension of size 1."""
     dim %= len(layout.axes) + 1
     return (*layout.axes[:dim], Axis.whole(1), *layout.axes[dim:]), layout.chosen, local.unsqueeze(dim)
 
 
 def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> Viewed:
+    """Removes dimensions of size 1."""
     count = len(layout.axes)
     asked = range(count) if dim is None else [each % count for each in (dim if isinstance(dim, Sequence) else (dim,))]
     for each in sorted((d for d in asked if layout.axes[d].size == 1), reverse=True):
@@ -436,6 +444,7 @@ def _reshaped(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int])
 
 
 def _unbind(layout: Layout, local: Tensor, whole: Any, dim: int) -> list[Viewed]:
+    """Splits a part into its indices along a dimension."""
     return [_select(layout, local, each, dim, k) for k, each in enumerate(whole)]
 
 

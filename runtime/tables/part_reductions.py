@@ -34,12 +34,14 @@ class _Asked:
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked:
+        """Reads the dimensions and options of a reduction from its arguments."""
         named, count = arguments_of(func, args[1:], kwargs), args[0].dim()
         dim = named.get("dim")
         dims = (dim,) if isinstance(dim, int) else tuple(dim or range(count))
         return cls(tuple(each % max(1, count) for each in dims), bool(named.get("keepdim")), named)
 
     def is_of_all(self, part: Part) -> bool:
+        """Returns whether the reduction is over all dimensions."""
         return len(self.dims) == part.dim()
 
 
@@ -73,6 +75,7 @@ def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> 
 
 
 def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
+    """Returns the shape of a result of a reduction over `dims`."""
     return without_axes(layout, dims, keep=keep).shape
 
 
@@ -121,14 +124,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _zero(dtype: torch.dtype) -> float:
+    """Returns the sum of no values."""
     return 0
 
 
 def _least(dtype: torch.dtype) -> Any:
+    """Returns the maximum of no values: the least one of a dtype."""
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _most(dtype: torch.dtype) -> Any:
+    """Returns the minimum of no values: the greatest one of a dtype."""
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
@@ -150,6 +156,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
+    """Counts the values that are not zero, as a sum over ranks."""
     rest = (*args[1:], *kwargs.values())
     return _sum(aten.sum.dim_IntList if rest else aten.sum.default, (args[0] != 0, *rest), {})
 
@@ -215,6 +222,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     wide = _wide(looks.dtype)  # the square of 256 overflows in half precision
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Returns the norm of this rank's values."""
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
         return norm
 

@@ -44,6 +44,7 @@ def _unravelled(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _check_ids(ids: Tensor, axis: Axis) -> None:
+    """Raises if ids are out of an axis's bounds."""
     if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
         raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
 
@@ -77,6 +78,7 @@ def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows
 
 
 def _put(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes values at indices into this rank's rows and columns."""
     part, indices, values, *rest = args
     accumulate = kwargs.get("accumulate", rest[0] if rest else False)
     if not isinstance(part, Part) or (part.spread.is_flat and part.dim() > 1):
@@ -116,6 +118,7 @@ def _put_where(part: Part, mask: Part, values: Any, accumulate: bool) -> Any:
 
 
 def _put_apart(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes values at indices into a copy of a part."""
     return _put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], Part) else NotImplemented
 
 
@@ -161,6 +164,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reads rows of a part by ids, as `index_select` does."""
     part, dim, ids = args
     return _read(func, (part, [ids]), {}) if isinstance(part, Part) and dim in (0, -part.dim()) else NotImplemented
 
@@ -259,10 +263,12 @@ def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Returns the row ids of a part that shows a sparse gradient."""
     return _shown_rows(args[0], "its indices()")[0][None]
 
 
 def _nnz(func: Any, args: Any, kwargs: Any) -> int:
+    """Returns the count of rows of a part that shows a sparse gradient."""
     return len(_shown_rows(args[0], "the number of rows")[0])
 
 

@@ -113,6 +113,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns a part that shares this part's storage."""
     return args[0].like(args[0].held)
 
 
@@ -150,6 +151,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
     def own(leaf: Tensor) -> Tensor:
+        """Returns this rank's values of an operand."""
         if isinstance(leaf, Part):
             local = leaf.held.memory() if writes and leaf is args[0] else leaf.held.dense()
             return local if leaf.spread.is_flat else _own(local, leaf.spread.axes, layout)
@@ -256,6 +258,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     rest = [k for k in range(len(tensors)) if k not in parts]
 
     def of(value: Any, chosen: Sequence[int]) -> Any:
+        """Returns the chosen items of a list with one item per tensor, or else the value itself."""
         is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
         return [value[k] for k in chosen] if is_list else value
 
@@ -287,6 +290,7 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
     def plain(part: Part) -> Tensor:
+        """Returns the whole table's values as a plain tensor."""
         return part.held.pinned() if shares else part.held.dense()
 
     plain_args, plain_kwargs = pytree.tree_map_only(Part, plain, (args, kwargs))

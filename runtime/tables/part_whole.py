@@ -63,6 +63,7 @@ def to_be_read(part: Part, result: Any, func: Any) -> Any:
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
     def read(copy: Tensor) -> Part:
+        """Returns a part that holds a read-only copy of the whole tensor."""
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
         return part.like(CopyStorage(copy, refusal), layout)
 
@@ -165,11 +166,14 @@ def _references_of_setter() -> int:
     found = []
 
     class Unkept(Tensor):
+        """A tensor subclass whose ops always fail."""
+
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:
             raise NotImplementedError
 
     def count(_: Any, references: int) -> Tensor:
+        """Notes the count of references."""
         found.append(references)
         return torch.empty(0, device="cpu")
 

@@ -86,6 +86,7 @@ class PendingParameter(nn.Parameter):
 
     @property
     def grad(self) -> Any:
+        """The gradient, read as of a plain parameter."""
         kind = type(self)
         with kind.lock:
             known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
@@ -96,6 +97,7 @@ class PendingParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
+        """Sets the gradient as of a plain parameter."""
         kind = type(self)
         with kind.lock:
             known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
@@ -106,9 +108,11 @@ class PendingParameter(nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
+        """Clears the gradient."""
         self.grad = None
 
     def as_subclass(self, cls: Any) -> Any:
+        """Applies the pending update, and returns the parameter as a subclass."""
         return _apply(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -182,6 +186,7 @@ class Updates:
 
     @contextlib.contextmanager
     def _applying(self) -> Iterator[None]:
+        """Marks the updates as being applied."""
         self._applies = True
         try:
             yield
@@ -301,16 +306,19 @@ class PendingUpdates:
             self._take_states()
 
     def _take_states(self) -> None:
+        """Replaces the states of stepped optimizers with pending ones."""
         for optimizer in self._stepped:
             self.states.append(PendingState(optimizer, self.apply))
 
     def leave_states(self) -> None:
+        """Puts the plain states back into their optimizers."""
         states, self.states = self.states, []
         for state in states:
             state.leave()
 
     @contextlib.contextmanager
     def _states_aside(self) -> Iterator[None]:
+        """Puts plain states into the optimizers, and pending ones again if updates are still pending."""
         self.leave_states()
         try:
             yield

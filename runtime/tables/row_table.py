@@ -87,6 +87,7 @@ class RowTable(Unit):
 
     @property
     def local(self) -> Tensor:
+        """This rank's shard of the table."""
         parameter = self.parameter
         return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
 
@@ -268,6 +269,7 @@ class RowTable(Unit):
         )
 
     def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
+        """Returns the update rule for an optimizer's class and options."""
         if way in STILL:
             return SparseUpdate
         if way != "either" or not self._may_rest():
@@ -292,6 +294,7 @@ class RowTable(Unit):
         return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
 
     def is_one(self) -> bool:
+        """Returns whether one update can step the table, as a single table always can."""
         return True
 
     @staticmethod
@@ -301,9 +304,11 @@ class RowTable(Unit):
 
     @property
     def state(self) -> Mapping[str, Any]:
+        """Optimizer state of this rank's shard."""
         return MappingProxyType(state_of(self.holder, self.parameter))
 
     def keep(self, state: Mapping[str, Any]) -> None:
+        """Keeps new optimizer state of this rank's shard."""
         keep_state(self.holder, self.parameter, state)
 
     def step_dense(self) -> None:

@@ -51,6 +51,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_view(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are the same view of the same memory."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 

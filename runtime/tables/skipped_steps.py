@@ -115,6 +115,7 @@ def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dty
 
 
 def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Counts the values that are tensors."""
     return sum([isinstance(values.get(name), Tensor) for name in names])
 
 
@@ -131,6 +132,7 @@ def _decays(options: Mapping[str, Any]) -> bool:
 
 
 def _shrink(options: Mapping[str, Any]) -> float:
+    """Returns the factor of one step's decoupled weight decay."""
     return 1.0 - float(options["lr"]) * float(options["weight_decay"])
 
 
@@ -155,9 +157,11 @@ class Decaying(SkippedSteps):
         self._amsgrad: bool | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether a step with these options can join the history."""
         return self._amsgrad in (None, options["amsgrad"])
 
     def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Notes one step's coefficients."""
         if self._coefficients is None:
             self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
             self._counted = round(float(state["step"]))
@@ -182,6 +186,7 @@ class Decaying(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        """Applies the steps that rows have skipped, each from its `taken` count on."""
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
@@ -190,6 +195,7 @@ class Decaying(SkippedSteps):
         )
 
     def end(self) -> None:
+        """Ends the history and frees unused memory."""
         if self._coefficients is not None:
             self._coefficients = self._coefficients[: self.count + 1].clone()
         if self._moments is not None:
@@ -209,9 +215,11 @@ class Linear(SkippedSteps):
         self._maps: Tensor | None = None  # (T + 1, 5)
 
     def fits(self, options: Mapping[str, Any]) -> bool:
+        """Returns True: a step of any options can join the history."""
         return True
 
     def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Notes one step: its map follows all maps before it."""
         if self._maps is None:
             self._maps = torch.zeros((MOST_STEPS + 1, 5), dtype=torch.float64, device=self._device)
             self._maps[0] = self._maps.new_tensor(_IDENTITY)
@@ -225,6 +233,7 @@ class Linear(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        """Applies the map of all steps that rows have skipped, each from its `taken` count on."""
         assert self._maps is not None
         rested = taken.index_select(0, ids)
         if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
@@ -247,6 +256,7 @@ class Linear(SkippedSteps):
         taken.index_copy_(0, ids, rested.clamp(min=self.count))
 
     def end(self) -> None:
+        """Ends the history and frees unused memory."""
         if self._maps is not None:
             self._maps = self._maps[: self.count + 1].clone()
 

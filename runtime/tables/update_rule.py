@@ -117,10 +117,12 @@ class DenseUpdate(SparseUpdate):
         self._applied: list[Tensor] = []  # ids of rows updated by `apply`
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
+        """Steps the given rows immediately."""
         step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        """Steps all other rows in one dense step, and keeps the results of rows stepped before."""
         local, state = self.table.local, self.table.state
         total, gradient = local.shape[0], torch.zeros_like(local)
         for ids, rows in parts:
@@ -145,6 +147,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
+        """Applies the steps that these rows have skipped, and then this one."""
         places = self.table.places(ids, to_write=True)
         local, state = self.table.local, self.table.state
         self._history.take(places, local, state)
@@ -152,6 +155,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.took(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        """Steps the remaining rows, and notes the step for rows without a gradient."""
         for ids, rows in parts:
             self.apply(ids, rows)
         self._history.note(self.options)
@@ -169,6 +173,7 @@ class RowWiseUpdate(SparseUpdate):
         self._rows, self._squares = rows, squares
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        """Steps the rows with their squares, summed over ranks if a shard holds only some columns."""
         if (squares := self._squares) is not None:
             self._squares = None
             self._update(*self._rows, squares())

@@ -159,10 +159,12 @@ def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Opti
 
 
 def _beyond(state: ModelState) -> dict[str, TieredTable]:
+    """Returns the tables that are kept in files."""
     return {name: table for name, table in state.tables.items() if isinstance(table, TieredTable)}
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -115,6 +115,7 @@ class FileThread:
             leaving = leave(into)
 
             def write() -> None:
+                """Writes the records that leave memory."""
                 with watch:
                     self._file.write(numbers, self._records.sign(leaving(), rows))
 
@@ -156,6 +157,7 @@ class FileThread:
                 return records
 
         def read() -> Tensor:
+            """Reads records, after the writes to the same place."""
             _end(behind)
             return self._file.read(numbers, rows, here)
 
@@ -222,6 +224,7 @@ class FileThread:
                     self._writes.popleft()[0].result()
 
     def _is_taken(self, at: range) -> bool:
+        """Returns whether a pending write overlaps a range."""
         return any(each.start < at.stop and at.start < each.stop for _, _, each in self._writes)
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
@@ -255,6 +258,7 @@ class FileThread:
         return torch.cat([rows[:0], *left]), taken
 
     def _watch(self, launch: OperationId, rows: int) -> Watch:
+        """Returns a watch over the read or write of rows."""
         return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
     def _bring(
@@ -294,5 +298,6 @@ def _nothing() -> None:
 
 
 def _end(writes: Sequence[Future[None]]) -> None:
+    """Waits for writes, and raises their first error."""
     for each in writes:
         each.result()

@@ -86,9 +86,11 @@ class ManyReads:
         return done
 
     def _call(self, which: int, *args: Any) -> int:
+        """Makes a system call."""
         assert self.calls is not None
         return int(self._system(ctypes.c_long(self.calls[which]), *args))
 
 
 def _at(values: NDArray[Any]) -> ctypes.c_void_p:
+    """Returns the address of an array."""
     return ctypes.c_void_p(values.ctypes.data)

@@ -54,4 +54,5 @@ def row_ms_of_host(records: Records) -> tuple[float, float]:
 
 
 def _packed(rows: Tensor, records: Records) -> Tensor:
+    """Returns packed records of rows that hold initial values."""
     return records.pack(rows, {key: column.filled(rows.numel()) for key, column in records.columns.items()})

@@ -150,6 +150,7 @@ class RecordFile:
         return found[starts] * nbytes, starts * nbytes, np.diff(starts, append=len(found)) * nbytes
 
     def _wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
+        """Returns a mask of records with a wrong checksum or a wrong row."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 

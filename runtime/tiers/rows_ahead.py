@@ -83,6 +83,7 @@ class RowsAhead:
             table.expect(None)
 
     def _beyond(self) -> dict[str, TieredTable]:
+        """Returns the tables that are kept in files."""
         return {name: table for name, table in self._state.tables.items() if isinstance(table, TieredTable)}
 
     def _step_alone(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:

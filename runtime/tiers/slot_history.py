@@ -73,6 +73,7 @@ class SlotHistory(History):
         self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # (steps before it, history)
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+        """Begins a step; in a joined history, all tables first get a common count of steps."""
         if self.open is None and self._tables:  # give its tables a common number of steps
             self.close()
             self._before = max(each._before for each in self._tables)
@@ -122,6 +123,7 @@ class SlotHistory(History):
             yield self._tables[k], places[of == k]
 
     def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
+        """Applies the open history to rows in slots."""
         assert self.open is not None
         if self.open.count:
             self._take(places, [(self._before, self.open)])
@@ -175,9 +177,11 @@ _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (*SkippedStep
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a checkpoint can hold, with tensors on the CPU."""
     found = {key: value for key, value in fields.items() if not isinstance(value, Optimizer | torch.device)}
     return {key: vars(value) if isinstance(value, Moments) else _on("cpu", value) for key, value in found.items()}
 
 
 def _on(device: torch.device | str, value: Any) -> Any:
+    """Returns a tensor on a device, or any other value itself."""
     return value.to(device) if isinstance(value, Tensor) else value

@@ -61,6 +61,7 @@ class Slots:
         self._put(places, records)
 
     def _put(self, places: Tensor, records: Tensor) -> None:
+        """Writes records into slots."""
         for key, values in self._records.unpack(records).items():
             self.columns[key].index_copy_(0, places, values)
 
@@ -100,6 +101,7 @@ class DeviceSlots(Slots):
         self._streams = streams
 
     def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
+        """Begins to copy slots to the host, and returns a function that waits for the copy."""
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
         ready = streams.record("rows to leave")
@@ -109,15 +111,18 @@ class DeviceSlots(Slots):
             copy, left = streams.to_host(records), streams.record("rows have left")
 
         def leaving() -> Tensor:
+            """Waits for the copy and returns it."""
             streams.reach(left)
             return copy
 
         return leaving
 
     def come(self, places: Tensor, records: Tensor) -> Arrival:
+        """Begins to copy records to their slots."""
         return self._copied(self._put, places, records)
 
     def begin(self, places: Tensor, weights: Tensor) -> Arrival:
+        """Begins to copy first weights to their slots."""
         return self._copied(self._put_first, places, weights)
 
     def _copied(self, put: Callable[[Tensor, Tensor], None], places: Tensor, values: Tensor) -> Arrival:
@@ -128,12 +133,15 @@ class DeviceSlots(Slots):
             return Arrival(streams.record("rows have come"), copied, put)
 
     def has_come(self, coming: Arrival) -> bool:
+        """Returns whether an arrival's copy has ended."""
         return bool(coming.event.query())
 
     def arrive(self, coming: Arrival) -> None:
+        """Writes an arrival into its slots, in the current stream after the copy."""
         self._streams.wait(coming.event)
         self._streams.keep(*coming.copied)
         coming.put(*coming.copied)
 
     def to_index(self, places: Tensor) -> Tensor:
+        """Returns places as an index on the device."""
         return self._streams.up(places)

@@ -54,15 +54,19 @@ class FileStorage(LocalStorage):
     is_elsewhere = True
 
     def dense(self) -> NoReturn:
+        """Refuses the whole table's values."""
         raise RuntimeError(self._refusal)
 
     def memory(self) -> NoReturn:
+        """Refuses the whole table's memory."""
         raise RuntimeError(self._refusal)
 
     def replace(self, local: Tensor) -> NoReturn:
+        """Refuses new values of the whole table."""
         raise RuntimeError(self._refusal)
 
     def by_ids(self) -> Tensor:
+        """Returns the values that are in memory."""
         return self.now()
 
 
@@ -77,9 +81,11 @@ class InSlots(Unit):
 
     @property
     def local(self) -> Tensor:
+        """Weights in the slots."""
         return self.memory.columns[WEIGHTS]
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Returns the slots of rows."""
         return self.memory.places(ids, to_write=to_write)
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -124,10 +130,12 @@ class TieredTable(InSlots, RowTable):
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Returns the slots of rows."""
         return self.memory.places(self.numbers(ids), among=self._rows_on_host(ids), to_write=to_write)
 
     @property
     def needs_host(self) -> bool:  # type: ignore[override]
+        """Returns whether row ids are needed on the host."""
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
@@ -135,10 +143,12 @@ class TieredTable(InSlots, RowTable):
         self._expected = rows
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Notes the host's copy of a batch's ids, and reads their rows ahead."""
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def note(self, ids: Tensor, among: Tensor) -> None:
+        """Notes which host copy holds the ids on a device."""
         if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(among)
 
@@ -152,6 +162,7 @@ class TieredTable(InSlots, RowTable):
         return rows
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Looks up rows, with the expected ids as their host copy."""
         if self._expected is not None:
             self._on_host[ids], self._expected = self._expected, None
         return super().look_up(ids, dtype)
@@ -162,6 +173,7 @@ class TieredTable(InSlots, RowTable):
         return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
 
     def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
+        """Returns the update rule, or raises if steps cannot be replayed for rows in a file."""
         if way in STILL:
             return SparseUpdate
         if way == "either":
@@ -172,6 +184,7 @@ class TieredTable(InSlots, RowTable):
         raise RuntimeError(not_replayable(self.name, type(self.holder)))
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
+        """Writes the first optimizer state of slots."""
         for key, value in state.items():
             self.memory.columns[key].index_copy_(0, places, value)
         self.shown |= state.keys()
@@ -209,22 +222,27 @@ class TieredTable(InSlots, RowTable):
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
     def begin_step(self) -> SparseUpdate:
+        """Begins a step, which the first table of a file also counts."""
         self.memory.counts.steps += not self.rows.start
         return super().begin_step()
 
     @property
     def remark(self) -> str:
+        """Returns a report on the file's memory, or an empty text for all but the first table of a file."""
         return "" if self.rows.start else self.memory.report
 
     def step_dense(self) -> NoReturn:
+        """Refuses a dense step."""
         raise RuntimeError(self.no_dense)
 
     def held_bytes(self) -> tuple[int, int, int]:
+        """Returns the bytes of weights, gradient and optimizer state in memory."""
         held = self.held
         weights, _, others = self.predicted_bytes(1)
         return weights, 0 if held is None or held.is_late else held.values().nbytes, others
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int]:
+        """Returns the predicted bytes of weights, gradient and optimizer state in memory."""
         weights, others = self.local.nbytes, self.memory.nbytes - self.local.nbytes
         return self._share(weights), 0, self._share(others)
 
@@ -247,16 +265,20 @@ class JoinedTiers(InSlots, JoinedTable):
         super().__init__(space, members)
 
     def _make_history(self) -> SlotHistory:
+        """Returns a history in slots that joins those of the members."""
         return SlotHistory(self, self.memory, range(self.memory.num_rows), [each.history for each in self.members])
 
     def is_one(self) -> bool:
+        """Returns whether one update can step all members, whose states have equal keys."""
         return super().is_one() and all(each.shown == self.members[0].shown for each in self.members)
 
     @property
     def state(self) -> dict[str, Any]:
+        """Optimizer state of the members."""
         return dict(self.members[0].state)
 
     def begin_step(self) -> SparseUpdate:
+        """Counts a step, and begins it."""
         self.memory.counts.steps += 1
         return super().begin_step()
 
@@ -268,6 +290,7 @@ class _FirstDeferred(SparseUpdate):
     moves_all = True
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        """Steps the rows, and gives their slots' first state to the history."""
         table, counters = self.table, self.table.counters
         super().finish(parts)
         slots = table.places(torch.cat([ids for ids, _ in parts]), to_write=True)
@@ -305,6 +328,7 @@ def state_columns(
 
 
 def _none_of(value: Any, like: Tensor) -> Any:
+    """Returns an empty tensor for optimizer state by rows, or any other value itself."""
     return like.new_empty((0, like.shape[1]), dtype=value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
 

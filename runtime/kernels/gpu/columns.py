@@ -29,6 +29,7 @@ def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
     PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Copies between rows and their flat blocks of columns, for one tile."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
     if EVEN:  # known to be divisible by 16 where the block width is, which a minimum is not
@@ -51,6 +52,7 @@ def _move_columns(
 
 
 def _launch(rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool) -> None:
+    """Launches `_move_columns` over all tiles."""
     width = rows.shape[1]
     if count == 0 or width == 0:
         return

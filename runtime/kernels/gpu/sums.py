@@ -26,6 +26,7 @@ def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Sums the rows of each segment, scaled, for one tile."""
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + segment, mask=segment < count, other=0)

@@ -66,6 +66,7 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
     @wraps(launch)
     def on_device(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Launches the kernel on the device of its first tensor."""
         with torch.cuda.device_of(tensor):
             return launch(tensor, *args, **kwargs)
 

@@ -26,21 +26,25 @@ from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_
 
 @triton.jit
 def _quotient(x, y):
+    """Divides with correct rounding."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
 
 
 @triton.jit
 def _root(x):
+    """Returns the correctly rounded square root."""
     return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
 
 
 @triton.jit
 def _load(values, at, inside, SUM: tl.constexpr):
+    """Loads values in the dtype of sums; zero outside the mask."""
     return tl.load(values + at, mask=inside, other=0.0).to(SUM)
 
 
 @triton.jit
 def _store(values, at, value, inside):
+    """Stores a value in the dtype of its destination."""
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
 
@@ -66,6 +70,7 @@ def _sgd(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Applies one SGD step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
@@ -121,6 +126,7 @@ def _adagrad(
     step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Applies one Adagrad step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
@@ -172,6 +178,7 @@ def _adam(
     AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Applies one Adam step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
