@@ -39,8 +39,8 @@ class Collective:
         id: the launch's id as text; "" if it has none.
         serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
         options: the op's other plain arguments, by name.
-        dtype: of the transferred tensor.
-        shape: of a tensor that is reduced or exchanged as a whole; None for other launches.
+            dtype: the dtype of the transferred tensor.
+            shape: the shape of a tensor that is reduced or exchanged as a whole, or None for other launches.
     """
 
     group: str
@@ -69,7 +69,7 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
 
     Args:
         ordered: whether launches run in the graph's order. If not, launches with an id are hashed in the order of their
-            ids, because a launcher orders them, and without their tables, which the plan contains.
+            ids, because a launcher orders them. Their tables are then left out, because the plan contains them.
     """
     sequence = collective_sequence(graph)
     if not ordered:
@@ -124,7 +124,9 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs whose memory a node's result may share: the source of a view, or an input written in place."""
+    """Returns the inputs whose memory a node's result may share: the source of a view, or an input that the node writes
+    in place.
+    """
     if node.target is operator.getitem:  # an item of a view is a view; an item of several results is a separate result
         return aliased_inputs(node.all_input_nodes[0])
     if is_wait(node):

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class EagerDropout:
-    """Replaces `native_dropout` on the CPU, and drops the copies that dropout with p=0 has left."""
+    """Replaces `native_dropout` on the CPU, and removes the copies left by dropout with p=0."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return rewrite_each(rewrite_each(graph, _copies, _use_original), _dropouts, use_scaled_noise)
@@ -46,7 +46,7 @@ def _copies(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether a value, or a view of it, is an output of its graph."""
+    """Returns whether a value, or a view of the value, is an output of its graph."""
     return any(user.op == "output" or (_is_view(user) and _leaves(user)) for user in node.users)
 
 

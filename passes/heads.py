@@ -56,7 +56,7 @@ _BACKWARD = frozenset(
 
 
 class Unmatched(Exception):
-    """What is in the way of sharding a head, in a line."""
+    """Says in one line why an output layer cannot be sharded."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Loss:
 
     Attributes:
         node: the `nll_loss_forward`.
-        steps: the element-wise ops in front of its log-softmax.
-        shapes: changes of the leading shape in front of it.
-        backward: its `nll_loss_backward`; None: no gradient is taken.
-        sums: the sum of the log-softmax over the table's rows, where labels are smoothed.
-        of_sums: its gradient (L,).
+        steps: the element-wise ops before the log-softmax.
+        shapes: the nodes before the log-softmax that change the leading shape.
+        backward: the `nll_loss_backward` of `node`, or None if no gradient is taken.
+        sums: the sum of the log-softmax over the table's rows, if labels are smoothed.
+        of_sums: the gradient (L,) of `sums`.
     """
 
     node: fx.Node
@@ -82,10 +82,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class ResultLogits:
-    """A result of the model that is logits, as `Loss`.
+    """A result of the model that is logits; its attributes are as in `Loss`.
 
     Attributes:
-        is_cut: whether some positions have been left out.
+        is_cut: whether the result leaves out some positions.
     """
 
     index: int
@@ -100,15 +100,15 @@ class Head:
 
     Attributes:
         weight: the table.
-        as_read: the node of (V, D) that the product reads, transposed: the table, or a cast of it.
+        as_read: the node (V, D) whose transpose the product reads: the table, or a cast of the table.
         product: the `mm` or `addmm`.
-        hidden: (M, D), its other factor.
-        bias: (V,), what is added; None: nothing.
+        hidden: the hidden states (M, D), which are the other factor.
+        bias: the added bias (V,), or None.
         sizes: the nodes that read a leading size of logits.
-        results: those of the model that are logits.
-        loss: None: the graph has none.
-        of_hidden, of_weight, of_bias: the nodes of the backward that make these gradients.
-        of_table: the term of the table's gradient.
+        results: the model's results that are logits.
+        loss: the loss of the logits, or None if the graph has no loss.
+        of_hidden, of_weight, of_bias: the backward's nodes that compute the gradients of hidden states, table and bias.
+        of_table: the head's term of the table's gradient.
     """
 
     weight: fx.Node
@@ -131,10 +131,10 @@ def forward_of(graph: TrainingGraph) -> set[fx.Node]:
 
 
 def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Names what is in the way of sharding the head over a table; None: nothing is.
+    """Returns the reason why the head over a table cannot be sharded, or None if it can.
 
     Args:
-        forward: what `forward_of` returns, where it is known.
+        forward: the result of `forward_of`, if known.
     """
     try:
         find_head(graph, parameter, forward)
@@ -144,7 +144,9 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
 
 
 def losses_of(graph: TrainingGraph) -> dict[str, Loss]:
-    """Maps each table whose output layer has its loss in the graph, not in the loop alone, to the loss."""
+    """Maps each table whose output layer has its loss in the graph to that loss. A loss in the training loop does not
+    count.
+    """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
         return {}
     found, forward = {}, forward_of(graph)
@@ -156,33 +158,33 @@ def losses_of(graph: TrainingGraph) -> dict[str, Loss]:
 
 
 def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
-    """Finds the labels of output layers whose loss is in the graph, where they depend on the batch alone.
+    """Finds the labels of output layers whose loss is in the graph, if the labels depend on the batch alone.
 
     Returns:
-        table -> the labels (L,), and the label that is not scored.
+        table -> the labels (L,), and the label that the loss ignores.
     """
     losses = {name: loss for name, loss in losses_of(graph).items() if labels_from_batch(loss)}
     return {name: (argument(o.node, "target"), argument(o.node, "ignore_index")) for name, o in losses.items()}
 
 
 def means_of_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
-    """Lists the labels that losses average over, where they depend on the batch alone, and the label not scored."""
+    """Lists the labels that losses average over, with the ignored label, if the labels depend on the batch alone."""
     losses = [n for n in graph.graph.nodes if n.target in _MEANS and argument(n, "reduction") == 1]
     found = [(argument(node, "target"), argument(node, "ignore_index")) for node in losses]
     return [(labels, ignored) for labels, ignored in found if _of_batch(labels)]
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
-    """Finds the head over a table.
+    """Finds the head over a table by the table's name.
 
     Raises:
-        Unmatched: it has none, or one of another form.
+        Unmatched: the table has no head, or its head has another form.
     """
     return head_of(graph, parameters_of(graph.module)[parameter], forward_of(graph) if forward is None else forward)
 
 
 def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Finds the head over the table that a node is, as `find_head`."""
+    """Finds the head over a table by the table's node, as `find_head` does."""
     product, as_read = _product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)
@@ -205,7 +207,7 @@ def _last(node: fx.Node) -> list[Any]:
 
 
 def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Returns the product that reads a table, and the node of the table that it reads, transposed."""
+    """Returns the product that reads a table, and the node of the table whose transpose the product reads."""
     found: list[tuple[fx.Node, fx.Node]] = []
     for reader in _dense_readers(weight, forward):
         as_read = weight
@@ -225,7 +227,7 @@ def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
 
 
 def _dense_readers(weight: fx.Node, forward: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yields the nodes of the forward that read more of a table than rows of lookups, or its sizes."""
+    """Yields the nodes of the forward that read a table other than by looking up rows or reading its sizes."""
     for user in _early(weight, forward):
         if user.target in LOOKUPS and argument(user, "weight") is weight:
             continue
@@ -239,7 +241,7 @@ def _early(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
 
 
 def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits to results and to the loss."""
+    """Follows the logits to the model's results and to the loss, and notes both in the head."""
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -267,7 +269,9 @@ def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
 
 
 def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Returns the step that a node takes with logits, if it takes one, and whether it changes their leading shape."""
+    """Returns the element-wise step that a node applies to logits, or None, and whether the node changes their leading
+    shape.
+    """
     target = node.target
     keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last(node) == _last(logits)
     if target in _SAME:
@@ -288,7 +292,7 @@ def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
 def _end(
     head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
 ) -> None:
-    """Notes the loss behind a log-softmax."""
+    """Notes the loss that reads a log-softmax of the logits."""
     if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
         raise Unmatched(f"its softmax is not over the table's rows ({_line(softmax)})")
     if argument(softmax, "half_to_float"):
@@ -316,7 +320,7 @@ def _end(
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` where a negative log-likelihood is of another form."""
+    """Raises `Unmatched` if a negative log-likelihood has another form than supported."""
     weight = argument(node, "weight")
     if weight is not None and any(map(draws, _cone(weight))):
         raise Unmatched("its class weights are drawn at random")
@@ -329,7 +333,7 @@ def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
 
 
 def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` where the sum of a log-softmax is read otherwise than `F.cross_entropy` smooths labels."""
+    """Raises `Unmatched` if the sum of a log-softmax is read in another way than `F.cross_entropy` smooths labels."""
     is_plain = node.args[1] in ([1], [-1]) and len(node.args) == 2 and not node.kwargs
     readers = _early(node, forward)
     masked = [user for reader in readers for user in _early(reader, forward)]
@@ -349,7 +353,7 @@ def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) 
 
 
 def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the gradient of the loss that reads a log-softmax; None: no gradient is taken."""
+    """Returns the gradient of the loss that reads a log-softmax, or None if no gradient is taken."""
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
         raise Unmatched("its loss has several gradients")
@@ -362,7 +366,7 @@ def _cone(node: fx.Node) -> set[fx.Node]:
 
 
 def labels_from_batch(loss: Loss) -> bool:
-    """Returns whether labels depend on the batch alone, and so are known before the forward."""
+    """Returns whether labels depend on the batch alone, so that they are known before the forward."""
     return _of_batch(argument(loss.node, "target"))
 
 
@@ -407,7 +411,7 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
 
 
 def _note_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Notes the gradient of the sum of a log-softmax: the other one of those that its negative log-likelihood has."""
+    """Notes the gradient of the sum of a log-softmax, as opposed to that of the negative log-likelihood."""
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
     is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
@@ -418,7 +422,7 @@ def _note_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> Non
 
 
 def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
-    """Notes which gradient a product, or a sum, with the gradient of the logits makes."""
+    """Notes which gradient a product or sum with the logits' gradient computes: of hidden states, table or bias."""
     if end.target is aten.sum.dim_IntList:
         kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
     elif end.args[0] in chain and _is_table(head, end.args[1]):
@@ -433,7 +437,7 @@ def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
 
 
 def _is_table(head: Head, node: Any) -> bool:
-    """Tells whether a node is the table as the product reads it, transposed twice or not at all."""
+    """Returns whether a node is the table as the product reads it, transposed twice or not at all."""
     turned = 0
     while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
         node, turned = node.args[0], turned + 1
@@ -446,7 +450,7 @@ def _line(node: fx.Node) -> str:
 
 
 def parameter_of(node: fx.Node) -> str:
-    """Returns the parameter that a node is, or is a cast of."""
+    """Returns the parameter that a node is or casts."""
     while node.op != "placeholder":
         node = node.all_input_nodes[0]
     role = node.meta["role"]

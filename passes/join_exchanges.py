@@ -45,7 +45,7 @@ class ExchangedParameter:
     """A parameter whose rows or gradient the ranks exchange.
 
     Attributes:
-        padding_idx: a sharded table's row without a gradient, -1 for none; None for a replica.
+        padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none; None for a replica.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class JoinExchanges:
 
     Attributes:
         exchanged: name -> parameter, in the order of the plan.
-        renormed: whole tables with `max_norm`, which every graph must read to rescale the rows that other ranks read.
+        renormed: whole tables with `max_norm`. Every graph must read them to rescale the rows that other ranks read.
     """
 
     exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)

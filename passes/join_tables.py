@@ -70,9 +70,9 @@ class _Lookup:
 
     Attributes:
         number: the table's index in the row space.
-        backward: the nodes that compute its share of the gradient.
-        is_joined: whether it is part of the joint lookup.
-        is_bag: whether it sums rows. Bags here have no padding row.
+        backward: the nodes that compute the lookup's share of the gradient.
+        is_joined: whether the lookup is part of the joint lookup.
+        is_bag: whether the lookup sums rows. Bags here have no padding row.
     """
 
     table: Table
@@ -192,7 +192,7 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
 
 
 def _one_of(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the common dtype; None if they differ or one is None."""
+    """Returns the common dtype, or None if the dtypes differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
@@ -229,7 +229,7 @@ def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node
 
 
 def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Makes a lookup, and the inputs of its gradient, read rows of the row space instead of its table."""
+    """Makes a lookup, and the inputs of its gradient, read rows of the row space instead of the lookup's table."""
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
         set_argument(node, "indices", ids)

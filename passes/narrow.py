@@ -62,7 +62,7 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
 
 
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange in place; returns False if it must stay wide."""
+    """Narrows one table's exchange in place. Returns False if it must stay wide."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
@@ -80,7 +80,9 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from; None if none."""
+    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from, or None if there is
+    none.
+    """
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if is_plain_cast(user) else None for user in casts}
     if len(dtypes) != 1:
@@ -97,7 +99,9 @@ def is_plain_cast(node: fx.Node) -> bool:
 
 
 def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the split that sends the gradient of `join`'s rows, found by the common counts of the id exchange."""
+    """Returns the split that sends the gradient of `join`'s rows, found by the counts of the id exchange that both
+    read.
+    """
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
     for split in graph.graph.nodes:

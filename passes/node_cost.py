@@ -34,10 +34,10 @@ _COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "
 
 
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
-    """Returns an estimator of nodes for a processor of this speed. It estimates each node once.
+    """Returns a function that estimates a node's milliseconds on a processor of this speed, once for each node.
 
     Args:
-        expected: numbers for data-dependent sizes.
+        expected: the expected values of data-dependent sizes.
     """
     return functools.cache(lambda node: node_ms(node, compute, expected))
 
@@ -58,7 +58,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Returns the number of a node's multiplications and additions; 0 for ops without a formula."""
+    """Returns the count of a node's multiplications and additions, or 0 for ops without a formula."""
     assert isinstance(node.target, torch._ops.OpOverload)
     formula = _formula(node)
     if formula is None:
@@ -69,7 +69,7 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def computes(node: fx.Node) -> bool:
-    """Returns whether a node takes long, so that communication that does not depend on it is launched before it.
+    """Returns whether a node takes so long that independent communication is launched before it.
 
     True for ops with a FLOP formula, and for those with a name that contains one of `_COMPUTES`.
     """
@@ -93,7 +93,7 @@ def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
 
 
 def _sized(value: Any, expected: ExpectedSizes) -> Any:
-    """Returns a meta tensor with the sizes of a fake tensor, using expected sizes for data-dependent ones."""
+    """Returns a meta tensor with the sizes of a fake tensor. Data-dependent sizes are replaced with expected ones."""
     if isinstance(value, list | tuple):
         return type(value)(_sized(each, expected) for each in value)
     return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
@@ -115,7 +115,7 @@ def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[T
 
 
 def _rnn_layer_backward(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Counts twice the forward's FLOPs: once for the gradients of the data, and once for those of the weights."""
+    """Counts twice the forward's FLOPs: once for the gradients of the data, once for those of the weights."""
     return 2.0 * _rnn_layer(*arguments)
 
 

@@ -100,7 +100,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
 
 
 def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
-    """Moves sizes and tuple items to the phase of their source, so that saving one keeps no whole tensor alive."""
+    """Moves sizes and tuple items to the phase of their source, so that saving them keeps no whole tensor alive."""
     for node in nodes:
         if node in ids or node in forward or not _is_size_or_part(node):
             continue
@@ -145,7 +145,7 @@ def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphM
 def _phase(
     graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
 ) -> fx.GraphModule:
-    """Builds one phase: placeholders for its inputs, its nodes in order, and its outputs."""
+    """Builds one phase with placeholders for its inputs, its nodes in order, and its outputs."""
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}
     read |= {node for node, _ in wanted if node not in own}

@@ -41,7 +41,7 @@ class Compiled:
     """The graph after the last pass, and a snapshot after each.
 
     Attributes:
-        phases: pass -> the phases after it, if any.
+        phases: pass -> the phases after that pass, if any.
         ms: pass -> its milliseconds.
     """
 
@@ -74,8 +74,8 @@ def training_passes(
     Args:
         present: tables that the graph reads; an evaluation may read fewer than training does.
         reduce: False for a backward under `no_sync`, and for a forward alone.
-        join: the pass that adds exchanges that the batch does not need; None for a forward alone.
-        memory: the pass that keeps the step within a memory budget; None without a budget.
+        join: the pass that adds exchanges that the batch does not need, or None for a forward alone.
+        memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
     joined = join.exchanged if join is not None else ()  # none on a single process
     exchanged = plan.row_exchanges.items()
@@ -129,7 +129,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:
-    """Runs the passes, keeps a snapshot after each, and verifies the last graph, which runs.
+    """Runs the passes, keeps a snapshot after each, and verifies the last graph, which is the one that runs.
 
     Args:
         done: the result of earlier passes on `analysed`, or None.
@@ -159,9 +159,9 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, start: TrainingGraph) -> None:
-    """Verifies the last graph; if that fails, verifies each graph to name the pass that broke it.
+    """Verifies the last graph. If that fails, verifies each graph to name the pass that broke it.
 
-    Verifying each graph in every run made a sixth of all Python calls in planning twelve layers.
+    Verifying every graph in every run took a sixth of all Python calls when planning twelve layers.
     """
     try:
         for name, graph in changed[-1:]:

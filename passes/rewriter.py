@@ -23,7 +23,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Derived:
-    """The origin of a node's fake value: the op, the values of its arguments, its result."""
+    """The origin of a node's fake value: the op, the values of its arguments, and its result."""
 
     target: Any
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Rewriter:
         """Inserts a copy of a node at the current place, for recomputation in the backward.
 
         Args:
-            reads: an input of the node -> the input of the copy.
+            reads: maps an input of the node to the input of the copy.
             name: the copy's name; a number is appended if another node has it.
         """
         copy = self.graph.node_copy(node, reads)
@@ -149,7 +149,7 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 
 def hoist(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves the nodes that compute `nodes` to the head of the graph; returns the first node after them."""
+    """Moves `nodes`, and the nodes that they depend on, to the head of the graph. Returns the first node after them."""
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
         if needed is head:
@@ -164,7 +164,7 @@ def rewrite_each(
     find: Callable[[TrainingGraph], Sequence[fx.Node]],
     rewrite: Callable[[Rewriter, fx.Node], None],
 ) -> TrainingGraph:
-    """Rewrites each node that `find` yields; returns the same graph if there is none."""
+    """Rewrites each node that `find` yields. Returns the same graph if there is none."""
     if not find(graph):
         return graph
     result = graph.edit()
@@ -175,6 +175,6 @@ def rewrite_each(
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """Returns the fake mode of a graph's values; None if it has no tensors."""
+    """Returns the fake mode of a graph's values, or None if it has no tensors."""
     values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

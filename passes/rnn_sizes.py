@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of a layer's last result, the workspace that oneDNN saves; None for other nodes."""
+    """Returns the bytes of a layer's last result, the workspace that oneDNN saves, or None for other nodes."""
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -30,11 +30,11 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
 def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
     """Returns the bytes that oneDNN's LSTM saves for its backward, for one layer and direction.
 
-    Gates, states by layer and by step with their gradients, and cells each begin at a page. Rows fill whole cache
-    lines, plus one if they would all map to the same cache sets. Found by experiment (torch 2.13, float32).
+    Gates, states by layer and by step with their gradients, and cells each begin at a page. A row fills whole cache
+    lines, with one more line if all rows would map to the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
-        width, own: of input and state.
+        width, own: the width of the input and of the state.
     """
 
     def row(values: int) -> int:
@@ -50,7 +50,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes that the time loop holds besides a node's arguments and results; 0 for other nodes."""
+    """Returns the bytes that the time loop holds besides a node's arguments and results, or 0 for other nodes."""
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0

@@ -24,7 +24,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class RoundRowGradients:
-    """Rounds row gradients.
+    """Rounds row gradients to the format of the wire before their exchange.
 
     Attributes:
         form: the format of rows on the wire.

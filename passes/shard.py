@@ -69,10 +69,10 @@ class ShardTables:
         tables: parameter names, in the order of their exchange; equal on all ranks.
         renormed: data-parallel tables with `max_norm`: each rank rescales the rows that any rank reads, so that the
             replicas stay equal.
-        rank, world_size: determine this rank's columns.
-        grids: table -> its grid, if that has more than one row.
+        rank, world_size: this rank and the count of ranks, which determine this rank's columns.
+        grids: table -> its grid, if the grid has more than one row.
         in_order: whether gradients are launched in the order of `tables`, for graphs that no launcher orders.
-        rows: table -> the number of rows that a step is expected to read, if known.
+        rows: table -> the count of rows that a step is expected to read, if known.
     """
 
     tables: tuple[str, ...]
@@ -91,7 +91,7 @@ class ShardTables:
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
     def expects(self, table: Table) -> RowCounts:
-        """Returns the number of a table's rows that a step is expected to read."""
+        """Returns how many of a table's rows a step is expected to read."""
         return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
 
@@ -105,7 +105,7 @@ class _Ids:
 
 
 class _Sizes(dict[str, int]):
-    """Symbol of a data-dependent size -> the expected number. Later passes keep the symbols with the fake values."""
+    """Expected values of data-dependent sizes, by symbol. Later passes keep the symbols with the fake values."""
 
     def expect(self, node: fx.Node, count: int) -> None:
         """Records the expected first size of a node's result, which is a new symbol."""
@@ -132,7 +132,7 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
 def _exchange_ids(
     graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], options: ShardTables, sizes: _Sizes
 ) -> dict[str, _Ids]:
-    """Inserts one exchange of ids for all tables, as early as the batch allows."""
+    """Inserts one exchange of ids for all tables, as early in the graph as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
     head, world_size = hoist([node for nodes in id_nodes.values() for node in nodes]), options.world_size
     uniques: list[fx.Node] = []
@@ -214,7 +214,7 @@ def _shard(
 
 
 def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Moves each table's gradient launch after that of the previous table."""
+    """Moves the launch of each table's gradient after the launch of the previous table's gradient."""
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
@@ -227,11 +227,11 @@ def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids that a table's launches, lookup and gradient sum read: all, or on a grid those sent to this rank.
+    """The ids that a table's launches, lookup and gradient sum read: all ids, or on a grid those sent to this rank.
 
     Attributes:
         ids, counts: results of `unpack_ids` or `route_grid`.
-        order: a result of `route_grid`; None if the grid has one row.
+        order: a result of `route_grid`, or None if the grid has one row.
     """
 
     ids: fx.Node
@@ -258,7 +258,7 @@ class _Route:
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def padding(self, rows: Sequence[int]) -> list[int]:
-        """Returns the row numbers, in this rank's shard, of those padding rows that it has."""
+        """Returns the padding rows that this rank's shard holds, as row indices in the shard."""
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
@@ -276,7 +276,7 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
-    """Makes every lookup read the batch's rows instead of the table, with ids replaced by positions in these rows."""
+    """Makes every lookup read the batch's rows instead of the table. Positions in these rows replace the ids."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -350,7 +350,7 @@ def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Returns a renorm with the chain of copies and earlier renorms that it reads, up to the parameter."""
+    """Returns a renorm and the chain of copies and earlier renorms before it, up to the parameter."""
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])

@@ -72,12 +72,12 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardHeads:
-    """Shards the output layers over `tables`, whose rows are dealt out over the ranks.
+    """Shards the output layers over `tables`, whose rows are distributed over the ranks.
 
     Attributes:
-        tables: parameter name -> its exchanges, in their order; equal on all ranks.
-        rank, world_size: decide which rows are this rank's.
-        keeps_logits: for losses outside of the model: see `PromisedLogits`.
+        tables: parameter name -> its exchanges, in order; equal on all ranks.
+        rank, world_size: this rank and the count of ranks, which determine this rank's rows.
+        keeps_logits: whether losses outside of the model keep logits for the backward; see `PromisedLogits`.
     """
 
     tables: Mapping[str, HeadPlan]
@@ -106,11 +106,11 @@ class _Scored:
     """The nodes of the positions that have labels.
 
     Attributes:
-        positions: (S,), among the labels.
-        rows: (S,), among the hidden states.
-        counts: (N,).
-        chunks: in order.
-        log_sums: (S,).
+        positions: the positions (S,) as indices into the labels.
+        rows: the positions (S,) as indices into the hidden states.
+        counts: the count of scored positions on each rank (N,).
+        chunks: the chunks of positions, in order.
+        log_sums: the log-sum-exp of the logits at each position (S,).
     """
 
     positions: fx.Node
@@ -125,9 +125,9 @@ class _Chunk:
     """The nodes of a chunk of all ranks' scored positions.
 
     Attributes:
-        labels: (P,).
-        hidden: (P, D).
-        logits: (P, V'), this rank's columns.
+        labels: the labels (P,).
+        hidden: the hidden states (P, D).
+        logits: this rank's columns of the logits (P, V').
     """
 
     labels: fx.Node
@@ -136,10 +136,10 @@ class _Chunk:
 
 
 class _Sharding:
-    """The rewrite of one head.
+    """The rewrite of the graph for one head.
 
     Attributes:
-        sizes: symbol of a data-dependent size -> the number expected.
+        sizes: symbol of a data-dependent size -> its expected value.
     """
 
     def __init__(self, graph: TrainingGraph, head: Head, options: ShardHeads) -> None:
@@ -156,7 +156,7 @@ class _Sharding:
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
-        """Rewrites it in place; returns the results that are promises now."""
+        """Rewrites the head in place. Returns the results that are now promised logits."""
         head, loss = self._head, self._head.loss
         for size in head.sizes:
             size.replace_input_with(size.all_input_nodes[0], self._as_hidden(size.all_input_nodes[0]))
@@ -191,7 +191,7 @@ class _Sharding:
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
     def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
-        """Inserts a launch of rows of all ranks."""
+        """Inserts a launch that exchanges rows of all ranks."""
         table, ranks = self._table, self._options.world_size
         launch = self._rewriter.launch(
             target, *args, table, "embedding", ranks, launch=head_id(table, part, chunk), name=f"{self._name}_{name}"
@@ -222,7 +222,7 @@ class _Sharding:
         return found
 
     def _expect(self, node: fx.Node, count: int) -> None:
-        """Notes the number expected for the first size of a node's result, where it is a new symbol."""
+        """Notes the expected first size of a node's result, if that size is a new symbol."""
         if not isinstance(size := node.meta["val"].shape[0], int):
             self.sizes[str(size.node.expr)] = count
 
@@ -238,7 +238,7 @@ class _Sharding:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def _forward(self, loss: Loss) -> _Scored:
-        """Computes the loss of all scored positions."""
+        """Inserts the loss of all scored positions."""
         head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
         labels, reduction = argument(node, "target"), argument(node, "reduction")
         with rewriter.before(hoist([labels]) if labels_from_batch(loss) else node):
@@ -282,7 +282,7 @@ class _Sharding:
     def _chunk(
         self, number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Computes a chunk's logits; returns it, and the launch of its statistics."""
+        """Inserts the logits of a chunk. Returns the chunk, and the launch of its statistics."""
         labels = self._chunk_of(all_labels, counts, number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
         logits = self._logits(hidden, number)
@@ -294,7 +294,7 @@ class _Sharding:
         return _Chunk(labels, hidden, logits), launch
 
     def _rows_of(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
-        """Returns the rows of the hidden states of scored positions, which are numbers of labels."""
+        """Returns, for each scored position (an index into the labels), the index of its row of the hidden states."""
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
         hidden = self._head.hidden
@@ -306,14 +306,16 @@ class _Sharding:
         return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
 
     def _reshaped(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
-        """Changes the leading shape of hidden states, or of one number for each, as `like` does that of logits."""
+        """Changes the leading shape of hidden states, or of one value per position, in the way `like` changes the
+        logits' shape.
+        """
         if like.target is aten.slice.Tensor:
             return self._call(aten.slice.Tensor, value, *like.args[1:], name=f"{like.name}_of_hidden")
         size: Any = like.args[1]
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
     def _logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
-        """Computes this rank's columns of logits (P, V'), before the steps."""
+        """Inserts this rank's columns of logits (P, V'), before the element-wise steps."""
         head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
         if head.bias is None:
@@ -333,7 +335,7 @@ class _Sharding:
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _backward(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Computes the gradients of the loss; returns those of hidden states and of the table, puts in the bias's."""
+        """Inserts the loss's gradients. Returns those of hidden states and table, and replaces that of the bias."""
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
         with rewriter.before(loss.of_sums.next if follows else backward):  # type: ignore[union-attr]
@@ -385,7 +387,7 @@ class _Sharding:
         return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
 
     def _add_product(self, before: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
-        """Adds a chunk's part to the gradient of this rank's rows (V', D): the mean over ranks."""
+        """Adds a chunk's part to the gradient of this rank's rows (V', D), which is the mean over ranks."""
         mean = self._call(aten.mul.Tensor, hidden, 1.0 / self._options.world_size, name="hidden_share")
         turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
         if before is None:
@@ -393,7 +395,7 @@ class _Sharding:
         return self._call(aten.addmm.default, before, turned, mean, name="shard_gradient")
 
     def _put_in_bias(self, node: fx.Node, own: fx.Node) -> None:
-        """Puts this rank's share of the bias's gradient in the place of the whole."""
+        """Replaces the bias's gradient with one that holds only this rank's share."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
@@ -404,7 +406,7 @@ class _Sharding:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _as_hidden(self, node: fx.Node) -> fx.Node:
-        """Makes hidden states (.., D) of the leading shape of logits."""
+        """Reshapes hidden states with the leading shape of logits to (M, D)."""
         if node not in self._shown:
             source = self._as_hidden(node.all_input_nodes[0])
             reshapes = node.target in (*VIEWS, aten.slice.Tensor)
@@ -413,7 +415,7 @@ class _Sharding:
         return self._shown[node]
 
     def _tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
-        """Makes tangents those of hidden states; returns them as (M, D)."""
+        """Replaces the tangents of logits with those of hidden states, and returns them as (M, D)."""
         found = []
         for node, role in list(self._graph.inputs()):
             if not isinstance(role, Tangent) or role.index not in hidden:
@@ -451,7 +453,7 @@ class _Sharding:
     def _take_out(
         self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
     ) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Takes a term out of the sum that is the table's gradient."""
+        """Removes a term from the sum that is the table's gradient."""
         role = Gradient(Parameter(self._table))
         if any(value is term and each == role for value, each in outputs):
             return [(value, each) for value, each in outputs if each != role]

@@ -21,7 +21,7 @@ class StepGraphs:
     """Derives the graphs of one training program's steps, each once.
 
     Attributes:
-        steady: the graph of a step between two others whose next batch is known.
+        steady: the graph of a step between two other steps, with the next batch known.
     """
 
     def __init__(self, steady: Compiled, analysed: TrainingGraph) -> None:
@@ -31,7 +31,7 @@ class StepGraphs:
 
     @property
     def vary(self) -> bool:
-        """Whether steps have variants. Without split rows, it does not matter whether the next batch is known."""
+        """Returns whether steps have variants, which are needed only if rows are split."""
         return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:

@@ -43,12 +43,12 @@ class Storage:
     """The memory that one node allocates, and all values in it.
 
     Attributes:
-        number: its index among the step's storages.
-        born, dies: the positions, among the step's nodes, of the node that allocates it and of its last reader. `dies`
-            is the number of nodes if it outlives the step.
-        known: False if its size depends on data: `nbytes` is then an expected size.
-        last_forward, first_backward: positions of its last reader in the forward and its first in the backward (or
-            None).
+        number: the index among the step's storages.
+        born, dies: the positions, among the step's nodes, of the node that allocates the storage and of its last
+            reader. `dies` is the count of nodes if the storage outlives the step.
+        known: False if the size depends on data, so that `nbytes` is an expected size.
+        last_forward, first_backward: the position of the last reader in the forward, and of the first in the backward
+            or None.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Every read of a storage in a step, as numbers of nodes and storages. A node also reads the storages of its
+    """Every read of a storage in a step, as indices of nodes and storages. A node also reads the storages of its
     result.
 
     Attributes:
@@ -81,9 +81,9 @@ class StepMemory:
     """The memory that a step holds at each node.
 
     Attributes:
-        nodes: of forward and backward, in execution order.
+        nodes: the nodes of forward and backward, in execution order.
         backward: the position of the first node of the backward.
-        storages: all memory that the step allocates.
+        storages: all storages that the step allocates.
         memory: node -> the storages of its value.
         reads: every read of a storage. `backward_peak` and `passes/memory/memory_simulator.py` compute with other
             positions.
@@ -151,7 +151,7 @@ class StepMemory:
 
     @cached_property
     def outlives(self) -> Numbers:
-        """Returns the numbers of the storages that outlive the step."""
+        """Returns the indices of the storages that outlive the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
@@ -170,10 +170,10 @@ def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
 
 
 def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Returns the position of the last read of each of `count` storages; -1 if there is none.
+    """Returns the position of the last read of each of `count` storages, or -1 if there is none.
 
     Args:
-        storage, position: of each read.
+        storage, position: the storage and the position of each read.
     """
     last = np.full(count, -1, dtype=np.int64)
     np.maximum.at(last, storage, position)
@@ -181,14 +181,14 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 
 def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Returns the position of the first read of each of `count` storages; `NEVER_READ` if there is none."""
+    """Returns the position of the first read of each of `count` storages, or `NEVER_READ` if there is none."""
     first = np.full(count, NEVER_READ, dtype=np.int64)
     np.minimum.at(first, storage, position)
     return first
 
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
-    """Computes the memory of a step from its phases; before partitioning, from the future phases."""
+    """Computes the memory of a step from its phases, or from its future phases if the graph is not partitioned yet."""
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
     return memory_of(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
@@ -228,7 +228,7 @@ def _phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Returns the bytes of a fake tensor, or of several."""
+    """Returns the bytes of a fake tensor, or the sum for several tensors."""
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
     )
@@ -252,7 +252,7 @@ def memory_of(
         backward: the position of the first node of the backward.
         outputs: the values that outlive the step.
         saved: placeholder -> the saved value that it represents.
-        expected: numbers for data-dependent sizes.
+        expected: the expected values of data-dependent sizes.
     """
     position = {node: k for k, node in enumerate(nodes)}
     of: dict[fx.Node, Sequence[Storage]] = {}
@@ -296,7 +296,7 @@ def memory_of(
 
 
 def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Sets the positions of each storage's reads."""
+    """Returns the storages with the positions of their reads."""
     reads, count = found.reads, len(found.storages)
     early = reads.reader < found.backward
     dies = last_reads(reads.storage, reads.reader, count)
@@ -347,13 +347,13 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Maps the index of each result of a node that has memory to its index among those."""
+    """Maps the index of each result that has memory to its index among such results."""
     with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of one of several results."""
+    """Returns the storage of one item of a node with several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):

@@ -76,7 +76,7 @@ class Memory:
 
 
 def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Searches for a graph within a limit; if there is none, returns the graph with the lowest peak, or `free`."""
+    """Searches for a graph within a limit. Returns the graph with the lowest peak, or `free`, if there is none."""
     written = written_by(graph.module)
     simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_run_again(node, written)))
     aim = limit
@@ -101,7 +101,10 @@ def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: i
 
 
 def _counts(growing: Growing) -> list[int]:
-    """Returns up to nine counts of storages to evict. Evicting more may hold more, as recomputed values are held."""
+    """Returns up to nine counts of storages to evict.
+
+    Evicting more storages may hold more bytes, because the backward holds recomputed values.
+    """
     return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
 
 
@@ -120,13 +123,13 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[Growing]) -> SimulatedMemory | None:
-        """Returns the choice within the limit that adds the least time; None if there is none."""
+        """Returns the choice within the limit that adds the least time, or None if there is none."""
         found = [each for growing in sequences for each in self._first_of(growing)]
         better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
     def _first_of(self, growing: Growing) -> Iterator[tuple[SimulatedMemory, Growing, int]]:
-        """Yields the choice of a sequence that fits with the fewest evicted storages, and their number."""
+        """Yields the choice of a sequence that fits with the fewest evicted storages, and their count."""
         tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
@@ -154,7 +157,7 @@ class _Search:
         yield tried[high], growing, high
 
     def _taken_back(self, simulated: SimulatedMemory, growing: Growing, count: int) -> SimulatedMemory:
-        """Keeps each storage without whose eviction the choice still fits and is faster, from the last evicted back."""
+        """Saves storages again, from the last evicted one back, as long as the choice still fits and gets faster."""
         given_up = list(growing.given_up[:count])
         for each in given_up[-MOST_TAKEN_BACK:][::-1]:
             fewer = [other for other in given_up if other is not each]

@@ -48,7 +48,7 @@ class TimedStep:
 
     @cached_property
     def ms(self) -> list[float]:
-        """Returns the milliseconds of each node."""
+        """Time of each node in milliseconds."""
         return [self.node_ms(node) for node in self.memory.nodes]
 
     @cached_property
@@ -85,7 +85,7 @@ class Evicted:
     """A storage that is offloaded or recomputed.
 
     Attributes:
-        names: positions of the nodes to recompute; None if the storage is offloaded.
+        names: positions of the nodes to recompute, or None if the storage is offloaded.
     """
 
     storage: Storage
@@ -118,7 +118,7 @@ class Growing:
 
 
 def choices(step: TimedStep, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
-    """Yields a sequence of choices for each number of segments and each order."""
+    """Yields a sequence of choices for each count of segments and each order of storages."""
     held = step.memory
     candidates = _candidates(held)
     if not candidates:
@@ -182,7 +182,7 @@ class _Cut:
         return found
 
     def _place(self, share: float, around: float) -> int:
-        """Returns a position that few bytes cross and before which about this share of all saved bytes is saved."""
+        """Returns a position that few bytes cross and before which about `share` of all saved bytes is saved."""
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - around) * total)
         last = bisect_right(self._saved, (share + around) * total, first)
@@ -191,7 +191,9 @@ class _Cut:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts storages by DELTA's filter: repeatedly, among those held at the peak, the largest bytes x unread time."""
+    """Sorts storages by DELTA's filter, which repeatedly takes the storage with the largest bytes x unread time at the
+    peak.
+    """
     held = np.array(step.memory.by_time, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
     end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
@@ -230,7 +232,7 @@ def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
 
 
 def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Returns the time to recompute a storage from the other saved ones; stops counting above `most_ms`."""
+    """Returns the time to recompute a storage from the other saved ones, counted up to `most_ms`."""
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
         return inf
@@ -266,7 +268,7 @@ def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage]
 
 
 def _read_across(step: TimedStep, segment: Sequence[int]) -> set[int]:
-    """Returns the values that a segment reads from another one, from which its recomputation starts."""
+    """Returns the values that a segment reads from other segments, from which its recomputation starts."""
     return {
         value
         for node, own in enumerate(segment)

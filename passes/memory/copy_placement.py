@@ -22,7 +22,7 @@ class CopyRate:
     """The speed of copies.
 
     Attributes:
-        bytes_per_ms: in one direction; 0 means that nothing is copied.
+        bytes_per_ms: the speed in one direction; 0 means that nothing is copied.
         start_ms: the fixed time of a copy.
         share: the fraction of a copy's time that compute loses if both use the same cores.
     """
@@ -45,8 +45,8 @@ class PlacedCopy:
     """The placement of one storage's copies: positions of the nodes before which they are inserted.
 
     Attributes:
-        left: where the offload is awaited; the position of the backward means the forward's end.
-        comes: where the reload starts.
+        left: the position where the offload is awaited; the position of the backward means the forward's end.
+        comes: the position where the reload starts.
     """
 
     storage: Storage
@@ -96,7 +96,7 @@ def place(
 
 
 def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[PlacedCopy]:
-    """Places each await of an offload as early, and each start of a reload as late, as needed to hide the copy."""
+    """Places awaits of offloads as early, and starts of reloads as late, as hiding the copies allows."""
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -113,7 +113,7 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
 def _nearer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy to reduce the peak; returns False if none can be moved."""
+    """Moves one copy to reduce the peak. Returns False if no copy can be moved."""
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:

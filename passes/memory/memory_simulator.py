@@ -41,7 +41,10 @@ class _Places:
 
 
 class MemorySimulator:
-    """Simulates choices for one step. Ignores saved random states, so that `step_memory` may give slightly more."""
+    """Simulates choices for one step.
+
+    Saved random states are ignored, so that `step_memory` may give slightly more bytes.
+    """
 
     def __init__(self, step: TimedStep) -> None:
         self._step, self._memory = step, step.memory
@@ -112,7 +115,9 @@ class MemorySimulator:
         return _Places(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
     def _reads(self, choice: Choice, places: _Places) -> tuple[Numbers, Numbers]:
-        """Returns the storage and the position of each read. A recomputed storage has its number plus their count."""
+        """Returns the storage and the position of each read. A recomputed storage has its own number plus the count of
+        storages.
+        """
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
         again = np.zeros(self._count, dtype=bool)
         again[places.again] = True
@@ -128,7 +133,7 @@ class MemorySimulator:
         return storage, np.concatenate([places.own[reads.reader], places.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, places: _Places) -> list[float]:
-        """Returns the start time of each node, copies included, and the end of the last."""
+        """Returns the start time of each node, copies included, and the end of the last node."""
         of_nodes, ms = np.array(self._step.ms), np.zeros(places.own[-1])
         ms[places.own[:-1]] = of_nodes
         ms[places.copies[places.again]] = of_nodes[places.again]

@@ -14,8 +14,8 @@ from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
     """Computes the line for a predicted timeline of one rank.
 
-    The nodes of a backward are spread over its compute spans, one after the other, each for its share of the time; also
-    those of a forward. The held bytes do not change while compute waits.
+    The nodes of a backward or forward are spread over its compute spans, one after the other, each for its share of the
+    time. The held bytes do not change while compute waits.
     """
     backward, forward = slice(found.backward, None), slice(0, found.backward)
     points: list[MemoryAt] = []
@@ -31,7 +31,7 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """Yields the start time of each node in these spans. Each node takes its share of the spans' time."""
+    """Yields the start time of each node in some spans. Each node takes its share of the spans' time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return

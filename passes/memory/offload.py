@@ -59,7 +59,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node that a node is a view of; None if it is not a view."""
+    """Returns the node that a node is a view of, or None if it is not a view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:
@@ -95,7 +95,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Returns whether `empty_like` gives a node's value the same strides, comparing text to avoid new guards."""
+    """Returns whether `empty_like` gives a node's value the same strides. Compares them as text to avoid new guards."""
     value = node.meta["val"]
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 

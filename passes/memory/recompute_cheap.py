@@ -141,7 +141,7 @@ class _Cuts:
         return found
 
     def _read_by(self, storage: Storage) -> list[Storage] | None:
-        """Returns the storages that computing this one reads; None if it is not cheap to compute."""
+        """Returns the storages that computing a storage reads, or None if it is not cheap to compute."""
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
@@ -199,7 +199,7 @@ def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], need
 
     Args:
         sizes: bytes of each storage.
-        sources: storage that may be recomputed -> the storages that this reads.
+        sources: a storage that may be recomputed -> the storages that its recomputation reads.
     """
     # (storage, False) is the input side of a storage, (storage, True) its output side.
     flow: nx.DiGraph[tuple[int, bool]] = nx.DiGraph()

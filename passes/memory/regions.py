@@ -65,7 +65,7 @@ def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection
 
 
 def compute_again(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts copies of the nodes in regions into the backward, in place; removes the regions; returns the copies."""
+    """Inserts copies of the nodes in regions into the backward, in place. Removes the regions; returns the copies."""
     copies = _Copies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)
@@ -129,7 +129,7 @@ class _Copies:
     # -- the nodes to recompute ---------------------------------------------------------------------------------------
 
     def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
-        """Maps the forward nodes that can be recomputed to the regions that they are in."""
+        """Maps the forward nodes that can be recomputed to the regions that contain them."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
@@ -138,7 +138,9 @@ class _Copies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level of the copy that a reader in regions `reader` reads; None means a node of the backward."""
+        """Returns the level of the copy that a reader in regions `reader` reads, or None if it reads a node of the
+        backward.
+        """
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -160,7 +162,7 @@ class _Copies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _chains_of(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Maps each draw to its chain: consecutive draws of one generator in the same regions."""
+        """Maps each random draw to its chain: consecutive draws of one generator in the same regions."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
@@ -179,7 +181,7 @@ class _Copies:
     # -- inserting copies ----------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
-        """Inserts a region's copies before a node, and the copies of outer regions that they read."""
+        """Places a region's copies before a node, and also the copies of outer regions that they read."""
         nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
         for node in nodes:
             for value in node.all_input_nodes:
@@ -205,7 +207,7 @@ class _Copies:
         self._copies[node, len(region)] = copy
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Groups those of `nodes` that draw by their chains."""
+        """Groups the random draws among `nodes` by their chains."""
         found: dict[int, list[fx.Node]] = {}
         for node in nodes:
             if node in self._chains:

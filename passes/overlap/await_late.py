@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 @dataclass(frozen=True)
 class AwaitRowsLate:
-    """Moves awaits of rows to where the rows are read."""
+    """Moves awaits of rows down to the first reader of the rows."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "forward" not in graph.phases or not any(_awaits_to_move(graph.phases["forward"])):
@@ -64,9 +64,9 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
 
 
 def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
-    """Returns a table's awaits, and the light nodes that read only these, each other and saved values.
+    """Returns a table's awaits, and the light nodes that read only the awaits, each other and saved values.
 
-    No node writes into a saved value, so it is the same further down.
+    No node writes into a saved value, so a node that moves down reads the same value.
     """
 
     def joins(node: fx.Node, found: set[fx.Node]) -> bool:

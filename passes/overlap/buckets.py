@@ -70,7 +70,7 @@ class ChunkBuckets:
 
 
 def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Awaits the chunks of a bucket in order; returns the awaits, the last one first, and `flat`."""
+    """Awaits the chunks of a bucket in order. Returns the awaits, from the last to the first, and then `flat`."""
     awaits = [flat]
     for k in range(count):
         launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"

@@ -27,7 +27,7 @@ class Phases:
 
 
 def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> TrainingGraph:
-    """Returns a copy whose phases `rewrite` has changed in place; the same graph if it has no backward."""
+    """Returns a copy whose phases `rewrite` has changed in place, or the same graph if it has no backward."""
     if "backward" not in graph.phases:
         return graph
     phases = Phases(graph.phases)
@@ -72,7 +72,7 @@ def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
 
 
 def drop_unread(module: fx.GraphModule, *kinds: type[InputRole]) -> None:
-    """Erases placeholders of some kinds that no node reads any more."""
+    """Erases placeholders with roles of the given kinds that no node reads any more."""
     for node, role in list(inputs_of(module)):
         if not node.users and isinstance(role, kinds):
             module.graph.erase_node(node)

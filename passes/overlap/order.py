@@ -66,7 +66,7 @@ class BackwardUnits:
 
     Attributes:
         units: in submission order.
-        needed_by: node, in program order -> a bit mask of the units that need its value, by index in `units`. Without
+        needed_by: node, in program order -> a bit mask of the units that need its value, by index in `units`. Excludes
             placeholders and the output.
     """
 
@@ -103,12 +103,12 @@ class BackwardUnits:
         return found
 
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
-        """Returns all units: those of an order first, then the others."""
+        """Returns all units: first those of an order, then the others."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def ordered(self, order: Sequence[str]) -> list[fx.Node]:
-        """Returns the nodes, each with the first unit of an order that needs it; last, the nodes that no unit needs."""
+        """Returns the nodes, each with the first unit of an order that needs it. Nodes that no unit needs come last."""
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_of(order)
         for node, mask in self.needed_by.items():
@@ -116,7 +116,10 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Returns a function: mask of units -> place, in an order, of the first one; for none, the number of units."""
+        """Returns a function that maps a mask of units to the place of its first unit in an order.
+
+        The function maps an empty mask to the count of units.
+        """
         place = {unit: k for k, unit in enumerate(self.complete(order))}
         places = [place[unit] for unit in self.units]
         return cache(lambda mask: min((places[k] for k in _bits(mask)), default=len(places)))
@@ -131,7 +134,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """Returns the table, row space or bucket whose gradients a node submits or hands over; None for other nodes."""
+    """Returns the table, row space or bucket whose gradients a node submits or hands over, or None for other nodes."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])

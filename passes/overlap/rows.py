@@ -102,7 +102,7 @@ def _gradient_of(coalesced: fx.Node, outputs: Sequence[tuple[fx.Node | None, Out
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _Route], trained: set[str]
 ) -> fx.Node:
-    """Rewrites a table's lookup; returns the node after which the next table's nodes are inserted."""
+    """Rewrites a table's lookup. Returns the node after which the next table's nodes are inserted."""
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
@@ -130,10 +130,11 @@ def _await_rows(
 def submit_rows(
     rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
 ) -> fx.Node:
-    """Inserts the update of a table or row space, if it is trained, and the submission of its rows; returns the latter.
+    """Inserts the update of a table or row space, if it is trained, and the submission of its rows. Returns the
+    submission.
 
     Args:
-        given: shard, ids and counts.
+        given: the shard, the ids and the counts.
     """
     name, (shard, *read) = what.removesuffix(".weight"), given
     if trained:
@@ -144,10 +145,10 @@ def submit_rows(
 
 
 def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
-    """Inserts the await of the rows of a table or row space, and joins them.
+    """Inserts the await of the rows of a table or row space, and the join of their columns.
 
     Args:
-        read: ids and counts.
+        read: the ids and counts of the rows.
     """
     name, launch = what.removesuffix(".weight"), rows_id(what, "whole")
     part = rewriter.launch(embrace.await_rows.default, *read, what, dtype, launch=launch, name=f"{name}_part")
@@ -161,7 +162,7 @@ def submit_gradients(
 
     Args:
         given: the gradients, ids and counts.
-        padding_rows, scale: those of `coalesce`.
+        padding_rows, scale: the arguments of `coalesce`.
     """
     name, launch = f"{what.removesuffix('.weight')}_submitted", gradients_id(what, "whole")
     target = embrace.submit_gradients.default

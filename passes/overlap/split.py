@@ -40,7 +40,7 @@ class SplitRows:
     """Splits every exchange of rows in two, and delayed gradients into pieces.
 
     Attributes:
-        pieces: (table or row space, number of pieces of its delayed gradients).
+        pieces: (table or row space, count of the pieces of its delayed gradients).
     """
 
     pieces: tuple[tuple[str, int], ...]
@@ -143,7 +143,7 @@ def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
 
 
 def _shard_of(submitted: fx.Node) -> fx.Node:
-    """Returns the placeholder of the shard whose rows a node submits."""
+    """Returns the placeholder of the shard whose rows a submission sends."""
     found = submitted.all_input_nodes[0]
     while found.op != "placeholder":
         found = found.all_input_nodes[0]

@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """Moves row gradients right after the last of their inputs."""
+    """Moves the submissions of row gradients up, to right after the last of their inputs."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -65,14 +65,14 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def made_for(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns the readers, and the nodes that only they depend on."""
+    """Returns the readers, and the nodes whose values only the readers use."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )
 
 
 def may_move(node: fx.Node) -> bool:
-    """Returns whether a node may move anywhere after its inputs: it computes and has no other effect.
+    """Returns whether a node may move anywhere after its inputs, because it computes and has no other effect.
 
     A user's op may move unless its schema says that it writes, or its tags that it draws random numbers.
     """

@@ -86,7 +86,7 @@ def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts the updates by all delayed pieces after the prior one, before the rows are looked up."""
+    """Inserts the updates by all delayed pieces after the prior update and before the lookup of the rows."""
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
         with rewriter.before(last.next):

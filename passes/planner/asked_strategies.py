@@ -12,10 +12,10 @@ Strategy = str | Grid | Mapping[str, str | Grid]
 
 
 def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` if a strategy is neither a name nor a mapping of names, or a name does not exist.
+    """Raises `ValueError` if a strategy is neither a known name nor a mapping to known names.
 
     Args:
-        where: the call that the error names.
+        where: the call that the error message names.
     """
     if not isinstance(strategy, str | Grid | Mapping):
         raise ValueError(
@@ -41,16 +41,16 @@ def requested_strategies(
     parameters: tuple[str, ...] = (),
     tied: Mapping[str, str] | None = None,
 ) -> dict[str, str | Grid]:
-    """Maps each table or other parameter to the strategy or grid asked for ("auto" where none was).
+    """Maps each table or other parameter to the requested strategy or grid, or to "auto" if none was requested.
 
-    A single strategy applies to all tables. A pattern may match any trainable parameter, but for "alltoall" or a grid
-    only tables.
+    A single strategy applies to all tables. A pattern may match any trainable parameter, but a pattern for "alltoall"
+    or a grid may match only tables.
 
     Args:
         tied: further names of a parameter, as "lm_head.weight" -> its name.
 
     Raises:
-        ValueError: a strategy that does not exist, or a pattern that nothing matches.
+        ValueError: a strategy does not exist, or a pattern matches nothing.
     """
     check_strategy(strategy)
     chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")

@@ -20,14 +20,14 @@ def plan_buckets(
 ) -> tuple[tuple[str, ...], ...]:
     """Groups parameters into buckets in launch order, about the order of gradients in the backward.
 
-    Parameters are grouped in the forward's order, so that those reduced and updated together are also needed together.
+    Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
     Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
     model. A parameter with a sparse exchange has its own bucket.
 
     Args:
         reduced: replicas with a gradient.
-        alone: those of `reduced` that have their own bucket.
-        read_later: whether the schedule has a forward wait for each bucket by itself.
+        alone: the parameters of `reduced` that have their own bucket.
+        read_later: whether the next forward waits for each bucket separately under the schedule.
     """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     gradients, parameters = gradients_of(graph.module).items(), parameters_of(graph.module)

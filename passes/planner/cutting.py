@@ -14,9 +14,9 @@ from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts
 
 
 def cuts(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
-    """Cuts buckets into chunks, and delayed gradients of rows into pieces; one process has none.
+    """Cuts buckets into chunks, and delayed row gradients into pieces. With a single process, there are none.
 
-    Delayed gradients are counted as if all of the first batch's rows were delayed.
+    Pieces are sized as if all of the first batch's rows were delayed.
 
     Args:
         parameter: returns a parameter by its name.
@@ -31,7 +31,8 @@ def cuts(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
 
 
 def _chunks(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
-    """Counts the elements of each chunk of a bucket's AllReduce: equal chunks of about the cost model's size.
+    """Returns the count of elements of each chunk of a bucket's AllReduce, with equal chunks of about the cost model's
+    size.
 
     Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
     rounds, takes a whole gradient.

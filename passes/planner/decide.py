@@ -38,11 +38,11 @@ class _Choice:
     """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: strategy -> price, for all compared strategies; empty without a choice.
-        against: the reason against the other strategies, if it is not their time.
+        priced: strategy -> price, for all compared strategies; empty if there was nothing to choose.
+        against: the reason against the other strategies, if the reason is not their time.
         may_travel: the reason to give if a whole table is sharded to share latency with other tables; "" if something
             other than latency keeps it whole.
-        sparsely_read: whether each rank reads less than `DENSELY` of its rows.
+        sparsely_read: whether each rank reads less than `DENSELY` of the table's rows.
     """
 
     chosen: Priced
@@ -79,7 +79,7 @@ def decide(
     Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind.
 
     Args:
-        links: the links for which strategies are compared and buckets and blocks sized.
+        links: the links, for which strategies are compared and buckets and blocks are sized.
         current: the plan in use. A table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards keep their grid.
 
@@ -186,7 +186,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
 
 
 def _rows(table: Table, findings: Findings) -> RowCounts | None:
-    """Predicts the number of a table's rows that steps read; None if no rank knows."""
+    """Predicts the count of a table's rows that each step reads, or returns None if no rank knows."""
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
         return None
@@ -196,7 +196,7 @@ def _rows(table: Table, findings: Findings) -> RowCounts | None:
 
 
 def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
-    """Returns whole tables to shard because tables of a row space share latency.
+    """Returns whole tables to shard because tables of a row space share the latency of their exchanges.
 
     Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their row space has a
     table that is sharded anyway, or if together they save more than the latency of one table.
@@ -244,7 +244,9 @@ def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
 
 
 def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
-    """Chooses for a parameter that no lookup reads: by default AllReduce, as only the user may know of zeros."""
+    """Chooses a strategy for a parameter that no lookup reads. The default is AllReduce, as only the user may know of
+    zeros.
+    """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if wanted == "auto" else ("vocabulary", *EXCHANGES)
     priced = pricing.of_dense(fact, ("allreduce", *weighed, *asked))
@@ -263,7 +265,7 @@ def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Ch
 def _of_table(
     pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
 ) -> _Choice:
-    """Chooses for a table: by legality, then by the user's request, then by price."""
+    """Chooses a strategy for a table by legality, then by the user's request, then by price."""
     priced = pricing.of_table(table, fact, rows, wanted)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     wanted = "alltoall" if isinstance(wanted, Grid) else wanted
@@ -306,7 +308,7 @@ def _of_table(
 
 
 def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced], read: str) -> _Choice | None:
-    """Chooses to shard an output layer whose loss is in the graph if this is clearly faster; else returns None."""
+    """Returns the choice to shard an output layer whose loss is in the graph if that is clearly faster, else None."""
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
         return None
@@ -318,7 +320,9 @@ def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced
 
 
 def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -> _Choice | None:
-    """Chooses the requested strategy, if it is legal; None if there is no request, or no legal whole table either."""
+    """Returns the choice of the requested strategy, or None if there is no request or no legal strategy for a whole
+    table.
+    """
     if wanted == "auto":
         return None
     asked, blocker, allreduce = f"{wanted} was asked for", priced[wanted].blocker, priced["allreduce"]
@@ -358,9 +362,9 @@ def _worth_a_change(in_use: Priced, best: Priced) -> bool:
 
 
 def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
-    """Returns the cheapest sparse exchange, if AllReduce adds more to a step and a legal AlltoAll clearly more.
+    """Returns the cheapest sparse exchange, if AllReduce and any legal AlltoAll add clearly more to a step.
 
-    One that sends as much as AllReduce would be faster only by an error of the measured links.
+    An exchange that sends as much as AllReduce can be faster only through an error in the measured links.
     """
     most = priced["allreduce"].exchange.sent_bytes if priced["allreduce"].blocker is None else inf
     fewer = {name: each for name, each in priced.items() if each.exchange.sent_bytes < most}
@@ -372,7 +376,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
 
 
 def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced | None:
-    """Returns the cheapest sparse exchange that is legal; None: there is none."""
+    """Returns the cheapest sparse exchange that is legal, or None if there is none."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
     return min(legal, key=lambda each: each.predicted_ms, default=None)
 

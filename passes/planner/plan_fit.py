@@ -30,10 +30,10 @@ class PlanViolation:
 
     Attributes:
         late: parameters that get a gradient although the plan counts them as unused or frozen.
-        whole: tables that the plan shards but that its forward reads in a way shards cannot be read.
-        eager: why no graph holds its forward, in one line; "": a graph does.
-        sparse: of `late`, tables whose gradients are sparse.
-        renamed: (old, new) names of parameters whose modules hold them by other names now.
+        whole: tables that the plan shards but that the batch's forward reads in a way that shards cannot be read.
+        eager: the reason, in one line, why no graph holds the batch's forward; "" if a graph does.
+        sparse: the tables of `late` whose gradients are sparse.
+        renamed: (old, new) names of parameters that the model has renamed since.
     """
 
     late: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class PlanViolation:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names of all parameters that it is about."""
+        """Returns the names of all parameters in the violation."""
         return (*self.late, *self.whole, *(old for old, _ in self.renamed))
 
     def __bool__(self) -> bool:
@@ -51,12 +51,12 @@ class PlanViolation:
 
 
 def used_parameters(graph: TrainingGraph) -> frozenset[str]:
-    """Names the parameters that get a gradient from the graph."""
+    """Returns the names of the parameters that get a gradient from the graph."""
     return frozenset(gradients_of(graph.module))
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the matrices that a graph reads in a way shards cannot be read, by lookups or by an output layer."""
+    """Yields the matrices that lookups or an output layer read in a way that shards cannot be read."""
     tables = {table.parameter: table for table in graph.tables}
     forward = forward_of(graph)
     for name, node in parameters_of(graph.module).items():
@@ -79,7 +79,7 @@ def violation(
 
     Args:
         hooked: parameters with gradient hooks, which need this rank's own dense gradients.
-        ignored: parameters that each rank has for itself.
+        ignored: parameters that ranks do not synchronize.
     """
     trained = used_parameters(graph).difference(ignored) if plan.world_size > 1 else ()
     late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
@@ -123,7 +123,7 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Returns a plan with parameters renamed {old: new}; none of them is sharded."""
+    """Returns a plan with parameters renamed from old to new names. None of them is sharded."""
     return replace(
         plan,
         decisions=tuple(replace(d, parameter=names.get(d.parameter, d.parameter)) for d in plan),

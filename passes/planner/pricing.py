@@ -98,8 +98,8 @@ class Findings:
             random share.
         travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
         has_budget: whether there is a memory budget.
-        scored: table -> the number of positions of each rank's batch that its output layer's loss scores; for others,
-            all.
+        scored: table -> the count of positions of each rank's batch that the loss of its output layer scores. If a
+            table is missing, all positions count.
     """
 
     graph: TrainingGraph
@@ -115,12 +115,12 @@ class Findings:
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Copies the findings with more tables that an optimizer needs whole."""
+        """Returns a copy of the findings with more tables that an optimizer needs whole."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
     def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
-        """Copies the findings with other numbers of rows for some tables."""
+        """Returns a copy of the findings with other row counts for some tables."""
         lying = {
             name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
         }
@@ -133,13 +133,14 @@ class Priced:
     """A strategy with its price.
 
     Attributes:
-        predicted_ms: the time it adds to a step that exchanges nothing else.
-        sharing_ms: the same if an AllReduce shares latency with its bucket, or an AlltoAll with its row space.
+        predicted_ms: the time that the strategy adds to a step that exchanges nothing else.
+        sharing_ms: the time that it adds if an AllReduce shares latency with its bucket, or an AlltoAll with its row
+            space.
         blocker: why the strategy is not legal, or None.
-        rests: shards whose rows without gradient are updated when they are next read.
-        norm_bytes: the part of the sent bytes that is squares of rows.
+        rests: whether shards update rows without a gradient only when they are next read.
+        norm_bytes: the sent bytes that are squares of rows.
         head: the exchanges of an output layer.
-        travels_as: the format on the wire.
+        travels_as: the format of the values on the wire.
     """
 
     strategy: str
@@ -162,7 +163,9 @@ class Priced:
 
     @property
     def added_ms(self) -> float:
-        """Returns the time that this table adds to a step. Only buckets, not other sharded tables, always exist."""
+        """Returns the time that this strategy adds to a step. Only buckets always exist, so only they share latency for
+        sure.
+        """
         return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
 
 
@@ -190,7 +193,7 @@ class Pricing:
 
     @cached_property
     def losses(self) -> Collection[str]:
-        """The parameters whose output layer has its loss in the graph."""
+        """Returns the parameters whose output layer has its loss in the graph."""
         return losses_of(self.findings.graph)
 
     @cached_property
@@ -201,7 +204,9 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """Prices the candidates, the requested strategy and the one in use, with shards on the present or best grid."""
+        """Prices a table's candidates, the requested strategy and the one in use, with shards on the present or best
+        grid.
+        """
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
@@ -285,7 +290,7 @@ class Pricing:
         return sent, plan, min(both_ms) * (1 - 1 / chunks)
 
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
-        """Returns the reason why an output layer cannot be sharded; None if it can."""
+        """Returns the reason why an output layer cannot be sharded, or None if it can."""
         if self.world_size == 1:
             return "one rank has all of it"
         if not Grid(self.world_size, 1).takes(fact.shape[0]):
@@ -303,7 +308,7 @@ class Pricing:
         around: cost.Work,
         strategies: Collection[str],
     ) -> dict[str, Priced]:
-        """Prices strategies of replicas, which all need `upkeep` and the work `around` the exchange."""
+        """Prices strategies of replicas. All of them need `upkeep` and the work `around` the exchange."""
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
@@ -330,7 +335,7 @@ class Pricing:
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
-        """Prices shards as requested, or on their present grid; else by columns, or on a clearly faster grid.
+        """Prices shards as requested, or else on their present grid, or else by columns or on a clearly faster grid.
 
         Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of D /
             N columns,
@@ -353,7 +358,7 @@ class Pricing:
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
-        """Prices shards on a grid; by columns if it is None or has one row."""
+        """Prices shards on a grid, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
@@ -382,7 +387,7 @@ class Pricing:
         )
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Prices the AllReduce of one number per row that any rank reads, if the optimizer needs it."""
+        """Prices the AllReduce of one number for each row that any rank reads, if the optimizer needs these numbers."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
@@ -390,7 +395,7 @@ class Pricing:
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
     def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
-        """Chooses between updating all rows and deferring updates: (whether to defer, the work)."""
+        """Chooses between updating all rows and deferring updates. Returns whether to defer, and the work."""
         if fact.moving in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
@@ -400,12 +405,12 @@ class Pricing:
         return rests, replay if rests else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times; 0 on a single rank."""
+        """Returns both times, which are 0 on a single rank."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Returns the sparsity of a table's gradient in rows: dense if read densely or by ids that the forward
-        computes.
+        """Returns the sparsity of a table's gradient in rows; dense if dense ops or ids computed by the forward read
+        the table.
         """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
@@ -420,7 +425,7 @@ class Pricing:
 
 
 def shard_blocker(table: Table) -> str | None:
-    """Returns the reason why a table cannot be sharded; None if it can."""
+    """Returns the reason why a table cannot be sharded, or None if it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
@@ -441,7 +446,7 @@ def shard_blocker(table: Table) -> str | None:
 
 
 def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Returns the reason why rows of a densely read table cannot be sharded; None if they can.
+    """Returns the reason why rows of a densely read table cannot be sharded, or None if they can.
 
     Args:
         forward: the result of `heads.forward_of`, if known.
@@ -463,7 +468,7 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """Counts the bytes that one rank sends per step, besides the gradient, to keep a table's replicas equal."""
+    """Returns the bytes that one rank sends per step, besides the gradient, to keep a table's replicas equal."""
     upkeep = cost.Exchange(0, 0)
     if world_size == 1 or not rows_by_rank:
         return upkeep

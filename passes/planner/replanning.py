@@ -27,10 +27,10 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """Follows, on rank 0, the rows that ranks read of tables whose strategy depends on them.
+    """Follows the row counts of tables whose strategy depends on them, on rank 0.
 
     Attributes:
-        wants_plan: another plan is clearly better; True until it is made.
+        wants_plan: whether another plan is clearly better; True until that plan is made.
     """
 
     def __init__(self, plan: Plan, findings: Findings) -> None:
@@ -50,7 +50,7 @@ class SparsityMonitor:
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Adds one step's announced rows, by table and rank (below 0: unknown), to the means."""
+        """Adds one step's announced row counts, by table and rank, to the means. Negative counts are unknown."""
         for name, mean in self._means.items():
             of, share = self._shares.get(name, (name, 1.0))
             rows = rows_read.get(of, ())
@@ -97,10 +97,10 @@ def changes(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
-    """Prints in one line why a plan is replaced, what the new one changes, and what it is expected to save.
+    """Says in one line why a plan is replaced, what the new plan changes, and what it is expected to save.
 
     Args:
-        calls: number of training calls so far.
+        calls: the count of training calls so far.
     """
     found, saved_ms = [], 0.0
     for name in changes(old, new):

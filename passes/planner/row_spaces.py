@@ -25,7 +25,7 @@ class Joinable:
     """A sharded table, and the properties that tables of a row space must share.
 
     Attributes:
-        param_group: the number of its param group.
+        param_group: the index of the table's param group.
         part_bytes: bytes of the largest part on any rank.
     """
 
@@ -94,12 +94,12 @@ class _Order:
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: Table) -> int:
-        """Returns the position of the last node that computes for a table's gradient; -1 if there is none."""
+        """Returns the position of the last node that computes a table's gradient, or -1 if there is none."""
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether no compute is between the lookups, nor between the gradients, of two tables."""
+        """Returns whether no compute lies between the lookups of two tables, nor between their gradients."""
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 

@@ -48,7 +48,7 @@ def widest_useful(table: Table, world_size: int) -> Grid:
 
 
 def launches_of(schedule: str) -> int:
-    """Returns the number of launches of a sharded table in a step: ids, rows, gradients."""
+    """Returns the count of launches of a sharded table in a step: ids, rows and gradients."""
     return 1 + 2 * ONE_WAY[schedule]
 
 
@@ -61,12 +61,13 @@ def shard_exchange(
     local_rows: tuple[int, ...] | None = None,
     schedule: str = "2d",
 ) -> cost.Exchange:
-    """Counts what one rank sends per step for a sharded table (ids, rows, gradients), the mean over ranks.
+    """Returns the bytes that one rank sends per step for a sharded table (ids, rows, gradients), as the mean over
+    ranks.
 
     Args:
         wire: the format of its rows' columns on the wire.
-        grid: the grid of its shards; None: by columns.
-        local_rows: the number of rows that each rank reads in its own row of the grid; None for an even share.
+        grid: the grid of its shards, or None if they are cut by columns.
+        local_rows: the count of rows that each rank reads in its own row of the grid, or None for an even share.
         schedule: determines whether rows and gradients are split in two.
     """
     if world_size == 1 or not rows_by_rank:
@@ -92,10 +93,10 @@ def shard_work(
 ) -> cost.Work:
     """Adds up the work of a rank's processor per step for a sharded table, on the rank that reads the most rows.
 
-    The rank looks up its columns of all ranks' rows and joins its own rows; it splits gradients by columns, clears and
-    sums those of its columns, and updates these rows. It sorts ids twice: those that it reads, and those that all ranks
-    read. On a grid it searches all ids for those of its row, and sorts these. It prepares and receives each AlltoAll
-    and the AllGather of ids.
+    The rank looks up its columns of all ranks' rows, and joins the columns of its own rows. It splits gradients by
+    columns, clears and sums the gradients of its columns, and updates these rows. It sorts ids twice: its own ids, and
+    the ids of all ranks. On a grid it searches all ids for the ids of its row, and sorts these. It prepares and
+    receives each AlltoAll and the AllGather of ids.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Work()

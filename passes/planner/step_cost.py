@@ -48,7 +48,7 @@ class Added:
 
     Attributes:
         waits_ms: waits of compute for transfers.
-        work_ms: work of a rank's processor, and the time that concurrent transfers take from it.
+        work_ms: the work of a rank's processor, and the processor time that concurrent transfers take.
         compute_ms: the compute of the step.
     """
 
@@ -74,7 +74,7 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
 
 
 def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
-    """Returns the schedule with the shortest step; if predictions are too close, the one with less work.
+    """Returns the schedule with the shortest step. If predictions are too close, returns the schedule with less work.
 
     Args:
         in_use: the schedule to keep unless another one is clearly shorter.
@@ -97,7 +97,7 @@ class _Compute:
     """The compute of a step, in milliseconds.
 
     Attributes:
-        backward_ms: of its backward.
+        backward_ms: the compute of the backward.
         ready_ms: parameter -> the backward's compute before its gradient is ready.
     """
 
@@ -108,7 +108,9 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The transfers of a table or row space (rows in one direction, ids), and the time of its last gradient."""
+    """The transfers of a table or row space (rows in one direction, and ids), and the time when its last gradient is
+    ready.
+    """
 
     one_way_ms: float
     ids_ms: float
@@ -122,7 +124,9 @@ def has_compute(graph: TrainingGraph) -> bool:
 
 
 def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
-    """Predicts the time that communication adds to a step: schedule -> its price, under the plan made for it."""
+    """Predicts the time that communication adds to a step: schedule -> its price, under the plan made for that
+    schedule.
+    """
     node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
     return {name: _added(plan, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
@@ -182,14 +186,14 @@ def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Co
 
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
-    """Returns the bytes that a rank sends in a step of a sharded table's rows and of their gradients."""
+    """Returns the bytes that a rank sends in a step for a sharded table's rows and their gradients."""
     of_head = decision.head.sent_bytes if decision.head is not None else 0
     besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
     return max(decision.sent_bytes_per_step - besides, 0)
 
 
 def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
-    """Counts the bytes of tables' rows one way; their gradients take as many the other way."""
+    """Returns the bytes of tables' rows in one direction. Their gradients send as many in the other direction."""
     return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
 
@@ -200,7 +204,7 @@ def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
 
 
 def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> tuple[float, float]:
-    """Predicts (the backward's compute before a bucket is full, its transfer) in milliseconds."""
+    """Predicts the backward's compute before a bucket is full, and the bucket's transfer, both in milliseconds."""
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     if plan[names[0]].strategy in EXCHANGES:
         return ready_ms, plan[names[0]].predicted_ms
@@ -217,7 +221,7 @@ def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Returns a table's predicted time without its transfers: its work."""
+    """Returns a table's predicted time without transfers, which is its work."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")

@@ -41,11 +41,11 @@ Held = Callable[[Sequence[str]], int]
 
 @dataclass(frozen=True)
 class Atoms:
-    """A backward's compute in atoms: nodes that the same units need, which are moved together.
+    """A backward's compute in atoms. An atom is the nodes that the same units need, which are moved together.
 
     Attributes:
         units: the units in their present order.
-        ms: mask of the units that need an atom (a bit each, by their place in `units`) -> its milliseconds.
+        ms: mask of the units that need an atom (one bit each, by their place in `units`) -> the atom's milliseconds.
     """
 
     found: BackwardUnits
@@ -62,7 +62,7 @@ class Atoms:
 
         Args:
             node_ms: estimated milliseconds of a node.
-            measured: unit -> measured milliseconds of its compute in the present order; of other units, estimates hold.
+            measured: unit -> measured milliseconds of its compute in the present order. Other units use estimates.
         """
         standing = found.standing()
         estimated = dict.fromkeys(found.units, 0.0)
@@ -79,7 +79,7 @@ class Atoms:
         return cls(found, ms)
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
-        """Maps each unit to the milliseconds of the compute that stands with it in an order."""
+        """Maps each unit to the milliseconds of the compute placed with it in an order."""
         found = dict.fromkeys(self.found.complete(order), 0.0)
         names, first = tuple(found), self.found.first_of(order)
         for mask, each in self.ms.items():
@@ -101,14 +101,14 @@ def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph
 def search(
     steps: StepGraph, name: str, source: str, atoms: Atoms, held: Held, held_limit: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Finds the best schedule of a step and its order of the backward's units; an empty order: nothing is moved.
+    """Finds the best schedule of a step and its order of the backward's units. An empty order means that nothing moves.
 
     The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
     Args:
-        name, source: as `launch_order.schedule`.
-        held: predicts a backward's peak in an order.
-        held_limit: most bytes of that peak.
+        name, source: the arguments of `launch_order.schedule`.
+        held: a function that predicts a backward's peak in an order.
+        held_limit: the maximum bytes of that peak.
     """
     stands = schedule(steps, name, source)
     if name == "none" or len(atoms.units) < 2:
@@ -123,7 +123,7 @@ def search(
 
 
 class _Search:
-    """Tries orders, each once, until `TRIED` or `LOOKED_AT` is reached."""
+    """Tries each order at most once, until `TRIED` or `LOOKED_AT` is reached."""
 
     def __init__(self, steps: StepGraph, atoms: Atoms, held: Held, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
@@ -132,7 +132,7 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
-        """Searches, and returns the best order found; empty where none is better than the present one."""
+        """Searches and returns the best order found, or an empty one if none is better than the present one."""
         best: tuple[str, ...] = ()
         best_ms = one_link_ms(self._steps)
         for start in (self._atoms.units, *self._starts()):
@@ -167,7 +167,7 @@ class _Search:
 
 
 def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the orders that differ by one unit's place; short moves first."""
+    """Yields the orders that differ by one unit's place, with short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):
             for source, target in ((place, place + distance), (place + distance, place)):

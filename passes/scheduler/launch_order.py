@@ -34,9 +34,9 @@ class Ready:
 
     Attributes:
         operation: the communication.
-        ready_ms: when its dependences ended.
-        needed_at: number of compute operations, from the window's start, before the first one that needs it; infinite
-            where none does.
+        ready_ms: the time when the last of its dependences ended.
+        needed_at: the count of compute operations, from the window's start, before the first one that needs the
+            communication; infinite if none does.
     """
 
     operation: Operation
@@ -49,12 +49,12 @@ Key = Callable[[Ready], Any]
 
 
 def readiness(candidate: Ready) -> float:
-    """Orders communication as it becomes ready: the naive order."""
+    """Returns the key that orders communication as it becomes ready, which is the naive order."""
     return candidate.ready_ms
 
 
 def paper(candidate: Ready) -> tuple[int, float]:
-    """Orders the embedding chain first, then by need in the next forward, then delayed rows (EmbRace, section 4)."""
+    """Returns the key of EmbRace (section 4): embedding chain, then need in the next forward, then delayed rows."""
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
 
@@ -71,7 +71,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
         source: the origin of the durations in `steps`: "cost model" or "profile".
 
     Raises:
-        ValueError: an unknown name, or a step that has no order at all.
+        ValueError: the name is unknown, or the step has no legal order.
     """
     if name not in SCHEDULES:
         raise ValueError(f"There is no schedule {name!r}. Choose one of {', '.join(SCHEDULES)}.")
@@ -83,7 +83,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
 
 
 def quick_ms(steps: StepGraph) -> float:
-    """Simulates the milliseconds of a step in the best policy's order, without a search."""
+    """Simulates a step in the best policy's order, without a search, and returns its milliseconds."""
     machine = LinkMachine(steps)
     return min(machine.run(machine.sequence(order(machine, key))).step_ms for key in POLICIES)
 
@@ -94,10 +94,10 @@ def quick_ms(steps: StepGraph) -> float:
 def order(machine: LinkMachine, key: Key) -> list[int]:
     """Computes the launch order of a priority queue in simulated time, in the last of several windows.
 
-    The last one finds the link as busy as in training.
+    In the last window the link is as busy as in training.
 
     Raises:
-        ValueError: the step has no order at all.
+        ValueError: the step has no legal order.
     """
     queue = _Queue(machine, key)
     for _ in range(_WARM_UP_WINDOWS - 1):
@@ -148,7 +148,7 @@ class _Queue:
         return self._key(Ready(operation, times[k] - begun, self._needed[k])), operation.name
 
     def _compute(self) -> None:
-        """Runs the program until it waits for a communication that has not been launched."""
+        """Runs the program until it waits for a communication that has not been launched yet."""
         while self._ran < self._machine.count:
             while self._copies and self._ready(self._copies[0]) is not None:
                 self._copy()
@@ -160,14 +160,14 @@ class _Queue:
             self._ran += 1
 
     def _copy(self) -> None:
-        """Runs the next copy; its dependences have ended."""
+        """Runs the next copy, whose dependences have ended."""
         first, *self._copies = self._copies
         ready = self._ready(first)
         assert ready is not None
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready(self, k: int) -> float | None:
-        """Returns when the dependences of operation `k` end; None while one of them has no end yet."""
+        """Returns the time when the dependences of operation `k` end, or None if one of them has no end yet."""
         ready = 0.0
         for distance, before in self._machine.dependences(k):
             if distance > len(self._finished):

@@ -19,8 +19,10 @@ SHAKES = 8
 
 
 def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
-    """Improves the fastest of the orders by local search: first moves that take a critical launch out of others' way,
-    then any move; then the same from a shaken order, until the budget is spent or no order can be faster.
+    """Improves the fastest of the orders by local search.
+
+    Tries first the moves that take a critical launch out of the way of others, then any move. Then repeats this from a
+    shaken order, until the budget is spent or no order can be faster.
 
     Args:
         bound_ms: a lower bound for every order.
@@ -40,7 +42,7 @@ def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> li
 
 
 class _Search:
-    """Evaluates orders until `SEARCH_STARTS` starts of operations are simulated."""
+    """Evaluates orders until `SEARCH_STARTS` starts of operations have been simulated."""
 
     def __init__(self, machine: LinkMachine, bound_ms: float) -> None:
         self.machine = machine
@@ -49,7 +51,7 @@ class _Search:
         self._draw = random.Random(0).random  # the only method with equal numbers on all machines and versions
 
     def run(self, order: list[int]) -> WindowTimes | None:
-        """Simulates an order; None: it deadlocks."""
+        """Simulates an order. Returns None if it deadlocks."""
         sequence = self.machine.sequence_if_legal(order)
         found = None if sequence is None else self.machine.run(sequence)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])

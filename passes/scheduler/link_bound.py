@@ -17,7 +17,9 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def one_link_ms(steps: StepGraph) -> float:
-    """Computes the bound in milliseconds; copies between device and host, which have their own lanes, do not count."""
+    """Returns a lower bound of the step in milliseconds. Copies between device and host have their own lanes and do not
+    count.
+    """
     chain, size = steps.compute_order, len(steps.compute_order)
     place = {name: k for k, name in enumerate(chain)}
     released: dict[str, int] = {}  # transfer -> place of the last operation it waits for, in the window where it leaves

@@ -38,8 +38,8 @@ class WindowTimes:
 class LinkMachine:
     """One step on the machine.
 
-    A simulation needs few of the dependences: compute operations follow the program's order and communications the
-    launch order; of the compute operations that a communication needs, only the last one matters.
+    A simulation needs few of the dependences. Compute operations follow the program's order, and communications follow
+    the launch order. Of the compute operations that a communication needs, only the last one matters.
     """
 
     def __init__(self, steps: StepGraph) -> None:
@@ -69,7 +69,7 @@ class LinkMachine:
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """Orders copies: one starts once the program has submitted it and the one before it on its lane has ended."""
+        """Orders copies. Each starts once the program has submitted it and the previous copy on its lane has ended."""
         self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
         lanes: dict[str, list[int]] = {}
         last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
@@ -83,10 +83,11 @@ class LinkMachine:
             self.needs_earlier[line[0]].append((1, line[-1]))
 
     def _put_backward_first(self, released: list[int]) -> None:
-        """Makes, within a class, launches of the forward depend on all launches of the backward.
+        """Makes launches of the forward depend on all launches of the backward in the same class.
 
-        A class is always launched in one order. A gradient may be awaited before the forward has submitted anything
-        (to clip it, or because another batch came than expected): behind a launch of the forward it would never leave.
+        A class is always launched in one order. The loop may await a gradient before the forward has submitted
+        anything, for example to clip gradients. If such a gradient came after a launch of the forward, it would never
+        be launched.
         """
         between = self.index.get(str(BETWEEN))
         if between is None:
@@ -98,7 +99,9 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add(self, before: str, after: str, distance: int, released: list[int]) -> None:
-        """Adds a dependence of `after` on `before`, `distance` windows earlier, and checks that it can be met."""
+        """Adds a dependence of operation `after` on `before`, `distance` windows earlier, or raises if it cannot be
+        met.
+        """
         for name in (before, after):
             if name not in self.index:
                 raise ValueError(
@@ -128,15 +131,15 @@ class LinkMachine:
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
-        """Sorts as `sequence` does; None: there is no such sequence."""
+        """Sorts operations as `sequence` does, or returns None if no legal sequence exists."""
         found = self._sequence(order)
         return found if isinstance(found, list) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
-        """Sorts all operations of a window so that each comes after those it waits for.
+        """Sorts all operations of a window so that each comes after the operations that it waits for.
 
         Raises:
-            ValueError: there is no such sequence.
+            ValueError: no such sequence exists.
         """
         found = self._sequence(order)
         if isinstance(found, list):
@@ -153,7 +156,7 @@ class LinkMachine:
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
-        """Returns the sequence, or the first launch that waits for one behind it, and that one.
+        """Returns the sequence, or the first launch that waits for a later one, and that later launch.
 
         Only dependences inside a window matter, because windows are launched one after the other.
         """
@@ -183,7 +186,7 @@ class LinkMachine:
         return sequence
 
     def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
-        """Simulates windows in a row, each in this sequence of operations."""
+        """Simulates several windows in a row, each in the same sequence of operations."""
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
         starts: list[list[float]] = []
@@ -249,8 +252,9 @@ class LinkMachine:
         return path[::-1]
 
     def picture(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
-        """Returns the last two windows of a run, as on one rank, and (window, name) of the operations that determine
-        their length, in order.
+        """Returns the last two windows of a run, as on one rank, and their critical path.
+
+        The path is (window, name) of the operations that determine the windows' length, in order.
         """
         first = len(run.ends) - 2
         waits = []
@@ -277,7 +281,7 @@ class LinkMachine:
         return Timeline(spans, shown, 1, self.steps.dependences), path
 
     def dependences(self, k: int) -> list[tuple[int, int]]:
-        """Lists (distance, operation) of all that an operation waits for, besides its lane."""
+        """Lists (distance, operation) for everything that an operation waits for, except its lane."""
         return [*((0, p) for p in self.needs[k]), *self.needs_launches[k], *self.needs_earlier[k]]
 
     def any_sequence(self) -> list[int]:

@@ -26,7 +26,7 @@ _COLLECTIVE: dict[str, Collective] = {
 
 
 def background_of(plan: Plan, schedule: Schedule) -> PictureFacts:
-    """Computes the facts that a picture shows beside a plan's schedule."""
+    """Computes the facts that a picture shows beside the schedule of a plan."""
     if plan.world_size == 1:
         return PictureFacts(0.0, (), places_of(plan))
     steps = []
@@ -38,7 +38,7 @@ def background_of(plan: Plan, schedule: Schedule) -> PictureFacts:
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """Estimates how long a step under DDP waits, in ms; tables' dense gradients are ready as the backward ends."""
+    """Estimates how many milliseconds a step under DDP waits. Tables' gradients are ready when the backward ends."""
     tables, others = 0, 0
     for decision in plan:
         reduced = round(decision.ddp_bytes_per_step * plan.world_size / (2 * (plan.world_size - 1)))
@@ -55,7 +55,7 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """Copies a step with the times of launches between this many ranks."""
+    """Returns a step with the times that its launches take between this many ranks."""
     return replace(steps, operations=tuple(_on_ranks(each, plan, ranks) for each in steps.operations))
 
 
@@ -73,7 +73,7 @@ def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:
-    """Describes each table's place, the largest table first."""
+    """Describes the place of each table, with the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(

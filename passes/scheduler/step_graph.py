@@ -55,13 +55,14 @@ from embrace_fx.vocabulary.submissions import awaited, begun_or_awaited, compute
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes sent in a window that the graph does not hold.
+    """Bytes sent in a window that are not known from the graph.
 
     Attributes:
-        sent: launch -> bytes one rank sends, where measured or otherwise known.
-        row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
+        sent: launch -> bytes one rank sends, if measured or otherwise known.
+        row_bytes: table -> bytes one rank sends for all rows of a batch, in one direction.
         ids_bytes: bytes one rank sends in the AllGather of ids.
-        norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
+        norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step sums over
+            ranks.
         buckets_as: the format of buckets on the wire.
     """
 
@@ -78,7 +79,7 @@ class Block:
 
     Attributes:
         ms: estimated milliseconds of its nodes.
-        awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
+        awaits: (launch or copy that the operation waits for, how many windows earlier it was submitted).
         submits: nodes that submit a launch at its end.
         begins: nodes that begin a copy, or an exchange of an output layer, at its end.
     """
@@ -173,7 +174,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
 def _cut_at_copies(
     module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
 ) -> Iterator[Block]:
-    """Cuts a phase without launches where copies begin and end; the last block has the id `what`.
+    """Cuts a phase without launches at the nodes that begin or await a copy. The last block has the id `what`.
 
     Args:
         before_ms: milliseconds of compute before the phase, added to its first block.
@@ -188,7 +189,7 @@ def _cut_at_copies(
 
 
 def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
-    """Builds the window of a single process: its compute, in order, and its copies; nothing is sent."""
+    """Builds the window of a single process, which has compute in order and copies but sends nothing."""
     node_ms, phases = estimate(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
     found = [
@@ -205,7 +206,7 @@ def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
 
 
 def _add_copies(block: Block, operations: list[Operation], dependences: list[Dependence]) -> None:
-    """Adds the copies that a block begins, and all dependences of these and of the block."""
+    """Adds the copies that a block begins, and all dependences of the copies and of the block."""
     name = str(block.id)
     dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
     for node in block.begins:
@@ -219,7 +220,7 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
-    """Ends a block where a copy, or an exchange of an output layer, begins or is awaited; `block` continues there."""
+    """Ends a block at the begin or await of a copy or of an output layer's exchange. `block` continues after it."""
     ended = Block(compute_up_to(node), block.ms, _cuts_taken(block))
     block.ms = 0.0
     found = begun_or_awaited(node)
@@ -233,7 +234,7 @@ def _up_to(node: fx.Node, block: Block) -> Block:
 
 
 def _cuts_taken(block: Block) -> list[tuple[OperationId, int]]:
-    """Moves what cut a block, and is awaited, out of it, to the part that ends here."""
+    """Moves what a block awaits and begins into a new block that ends here."""
     found = [each for each in block.awaits if _cuts(each[0])]
     block.awaits = [each for each in block.awaits if not _cuts(each[0])]
     return found
@@ -245,7 +246,7 @@ def _cuts(launch: OperationId) -> bool:
 
 
 def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
-    """Returns the operation of a node that uses awaited rows or an awaited bucket; None: any other node."""
+    """Returns the operation of a node that uses awaited rows or an awaited bucket, or None for any other node."""
     match op_name(node):
         case "embrace::join_rows":
             return compute_id("rows", _source(node).what)
@@ -270,7 +271,7 @@ def build(
 
     Args:
         graph: a graph with phases.
-        durations: compute operation -> milliseconds; an operation that is missing takes no time. None: estimates.
+        durations: compute operation -> milliseconds. A missing operation takes no time. None means estimates.
     """
     operations: list[Operation] = []
     dependences: list[Dependence] = []
@@ -303,7 +304,7 @@ def build(
 
 
 def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Adds the exchange of rows' squares, behind these tables' gradients, where an optimizer needs any."""
+    """Adds the exchange of rows' squares after these tables' gradients, if an optimizer needs any."""
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
         return steps
@@ -326,7 +327,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
 
 
 def _pieces(found: Sequence[Block]) -> dict[str, int]:
-    """Maps each table to the number of pieces of its delayed gradients."""
+    """Maps each table to the count of pieces of its delayed gradients."""
     launches = [id_of(node) for block in found for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
@@ -339,7 +340,10 @@ def _sent_bytes(
     world_size: int,
     expected: ExpectedSizes,
 ) -> int:
-    """Returns the bytes that one rank sends; until measured, half of a batch's rows count as early, half as delayed."""
+    """Returns the bytes that one rank sends.
+
+    Until measured, half of a batch's rows count as early, and half as delayed.
+    """
     if launch == IDS:
         return sizes.ids_bytes
     if launch.kind == "positions":  # every rank sends each other one as much as it receives from it

@@ -22,11 +22,11 @@ WRITES_BEHIND = 2
 
 
 def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Sets how many windows early a table's rows are read.
+    """Sets how many windows in advance a table's rows are read.
 
     Args:
-        batches: how many the loader is ahead; one less counts with several ranks, which learn a call later what the
-            others will read.
+        batches: how many batches the loader is ahead. With several ranks one less counts, because ranks learn one call
+            later which rows the others will read.
     """
     room = memory.slots // max(memory.at_once, 1) - 1
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
@@ -62,7 +62,10 @@ def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph
 
 
 def lookups(steps: StepGraph, table: str) -> list[str]:
-    """Lists, in order, the compute that looks a table's rows up before they are sent; of one process, its forward."""
+    """Lists, in order, the compute operations that look up a table's rows before they are sent.
+
+    With a single process, this is the forward.
+    """
     sent = {o.name for o in steps.operations if o.kind == "lookups" and table in o.serves}
     found = {d.before for d in steps.dependences if d.after in sent and d.before in steps.compute_order}
     if not sent:
@@ -71,6 +74,6 @@ def lookups(steps: StepGraph, table: str) -> list[str]:
 
 
 def _just_before(steps: StepGraph, name: str) -> tuple[str, int]:
-    """Returns (the compute operation before another one, 1 if it is in the window before else 0)."""
+    """Returns the compute operation before another one, and 1 if it is in the previous window, else 0."""
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

@@ -23,8 +23,9 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """A copy calls its original's op on the same values, or copies of them; launches and awaits nothing; and reads no
-    state that the forward writes.
+    """Checks that a recomputed copy calls its original's op on the same values or copies of them.
+
+    A copy must also launch and await nothing, and read no state that the forward writes.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     written = written_by(graph.module)
@@ -43,7 +44,7 @@ def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """Random numbers are drawn again from the state before their first draw, in the same order."""
+    """Checks that random numbers are drawn again from the state before their first draw, in the same order."""
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
     replays: dict[torch.device, _Replay] = {}
@@ -83,7 +84,7 @@ def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay: the node that began it, the number of the forward's draws before it, and the draws since."""
+    """A replay: the node that began it, the count of the forward's draws before it, and the draws since then."""
 
     begin: str
     after: int

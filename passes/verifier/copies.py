@@ -20,8 +20,10 @@ _READERS = {OFFLOAD: AWAIT_OFFLOAD, AWAIT_OFFLOAD: RELOAD, RELOAD: AWAIT_RELOAD}
 
 
 def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each offload is awaited once and then reloaded once, and the reload is awaited once; no other node reads a value
-    in between. Both ends of a copy have its id, and print it."""
+    """Checks that each offload is awaited once, then reloaded once, and that the reload is awaited once.
+
+    No other node may read a value in between. Both ends of a copy must have the copy's id, and print it.
+    """
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
     copying = [node for node in nodes if op_name(node) in COPY_OPS]
     times = Counter(str(launch_of(node)) for node in copying if op_name(node) in (OFFLOAD, RELOAD))
@@ -44,7 +46,7 @@ def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
-    """After the await of an offload, no node of any phase reads the offloaded value or a view of it."""
+    """Checks that after the await of an offload no node of any phase reads the offloaded value or a view of it."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
     freed: dict[str, str] = {}  # value -> the await that freed it
@@ -78,7 +80,7 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
-    """The step holds no more than its limit, with its copies as placed. Data-dependent sizes count as 0."""
+    """Checks that the step, with its copies as placed, holds at most its limit. Data-dependent sizes count as 0."""
     if graph.memory_limit is None:
         return
     found = step_memory(graph)

@@ -147,7 +147,7 @@ def _sizes(leaf: Any) -> tuple[Any, ...]:
 
 
 def _expression(size: Any) -> Any:
-    """Returns the sympy expression of a symbolic size; a plain size unchanged."""
+    """Returns the sympy expression of a symbolic size, or a plain size unchanged."""
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 

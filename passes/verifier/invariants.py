@@ -122,8 +122,10 @@ class Scope:
 
 
 def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
-    """Every input of a node is a node of this graph and stands before it; no two nodes have one name; the last node is
-    the only output."""
+    """Checks that every input of a node is an earlier node of this graph.
+
+    No two nodes may have the same name, and the last node must be the only output.
+    """
     defined: set[fx.Node] = set()
     names: set[str] = set()
     nodes = list(scope.module.graph.nodes)
@@ -143,7 +145,9 @@ def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
 
 
 def known_targets(scope: Scope) -> Iterator[Violation]:
-    """Nodes only call dispatcher ops, `getitem` and size arithmetic: opaque Python could do anything."""
+    """Checks that nodes call only dispatcher ops, `getitem` and size arithmetic, because opaque Python could do
+    anything.
+    """
     for node in scope.module.graph.nodes:
         if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
             yield Violation(node, "placeholder, get_attr, call_function or output", node.op, "inline the call")
@@ -156,7 +160,7 @@ def known_targets(scope: Scope) -> Iterator[Violation]:
 
 
 def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
-    """Every launch has exactly one wait, and every wait waits for a launch."""
+    """Checks that every launch has exactly one wait, and that every wait waits for a launch."""
     for node in scope.module.graph.nodes:
         if is_launch(node):
             waits = [user.name for user in node.users if is_wait(user)]
@@ -169,7 +173,8 @@ def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
 
 
 def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
-    """Only its wait reads a launch, and no other node reads a buffer from its in-place reduction on.
+    """Checks that only its wait reads a launch, and that no other node reads a buffer after its in-place reduction
+    starts.
 
     A read of the buffer after the wait is also wrong, because no edge of the graph keeps the reader after the wait.
     """
@@ -182,9 +187,10 @@ def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
 
 
 def values_agree(scope: Scope) -> Iterator[Violation]:
-    """`meta["val"]` of every node is what its op yields for the `meta["val"]` of its inputs: dtype, device, shape.
+    """Checks that `meta["val"]` of every node is what its op yields for the inputs' values: dtype, device and shape.
 
-    Sizes that depend on data get fresh symbols each time they are derived, so they agree up to a renaming, one to one.
+    Data-dependent sizes get fresh symbols each time they are derived, so they need to agree only up to a one-to-one
+    renaming.
     """
     mode = fake_mode_of(scope.module.graph) or FakeTensorMode()
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
@@ -195,8 +201,9 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
 
 
 def values_have_roles(scope: Scope) -> Iterator[Violation]:
-    """Every placeholder has a unique role, every output has a role, and earlier phases save values that later ones
-    read.
+    """Checks that every placeholder has a unique role, and every output a role.
+
+    Earlier phases must save the values that later phases read.
     """
     seen: dict[InputRole, fx.Node] = {}
     for node in scope.module.graph.nodes:
@@ -224,7 +231,7 @@ def values_have_roles(scope: Scope) -> Iterator[Violation]:
 
 
 def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
-    """No result, mutation or node before the backward depends on a tangent."""
+    """Checks that no result, mutation or node before the backward depends on a tangent."""
     for node, input_role in inputs_of(scope.module):
         if isinstance(input_role, Tangent) and scope.phase not in {"joint", "backward"}:
             yield Violation(node, f"no tangent in the {scope.phase} phase", "one", "move its readers to the backward")

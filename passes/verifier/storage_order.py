@@ -12,9 +12,9 @@ from embrace_fx.vocabulary.schedule import StepGraph
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
     """Raises if a schedule looks rows up before they are read, evicts rows of a later step, or holds too many.
 
-    A step's rows have slots from the submission of their read until the step's last lookup. They must fit the slots
-    together with the rows of all steps whose reads are submitted meanwhile. Then no prefetched row is evicted before
-    its step, because rows without a step are evicted first.
+    A step's rows have slots from the submission of their read until the step's last lookup. The slots must hold these
+    rows and the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its
+    step, because rows that no step waits for are evicted first.
 
     Args:
         memory: table beyond memory -> its rows in memory.
@@ -44,11 +44,11 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _asked_meanwhile(ahead_in_window: int, distance: int) -> int:
-    """Returns the number of windows whose reads are submitted before this window's rows have been looked up.
+    """Returns the count of windows whose reads are submitted before this window's rows have been looked up.
 
     Args:
         ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;
             negative if the submission is before the lookup.
-        distance: the number of windows from the submission of a read to its lookup.
+        distance: the count of windows from the submission of a read to its lookup.
     """
     return max(0, distance - (ahead_in_window > 0))

@@ -43,7 +43,7 @@ def crosses(launch: OperationId) -> bool:
 
 
 def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
-    """A steady window, or the phase of another variant, awaits, submits and looks up the right launches in order."""
+    """Checks that a steady window, or a variant's phase, awaits, submits and looks up the right launches in order."""
     varied = graph.varied
     if varied is not None:
         where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)

@@ -36,8 +36,9 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """A trained parameter has one dense gradient, or one pair of ids and rows, never both or twice. A table that an
-    output layer reads has one of its shard, with or without such a pair.
+    """Checks that a trained parameter has either one dense gradient or one pair of ids and rows.
+
+    A table that an output layer reads has one gradient of its shard, with or without such a pair.
 
     A parameter is trained if it has a gradient in the captured graph, or from a pass (only other ranks' batches use
     it).
@@ -62,7 +63,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
 
 
 def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """The results and mutations are those of the captured graph, once each, in the same order."""
+    """Checks that the results and mutations are those of the captured graph, once each and in the same order."""
     expected = [role for role in _output_roles(captured) if isinstance(role, Result | Mutation)]
     found = [role for role in _output_roles(graph) if isinstance(role, Result | Mutation)]
     if expected != found:
@@ -70,7 +71,8 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
-    """No launch may differ between ranks, and the phases launch what the joint graph does, in each group's order.
+    """Checks that no launch can differ between ranks, and that phases keep each group's launch order of the joint
+    graph.
 
     A rank sees only its own graph. It checks that no launch's identity depends on the batch, that a group has one size,
     and that partitioning changed no group's order. The runtime compares the identities between ranks by

@@ -25,7 +25,7 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 
 def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """An overlapped graph has each exchange of the joint graph once: as itself, as a submission, or as an await.
+    """Checks that an overlapped graph has each exchange of the joint graph once: as itself, a submission, or an await.
 
     Early and delayed parts, and further chunks, are not counted.
     """
@@ -53,7 +53,7 @@ _HANDED_OVER = {
 
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
-    """Every submission and every await has its launch's id, and prints it."""
+    """Checks that every submission and every await has the id of its launch, and prints it."""
     for node in window(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
@@ -64,7 +64,7 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """Rows are looked up in the result of all updates before the lookup, and of no earlier shard."""
+    """Checks that rows are looked up in the result of all updates before the lookup."""
     for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
@@ -85,7 +85,7 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
-    """A forward joins all sent parts of a table's rows."""
+    """Checks that a forward joins all sent parts of a table's rows."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
     for node in graph.phases["forward"].graph.nodes:
         if op_name(node) != "embrace::join_rows" or graph.varied is not None:
@@ -99,7 +99,7 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """A table's gradient is sent whole, or as prior and all pieces of delayed gradients: each row once."""
+    """Checks that a table's gradient is sent whole, or as a prior part and all delayed pieces, each row once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if graph.varied is None else ():
         if launch.kind in ("gradients", "delayed"):
@@ -123,7 +123,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 
 
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
-    """The chunks of a bucket cover each of its elements once."""
+    """Checks that the chunks of a bucket cover each of its elements once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window(graph):
         if op_name(node) == "embrace::submit_chunk":
@@ -142,7 +142,9 @@ def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
-    """No node reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
+    """Checks that no node reads a bucket between the submission of a chunk and its await, and that handed-over buckets
+    are complete.
+    """
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
         above = frozenset[OperationId]().union(*(flying.get(value, frozenset()) for value in node.all_input_nodes))
@@ -163,7 +165,7 @@ def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """A parameter that the next forward updates is read after its update, which follows all chunks' awaits."""
+    """Checks that the next forward reads a parameter after its update, and updates it after the chunks' awaits."""
     forward = graph.phases["forward"]
     parameters = parameters_of(forward)
     sent = _submitted(graph)
@@ -216,7 +218,7 @@ INVARIANTS = (
 
 
 def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
-    """Returns the reason why steps would deadlock under a launch order; None if they would not.
+    """Returns the reason why steps would deadlock under a launch order, or None if they would not.
 
     Launches start strictly in this order, window after window, once they are submitted. The program waits at an await
     until the launch has started. Two windows are simulated: the second starts with the first one's launches in flight.

@@ -17,7 +17,7 @@ SHORT_BLOCK = 32
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
-    """Returns a mask (B,) of the `blocks` (B, s) that have a non-zero element. NaN is non-zero; -0.0 is zero."""
+    """Returns a mask (B,) of the `blocks` (B, s) that have a non-zero element. NaN is non-zero, and -0.0 is zero."""
     if blocks.is_cuda:
         counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # one pass without other writes
         return counts != 0
@@ -43,7 +43,7 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks into the contiguous tensor that they were cut from; other blocks do not change.
+    """Writes blocks into the contiguous tensor that they were cut from. Other blocks do not change.
 
     Blocks that no rank has are already zero in the tensor, so a mean replaces the gradient completely.
     """

@@ -46,11 +46,11 @@ class Channel:
     """Launches collectives on a process group.
 
     Args:
-        group: the ranks that exchange, two at least.
+        group: the ranks that exchange, at least two.
 
     Attributes:
-        rank, world_size: this rank's number in the group, and the group's size.
-        sent_bytes: payload that this rank has sent to others so far, without frames of the transport.
+        rank, world_size: this rank in the group, and the group's size.
+        sent_bytes: payload bytes that this rank has sent to others so far, without frames of the transport.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -60,20 +60,20 @@ class Channel:
         self.sent_bytes = 0
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
-        """Sends an equal, small part to every rank, and receives one from each, in rank order.
+        """Sends equally small parts to all ranks, and receives one from each, in rank order.
 
         Args:
-            sent: (N k,), the part for rank 0 first.
+            sent: the parts (N k,), in rank order.
         """
         self.sent_bytes += sent.nbytes // self.world_size * (self.world_size - 1)
         received = torch.empty_like(sent)
         return InFlight(received, dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
-        """Sends a part to every rank, and receives one from each, rank after rank, in single messages.
+        """Sends a part to every rank, and receives one from each, in rank order, as point-to-point messages.
 
         Args:
-            sent: (sum of send_sizes,), the part for rank 0 first.
+            sent: the parts (sum of send_sizes,), in rank order.
             send_sizes: elements for each rank.
             receive_sizes: elements from each rank.
         """
@@ -98,6 +98,6 @@ class Channel:
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """Sends a message to, and receives one from, every other rank. Skips empty messages."""
+        """Sends a message to every other rank, and receives one from each. Skips empty messages."""
         self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

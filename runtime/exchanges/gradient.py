@@ -35,7 +35,7 @@ class RowSet:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns."""
+        """Number of columns."""
         return self.rows.shape[1]
 
 
@@ -51,7 +51,7 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
     Args:
         positions: (K,) from 0 to size - 1, rank after rank; unique within a rank.
         rows: (K, d).
-        counts: for each rank, how many of the K are its.
+        counts: for each rank, how many of the K rows are from it.
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
@@ -61,12 +61,12 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
 
 
 def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
-    """Averages rows of the same id; returns the union of all ranks' rows.
+    """Averages rows of the same id. Returns the union of all ranks' rows.
 
     Args:
         ids: (K,) int64 in any order, rank after rank; unique within a rank.
         rows: (K, d).
-        counts: the number of the K rows of each rank.
+        counts: for each rank, how many of the K rows are from it.
         num_rows: rows of the whole tensor.
         divisor: the number of ranks, or 1 for the sum.
     """
@@ -76,7 +76,9 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
 
 
 def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (unique ids, ascending; the position of each id among them); without a sort if many rows are present."""
+    """Returns the unique ids, ascending, and the position of each id among them. Needs no sort if many rows are
+    present.
+    """
     if num_rows > MARKED_ROWS_PER_ID * ids.numel():
         union, positions = torch.unique(ids, return_inverse=True)
         return union, positions

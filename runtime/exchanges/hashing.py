@@ -33,7 +33,7 @@ def _finalise(x: Tensor) -> Tensor:
 
 
 def _shift_33(x: Tensor) -> Tensor:
-    """Shifts right by 33 bits and fills with zeros; torch's own shift fills with the sign."""
+    """Shifts right by 33 bits and fills with zeros, whereas torch's own shift fills with the sign."""
     return (x >> 33) & (2**31 - 1)
 
 
@@ -68,7 +68,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Returns the ids of a bitmap, the inverse of `hash_bitmap`; bytes beyond the index set are padding."""
+    """Returns the ids of a bitmap, as the inverse of `hash_bitmap`. Ignores padding beyond the index set."""
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

@@ -63,11 +63,11 @@ class ExchangeKind:
 
 
 def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
-    """Replaces a gradient by its mean over ranks, in place; waits for every round.
+    """Replaces a gradient with its mean over ranks, in place. Returns after the last round of the exchange.
 
     Args:
-        flat: (rows * width,); or (rows, width) COO, coalesced, if the strategy's units are rows. Both layouts send the
-            same, so ranks may differ.
+        flat: the gradient, dense (rows * width,) or, if the strategy's units are rows, coalesced COO (rows, width).
+            Both layouts send the same messages, so ranks may use different ones.
         cluster: the links that determine block sizes.
     """
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
@@ -86,13 +86,13 @@ Exchange = Callable[[Tensor, str, Channel], object]
 
 
 def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end; the result has the bytes sent."""
+    """Runs an exchange to its end. The result includes the count of bytes sent."""
     sent = _sent_by(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
 
 def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
-    """Runs an exchange to its end; returns the bytes sent."""
+    """Runs an exchange to its end, and returns the bytes sent."""
     before = channel.sent_bytes
     with torch.no_grad():
         exchange(flat, name, channel)
@@ -100,7 +100,7 @@ def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> i
 
 
 class ExchangeThread:
-    """Runs exchanges in the order of `start`.
+    """Runs exchanges on a thread, in the order in which `start` is called.
 
     Args:
         group: a process group for this thread only.

@@ -42,7 +42,7 @@ def units(dense: Tensor, cluster: Cluster) -> RowSet:
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' blocks, with one part per round. Ids do not ascend."""
+    """Returns the mean of all ranks' blocks, with one part per round. The ids of a part do not ascend."""
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = streaming_of(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
@@ -80,7 +80,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 class _Ranges:
     """The (N, L) lanes of the blocks. Each has every L-th block of its aggregator's range.
 
-    A block's *place* in its lane needs fewer bytes than its number. The place after the last one means none.
+    A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no block.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
@@ -92,19 +92,19 @@ class _Ranges:
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """Encodes (R, L) blocks of lanes as places, with `num_blocks` for none; `starts` (R, 1) are the first blocks of
-        ranges.
+        the ranges.
         """
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places, the inverse of `encode`; `starts` may be a single number."""
+        """Decodes places, as the inverse of `encode`. `starts` may be a single number."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _Queues:
-    """This rank's blocks in the order of sending: (N, L) ascending queues, of N aggregators and L lanes."""
+    """This rank's blocks in the order of sending: ascending queues (N, L), for N aggregators and L lanes."""
 
     def __init__(self, blocks: RowSet, ranges: _Ranges) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes
@@ -120,11 +120,13 @@ class _Queues:
         self._head = self._end - lengths
 
     def upcoming(self) -> Tensor:
-        """Returns the (N, L) blocks at the heads of the queues; `num_rows`, above all blocks, for an empty queue."""
+        """Returns the blocks (N, L) at the heads of the queues; for an empty queue `num_rows`, which is above all
+        blocks.
+        """
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the heads of the queues of a stream selected by `mine` (N, slots); returns their blocks."""
+        """Removes the heads of a stream's queues that `mine` (N, slots) selects, and returns their blocks."""
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
@@ -134,8 +136,9 @@ class _Queues:
 class _Aggregation:
     """The state of a rank during streaming: its queues as a sender, and each rank's next block as an aggregator.
 
-    Shapes: N ranks or aggregators, L lanes. `current` (N, L), the current block of every lane of every aggregator, is
-    equal on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in this rank's lanes, is not.
+    There are N ranks or aggregators and L lanes. `current` (N, L) is the current block of every lane of every
+    aggregator, and is equal on all ranks. `upcoming_of_ranks` (N, L) is the next block of every rank in this rank's
+    lanes, and differs.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class _Aggregation:
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
-        """Sends this rank's current blocks, each with the number of its next block in the lane."""
+        """Sends this rank's current blocks, each with the index of its next block in the lane."""
         current = self._current[:, stream]
         mine = (self._queues.upcoming()[:, stream] == current) & (current < self._end)
         blocks = self._queues.take(stream, mine)
@@ -174,7 +177,7 @@ class _Aggregation:
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """Sends the means of this rank's lanes' blocks, each with the lane's next block."""
+        """Sends the means of the blocks of this rank's lanes, each with the lane's next block."""
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
         lane = senders.nonzero()[:, 1]

@@ -31,15 +31,15 @@ from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute
 
 
 class PendingGradient(Tensor):
-    """Stands in `.grad` for a gradient in flight: any use waits for the gradient, and then uses the real one.
+    """Stands in `.grad` for a gradient in flight. Any use waits for the gradient, and then uses the real one.
 
-    So code that looks at gradients between backward and step (clipping, logging) works as on any model; what it looked
-    at is from then on an ordinary gradient.
+    So code that reads gradients between backward and step (clipping, logging) works as with any model. From then on,
+    the gradient is an ordinary one.
 
     Attributes:
-        late: the gradients among which it is.
-        place: which of them it is.
-        is_sparse: the gradient is (COO), and so it seems while it is in flight.
+        late: the gradients in flight that include this one.
+        place: the index of this gradient in `late`.
+        is_sparse: whether the gradient is sparse (COO). The stand-in reports the same.
     """
 
     late: GradientFuture[Tensor]
@@ -48,7 +48,7 @@ class PendingGradient(Tensor):
 
     @staticmethod
     def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
-        """Makes the stand-ins of all parameters whose gradients are `late`."""
+        """Makes the stand-ins of all parameters whose gradients are in `late`."""
         found = list[PendingGradient]()
         for place, like in enumerate(parameters):  # of every parameter: without calls
             made: PendingGradient = Tensor._make_wrapper_subclass(
@@ -66,7 +66,7 @@ class PendingGradient(Tensor):
 
     @property
     def landed(self) -> Tensor | None:
-        """The real one; None: nobody has waited for it."""
+        """Returns the real gradient, or None if nobody has waited for it yet."""
         found = self.late.landed
         return None if found is None else found[self.place]
 
@@ -115,17 +115,17 @@ _Sent = tuple[Tensor, list[Ticket]]
 
 
 class Bucket(Owed):
-    """The gradients of one bucket, of one backward at a time.
+    """The gradients of one bucket, from one backward at a time.
 
     Args:
-        names: of its parameters.
+        names: the names of the bucket's parameters.
 
     Attributes:
-        parameters: those that the last backward found.
-        sent: what is on its way; None: nothing is.
-        stepped: parameters whose step an optimizer has left to the next forward, by identity: a tensor's hash is a call
-            of Python.
-        late: what has been put into `.grad` of the parameters; None: nothing that is still on its way.
+        parameters: the parameters that the last backward found.
+        sent: the reduction in flight, or None.
+        stepped: parameters whose step an optimizer has left to the next forward, keyed by `id`, because hashing a
+            tensor calls Python.
+        late: the gradients in flight for which `.grad` holds stand-ins, or None.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class Bucket(Owed):
         return [optimizer for optimizer, _ in self._updates]
 
     def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
-        """Takes gradients over that are on their way."""
+        """Takes over gradients in flight from the backward."""
         if self.sent is not None:  # of the step before, if no forward has read the parameters since
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
     def deliver(self, without: Set[int]) -> None:
-        """Puts stand-ins into `.grad`, but for parameters (by identity) that this backward gives no gradient."""
+        """Puts stand-ins into `.grad`, except for parameters (by `id`) that this backward gives no gradient."""
         assert self.sent is not None
         found = PendingGradient.each(self.parameters, self._promise(self.sent), sparse=self.sent[0].is_sparse)
         for parameter, gradient in zip(self.parameters, found, strict=True):
@@ -163,7 +163,7 @@ class Bucket(Owed):
                 parameter.grad = gradient
 
     def _promise(self, sent: _Sent) -> GradientFuture[Tensor]:
-        """Makes what stands for gradients on their way; it refers to the model weakly."""
+        """Makes the future of gradients in flight, which refers to the bucket weakly."""
         itself = ref(self)
 
         def wait() -> Sequence[Tensor]:
@@ -176,20 +176,20 @@ class Bucket(Owed):
         return self.late
 
     def add_to(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to what `.grad` holds; likewise."""
+        """Waits for the gradients, and adds them to `.grad`, except for parameters (by `id`) in `without`."""
         gradients, self.sent = self._land(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wanted(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for gradients, one of which is about to be used, and returns them."""
+        """Waits for the gradients, one of which is about to be used, and returns them."""
         # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
         with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._land(sent)
 
     def take_step(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Leaves the step of some of the parameters to the next forward, under these options."""
+        """Leaves the step of some parameters to the next forward, under these options."""
         self._updates.append((optimizer, groups))
         self.stepped |= {id(parameter): parameter for group in groups for parameter in group["params"]}
 
@@ -213,7 +213,7 @@ class Bucket(Owed):
             self.sent = self.late = None
 
     def _finish(self) -> Sequence[Tensor]:
-        """Applies what optimizers have taken; other gradients become ordinary ones."""
+        """Waits for the reduction and applies the steps that optimizers have left. Other gradients become ordinary."""
         updates, late, gradients = self._updates, self.late, self._land(self.sent)
         self.sent, self.late, self._updates, self.stepped = None, None, [], {}
         if late is not None:
@@ -243,10 +243,10 @@ class Buckets:
     Args:
         buckets: parameter names by bucket.
         parameters: finds parameters by their names.
-        exchanges: by bucket, those that are not AllReduced.
+        exchanges: bucket -> its exchange, for buckets that are not AllReduced.
 
     Attributes:
-        all: by number.
+        all: the buckets by index.
     """
 
     def __init__(
@@ -269,12 +269,12 @@ class Buckets:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """Launches a bucket that is waited for in the same backward: `all_reduce_` or `exchange_gradient_`."""
+        """Launches a bucket that the same backward waits for, by `all_reduce_` or `exchange_gradient_`."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
+        """Submits the AllReduce of a part of a packed bucket, in place, or the sparse exchange of a whole bucket."""
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
         if exchange is not None:
@@ -286,13 +286,13 @@ class Buckets:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
-        """Submits a chunk, to be waited for by its id, or taken over with its bucket."""
+        """Submits a chunk. It is awaited by its id, or taken over with its bucket."""
         self._recorder.mark(compute_id("backward", launch.what))
         self._submitted[launch] = self._launch(launch, flat, start, length)
         return flat
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
-        """Waits for a chunk, if it is on its way: its gradient may have been used, or dropped, before."""
+        """Waits for a chunk if it is in flight. Its gradient may have been used or dropped before."""
         self._recorder.stand()
         ticket = self._submitted.pop(launch, None)
         if ticket is None and (sent := self.all[self._number[launch.what]].sent) is not None:
@@ -302,20 +302,20 @@ class Buckets:
         return value
 
     def forget_submitted(self) -> None:
-        """Forgets chunks that a backward has submitted, which has been given up: they are no bucket's."""
+        """Forgets the submitted chunks of a backward that was given up, because no bucket takes them over."""
         self._submitted.clear()
 
     def hand_over(self, flat: Tensor, k: int) -> None:
-        """Takes a packed bucket over, all of whose chunks have been submitted; an optimizer will have it in flight."""
+        """Takes over a packed bucket whose chunks have all been submitted, so that the optimizer finds it in flight."""
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
         self.all[k].take(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.
+        """Puts stand-ins into empty `.grad` of the parameters, and adds to `.grad` that holds a gradient already.
 
         Args:
-            absent: parameters that this backward gives no gradient.
+            absent: parameters to which this backward gives no gradient.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
         summed = False
@@ -342,18 +342,19 @@ class Buckets:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Lists the optimizers with an update of a bucket still to be applied."""
+        """Optimizers with a bucket update that is still to be applied."""
         return [optimizer for bucket in self.all if bucket.stepped for optimizer in bucket.optimizers]
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
-        """Hides late gradients from an optimizer that is about to step, if every gradient it would read is late.
+        """Hides gradients in flight from an optimizer that is about to step, if all gradients that it would read are in
+        flight.
 
         Args:
-            tables: ids of sharded ones, which others look after.
+            tables: ids of the sharded tables' parameters, which are handled elsewhere.
 
-        Returns: by the ids of parameters, what `.grad` was, to be put back after the step, which then skips them; and
-        their buckets. Nothing where the optimizer has to step them by itself, at once; their gradients are ordinary
-        ones then.
+        Returns: parameter id -> (parameter, its hidden `.grad`, its bucket). The step skips these parameters, and the
+            caller restores `.grad` after the step. Empty if the optimizer must step them immediately; their gradients
+            are ordinary ones then.
         """
         if not self._stood_in:
             return {}
@@ -384,8 +385,11 @@ class Buckets:
         return hidden
 
     def step(self, optimizer: Optimizer, bucket_of: Mapping[int, Bucket]) -> None:
-        """Leaves the step of hidden gradients, of parameters by their ids, to the next forward, under the options of
-        this moment: the optimizer has stepped."""
+        """Leaves the step of parameters with hidden gradients to the next forward, with the optimizer's present
+        options.
+
+        Called after the optimizer has stepped all other parameters. `bucket_of` is keyed by the parameters' ids.
+        """
         groups: dict[int, tuple[Bucket, list[dict[str, Any]]]] = {}
         for group in optimizer.param_groups:
             kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
@@ -399,7 +403,7 @@ class Buckets:
             bucket.take_step(optimizer, of_bucket)
 
     def release(self, optimizer: Optimizer) -> None:
-        """Makes the gradients of an optimizer's parameters ordinary ones."""
+        """Waits for the gradients of an optimizer's parameters, which become ordinary ones."""
         sent = [bucket for bucket in self.all if bucket.sent is not None]
         if not sent:
             return
@@ -411,7 +415,7 @@ class Buckets:
                     bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Applies what is owed of a bucket in a forward, which goes on with the parameters."""
+        """Applies the pending update of a bucket in a forward, and returns the updated parameters."""
         self.all[k].apply()
         self.all[k].wait()
         self._recorder.mark(compute_id("update", bucket_name(k)))

@@ -47,22 +47,23 @@ Absent = Callable[[ForwardVariant], Sequence[OperationId]]
 
 
 class Flow:
-    """Everything under way between two steps.
+    """The communication in flight between two steps, and the updates left to the next step.
 
     Args:
-        exchanges: by table, or by row space.
-        buckets: those of the plan.
+        exchanges: table or row space -> its exchange.
+        buckets: the buckets of the plan.
         looks_ahead: whether rows are cut into prior and delayed ones.
-        warn: called where a batch was not the one that was prepared.
-        after_announcement: called in each step when every rank is known to go on with it.
-        streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
+        warn: called if a batch is not the one that was prepared.
+        after_announcement: called in each step once every rank is known to continue.
+        streams: the streams of the device, or None for a model on the CPU. In a steady step, the host never waits for
+            the device.
 
     Attributes:
-        of_table: exchanges by table alone: those of a row space share one.
-        awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
-        is_within_steps: whether nothing goes through the launcher.
-        shares_failures: whether a rank's failure in the middle of a phase reaches others: the hosts must know where
-            they are.
+        of_table: table -> its exchange. Tables of a row space share one.
+        awaits_ids: whether the running backward still has to call `await_ids`.
+        is_within_steps: whether every step awaits its own launches, so that none goes through the launcher.
+        shares_failures: whether a rank's failure in the middle of a phase is reported to the others, for which hosts
+            must know how far they are.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Flow:
     def within_steps(
         cls, announcements: Announcements, streams: Streams | None = None, recorder: Recorder | None = None
     ) -> Flow:
-        """Makes the flow of steps that launch each collective where it is called, and wait for it in the same step."""
+        """Makes the flow of steps that launch each collective immediately, and wait for it in the same step."""
         launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
         buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
         return cls(announcements, launcher, {}, buckets, looks_ahead=False, streams=streams)
@@ -115,14 +116,15 @@ class Flow:
     def begin_forward(
         self, program: IdsProgram, leaves: Sequence[Any], following: NextBatch | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
-        """Yields the values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
+        """Returns the values of the batch's unique and ids phases, and the variant of the forward, the same on all
+        ranks.
 
         Args:
-            following: the next batch, where it is known.
-            absent: variant -> launches that its forward leaves out, as `Launcher.absent` lists them.
+            following: the next batch, if known.
+            absent: variant -> the launches that its forward leaves out, as `Launcher.absent` lists them.
 
         Raises:
-            PeerFailure: a rank could not go on, on every rank.
+            PeerFailure: a rank cannot continue; raised on every rank.
         """
         expected = self._expected()
         is_batch = expected is not None and expected.is_batch(leaves)
@@ -164,7 +166,7 @@ class Flow:
         return values, variant
 
     def _expected(self) -> NextBatch | None:
-        """Returns the batch that was looked ahead to, where what has left for it may still be used."""
+        """Returns the prepared next batch, if the rows already sent for it may still be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
@@ -176,7 +178,7 @@ class Flow:
         return ahead
 
     def _arrives(self) -> Arrival:
-        """Returns how the batch of this forward arrives, and forgets it."""
+        """Returns how the rows of this forward's batch arrive, and forgets the prepared batch."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -191,7 +193,7 @@ class Flow:
         self.recorder.begin_segment(self._forward)
 
     def _land_waiting(self) -> None:
-        """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
+        """Waits for gradients that no step has taken, because they precede this forward's launches in the order."""
         waiting = [each.gradient for each in self.exchanges.values() if each.gradient.waiting]
         if waiting:
             with self.launcher.hurrying():
@@ -201,7 +203,7 @@ class Flow:
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums gradients of rows, as the op; the host of a device waits for the ids, and not for the backward."""
+        """Sums row gradients, as the op does. On a device, the host waits for the ids but not for the backward."""
         if (streams := self.streams) is None:
             return coalesce(ids, flat, columns, padding_rows, scale)
         with streams.on("ids", "places of sums"):
@@ -214,12 +216,12 @@ class Flow:
         return sum_rows(flat, places, columns, scale)
 
     def begin_plain_forward(self) -> None:
-        """Begins an announced forward that leaves nothing to the next step and has found nothing of the last one."""
+        """Begins an announced forward that leaves nothing to the next step and finds nothing left by the last one."""
         self.launcher.enter_forward()
         self._begin_compute()
 
     def _route(self, ahead: NextBatch) -> NextBatch | None:
-        """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
+        """Runs the ids phase of a batch whose id exchange is in flight. Returns None if no rank may use the batch."""
         return ahead if ahead.route(self.launcher.wait) else None
 
     def mark_forward(self) -> None:
@@ -231,10 +233,10 @@ class Flow:
         self.recorder.end_forward()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Chooses the graph of the next backward, the same on all ranks.
+        """Chooses the variant of the next backward, the same on all ranks.
 
         Args:
-            values: those of the batch whose backward it is.
+            values: the values of the backward's batch.
         """
         if not self.looks_ahead:
             return BackwardVariant()
@@ -252,11 +254,11 @@ class Flow:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
-        """Opens the window of a backward, at its head.
+        """Opens the launch window at the head of a backward.
 
         Args:
-            gate: finds out whether every rank is in it: nothing leaves before.
-            absent: launches that the backward leaves out, as `Launcher.absent` lists them.
+            gate: finds out whether every rank is in this backward. Nothing is launched before.
+            absent: the launches that the backward leaves out, as `Launcher.absent` lists them.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
@@ -265,7 +267,7 @@ class Flow:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Applies what no node of the program will."""
+        """Applies the pending updates that no node of the program applies."""
         self.recorder.mark(OWN_CODE)  # losses, since the forward
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
@@ -285,17 +287,17 @@ class Flow:
         self.launcher.leave_backward()
 
     def mark_end(self) -> None:
-        """Records that everything since the last mark was the end of the backward."""
+        """Records that the compute since the last mark belongs to the end of the backward."""
         self.recorder.mark(self._backward)
 
     def give_up_forward(self) -> None:
-        """Forgets a forward that has failed, all of whose launches have been submitted."""
+        """Forgets a failed forward, whose launches have all been submitted."""
         self._coming = self._ahead = None
         self.recorder.forget_forward()
         self._forget_rows()
 
     def give_up_backward(self) -> None:
-        """Forgets a backward. All that leaves of it, on any rank, has been submitted or dropped."""
+        """Forgets a backward, whose launches on all ranks have been submitted or dropped."""
         self._ahead = None
         self._left = self.looks_ahead  # of this backward or of the one before
         self._forget_rows()
@@ -317,7 +319,9 @@ class Flow:
         )
 
     def await_ids(self, *_: object) -> None:
-        """Has the next batch's routing, by which its rows and this one's are cut, where this backward cuts them."""
+        """Waits for the next batch's routing, by which its rows and this batch's gradients are cut, if this backward
+        cuts them.
+        """
         self.awaits_ids = False
         ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None
         if ahead is not None and self._has_cut:
@@ -329,11 +333,11 @@ class Flow:
 
     @property
     def has_tables_under_way(self) -> bool:
-        """Tells whether an update of a table is still to be applied, or rows have left ahead."""
+        """Returns whether a table has an update still to be applied, or early rows in flight."""
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
-        """Applies updates of dense parameters, as `apply`; on a device, those of tables too."""
+        """Applies pending updates of dense parameters, as `apply` does. On a device, those of tables too."""
         if self.streams is not None:  # of dense ones alone, emulated devices found two receives that write one memory
             self.apply()
             self.hand_out()
@@ -343,13 +347,13 @@ class Flow:
                 bucket.apply()
 
     def apply(self) -> None:
-        """Applies every update that a step has left. What is still to be submitted holds none up."""
+        """Applies every update that a step has left. Launches not submitted yet do not delay this."""
         with self._out_of_turn():
             for each in self._owed:
                 each.apply()
 
     def wait(self) -> None:
-        """Makes the gradients that no step has taken ordinary ones, for code that is about to read or change them."""
+        """Waits for the gradients that no step has taken, for code that is about to read or change them."""
         if True in [each.waiting for each in self._owed]:
             with self._out_of_turn():
                 for each in self._owed:
@@ -362,36 +366,36 @@ class Flow:
 
     @contextlib.contextmanager
     def _out_of_turn(self) -> Iterator[None]:
-        """Opens a context where what is on its way may arrive before its turn. Callers may be anywhere in a step."""
+        """Opens a context in which launches may complete out of turn, because the caller may be anywhere in a step."""
         with outside_of_modes(), self.launcher.hurrying():
             yield
 
     def hand_out(self) -> None:
-        """Expects parameters to be written, from now on.
+        """Prepares for writes to parameters from now on.
 
-        Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
-        they are sent again.
+        Early rows are compared with the table before they are used. On a device, where the host would wait for the
+        comparison, they are sent again.
         """
         self._handed_out = True
         self._valid &= self.streams is None
 
     def forget_sent(self) -> None:
-        """Has rows that were sent early sent again: the optimizer's state changes, with which they have left."""
+        """Makes early rows be sent again, because the optimizer state with which they were computed changes."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
-        """Drops what was prepared for the next batch: any batch may come."""
+        """Drops everything prepared for the next batch, because any batch may come."""
         self._ahead = None
 
     def leave(self) -> None:
-        """Applies, waits, and forgets what was looked up ahead, before a call that runs without the flow."""
+        """Applies updates, waits, and drops prefetched rows, before a call that runs without the flow."""
         self.apply()
         self.wait()
         self._ahead = None
         self._forget_rows()
 
     def close(self) -> None:
-        """Ends it between two steps: updates are applied, gradients ordinary ones, whatever was sent has arrived."""
+        """Ends the flow between two steps: applies updates, and waits for gradients and all launches."""
         self.leave()
         with self.communicator.watching():
             self.launcher.close()

@@ -28,7 +28,7 @@ class HeadExchange:
     """The exchanges of one program's heads.
 
     Args:
-        recorder: measures the exchanges that a program's nodes begin; None: of a loss outside of the model.
+        recorder: measures the exchanges that a program's nodes begin, or None for a loss outside of the model.
     """
 
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
@@ -67,7 +67,7 @@ class HeadExchange:
         return ended
 
     def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
-        """Begins to measure an exchange that sends so many elements, while a recording runs."""
+        """Begins to measure an exchange that sends `sent` to each of `copies` ranks, if a recording runs."""
         if launch is not None and self._recorder is not None and self._recorder.recording is not None:
             self._watches[launch] = Watch(launch, sent.numel() * sent.element_size() * copies, self._recorder)
             self._watches[launch].__enter__()
@@ -92,7 +92,7 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Launches `gather_positions`; without counts, of as many zeros as this rank has announced positions."""
+        """Launches `gather_positions`. Without counts, sends as many zeros as this rank has announced positions."""
         sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
@@ -114,7 +114,7 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Launches `scatter_positions`, likewise."""
+        """Launches `scatter_positions`. Without counts, sends as many zeros as this rank has announced positions."""
         sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))

@@ -22,7 +22,7 @@ class Lookahead:
     """Yields a training loop's batches, and reads the loader one batch ahead.
 
     Args:
-        at_end: called when a loop has no more batches, or is left: no next batch is known then.
+        at_end: called when a loop has no more batches or is left, so that no next batch is known.
         recorder: returns the recorder of the loader's time.
 
     Attributes:
@@ -44,12 +44,12 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether a loop is reading."""
+        """Returns whether a loop is reading."""
         active = self._active()
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Warns, once, of a call with another batch than the expected one."""
+        """Warns, once, that a call got another batch than the expected one."""
         if not self._warned:
             warnings.warn(
                 "the model was called with another batch than lookahead() yielded, or with one that was moved or "
@@ -60,7 +60,7 @@ class Lookahead:
         self._warned = True
 
     def over(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
-        """Yields a loader's batches in order, and reads it this many batches ahead.
+        """Yields a loader's batches in order, while it reads the loader `batches` batches ahead.
 
         Raises:
             RuntimeError: another loop is still reading.
@@ -105,7 +105,7 @@ class Lookahead:
                 self._at_end()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields a loader's batches; those already read beyond the present one are in `_further`."""
+        """Yields a loader's batches. Batches that it has read beyond the present one are in `_further`."""
         self._further = deque()
         for batch in loader:
             self._further.append(batch)
@@ -124,9 +124,10 @@ class Lookahead:
 
         Args:
             leaves: flattened arguments of this call.
-            farthest: return those of the call `batches` calls from now instead.
+            farthest: return the arguments of the call `batches` calls from now instead.
 
-        Returns: None if the next batch is not known, or this call's tensors are not those of the batch.
+        Returns: the arguments, or None if the next batch is not known or this call's tensors are not those of its
+        batch.
         """
         if not self.known:
             return None
@@ -156,7 +157,7 @@ _NOTHING = pytree.tree_flatten(None)
 
 
 def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
-    """Raises `RuntimeError` where a loader has written a later batch, `coming`, into the tensors of the present one."""
+    """Raises `RuntimeError` if a loader has written a later batch, `coming`, into the tensors of the present batch."""
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(

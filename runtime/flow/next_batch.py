@@ -47,20 +47,21 @@ _FOUND, _OVERTOOK = 1, 2
 
 @dataclass(frozen=True)
 class IdsProgram:
-    """The part of a program that finds the rows a batch reads. It can run ahead of its batch.
+    """The part of a program that finds the rows that a batch reads. It can run before the batch's turn.
 
     Attributes:
         unique: batch -> the values of the unique phase.
-        unique_on_device: batch -> these values, each table's unique rows padded to as many as the batch has ids; and
-            their numbers, by table.
-        rows_of_batch: values -> what `all_gather_ids` sends, by table.
-        routing: (values, what `unpack_ids` yields) -> None: adds the values of the ids phase.
-        tables, num_rows: of the tables, or row spaces, in `rows_of_batch`.
-        spaces: those of them that are row spaces.
-        routes: table whose rows the forward awaits -> names of the saved ids of all ranks, and of their counts.
-        paddings: table -> its rows without gradient, where it has some.
-        is_pure: whether it finds the same a step earlier: it draws nothing, and reads nothing that a forward writes.
-        reads: indices of what `unique` reads of a batch.
+        unique_on_device: batch -> (the same values, with each table's unique rows padded to the batch's count of ids;
+            the count of unique rows of each table).
+        rows_of_batch: values -> the tensors that `all_gather_ids` sends, by table.
+        routing: a function of values and the result of `unpack_ids`, which adds the values of the ids phase.
+        tables, num_rows: names and row counts of the tables, or row spaces, in `rows_of_batch`.
+        spaces: the row spaces among `tables`.
+        routes: table whose rows the forward awaits -> names of the saved values with all ranks' ids and their counts.
+        paddings: table -> its rows without gradient, if any.
+        is_pure: whether the result is the same one step earlier, because the program draws no random numbers and reads
+            nothing that a forward writes.
+        reads: indices of the batch's tensors that `unique` reads.
     """
 
     unique: Callable[[Sequence[Any]], Values]
@@ -76,7 +77,7 @@ class IdsProgram:
     reads: tuple[int, ...]
 
     def route(self, values: Values, packed: Tensor) -> None:
-        """Adds the values of the ids phase, from the ids of all ranks."""
+        """Adds the values of the ids phase, computed from the ids of all ranks."""
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def rows_of_ranks(self, values: Values) -> dict[str, tuple[Tensor, Tensor]]:
@@ -84,24 +85,23 @@ class IdsProgram:
         return {table: (values[ids], values[counts]) for table, (ids, counts) in self.routes.items()}
 
     def bad_id(self, values: Values) -> str | None:
-        """Reports an id of the batch outside of its table; None: there is none."""
+        """Describes an id of the batch outside of its table. Returns None if there is none."""
         return bad_id_report(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
 
 
 class NextBatch:
-    """The next batch. Its host knows all of it.
+    """The next batch, about which the host knows everything.
 
     Args:
-        counts: (T,) unique rows by table, where only the device knows; None: all are.
+        counts: the count (T,) of unique rows by table if only the device knows it, or None if all rows are unique.
 
     Attributes:
-        values: those of its unique phase; once it is `routed`, those of the ids phase too.
-        ticket: of its exchange of ids.
-        usable: whether the ids of every rank's batch are ids of its tables, as far as that is known.
-        cuts: table -> prior rows of the batch before it, and early ones of its own, where that is known before the
-            backward.
-        announced: the most rows that it reads, by rank, by table.
-        current: table -> the routing of the batch before it.
+        values: the values of the unique phase; once the batch is routed, those of the ids phase too.
+        ticket: the ticket of the id exchange.
+        usable: whether all ids of every rank's batch are inside their tables, as far as known.
+        cuts: table -> the previous batch's prior rows and this batch's early rows, if known before the backward.
+        announced: the maximum count of rows that the batch reads, by rank, by table.
+        current: table -> the routing of the previous batch.
     """
 
     def __init__(
@@ -120,24 +120,24 @@ class NextBatch:
         self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Tells whether a flattened batch is this one, as far as its ids are computed from it."""
+        """Returns whether a flattened batch equals this one, in the tensors from which its ids are computed."""
         for k, own in zip(self.program.reads, self._read, strict=True):  # at every step: without calls
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
         return not self._seen.written()
 
     def sizes(self) -> list[int]:
-        """Counts its rows by table; -1 where it holds an id that is to fail at its turn."""
+        """Returns the count of rows by table, or -1 if a table gets an id that will raise at the batch's turn."""
         unique = self.program.rows_of_batch(self.values)
         if self.program.bad_id(self.values) is not None:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
     def copy_rows(self) -> None:
-        """Begins to copy its rows to the host, for `rows`: they are there."""
+        """Begins to copy the batch's rows to the host for `rows`. Does nothing here, because they are on the host."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows (K,) that it reads, on the host, by table. Any thread may ask."""
+        """Returns the rows (K,) that the batch reads, on the host, by table. Any thread may call it."""
         return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
@@ -147,7 +147,7 @@ class NextBatch:
         return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Waits for the exchange of ids and runs the ids phase, once; returns whether the batch is usable."""
+        """Waits for the id exchange and runs the ids phase, once. Returns whether the batch is usable."""
         if not self.routed:
             assert self.ticket is not None
             self._arrive(self.ticket, wait)
@@ -160,10 +160,10 @@ class NextBatch:
 
 
 class DeviceBatch(NextBatch):
-    """The next batch on a device. The ids' stream prepares it.
+    """The next batch on a device, prepared on the ids' stream.
 
     Args:
-        counts: (T,) its unique rows by table, of this rank.
+        counts: this rank's count (T,) of unique rows by table.
     """
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
@@ -185,9 +185,9 @@ class DeviceBatch(NextBatch):
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows that were copied to the host; those of a table with an id outside of it are left out.
+        """Returns the rows that were copied to the host, without tables that got an id outside of them.
 
-        The last one may be row 0, with which unique rows are padded.
+        The last row may be 0, with which unique rows are padded.
         """
         self._streams.reach(self._copied)
         *rows, counts = self._copies
@@ -195,11 +195,11 @@ class DeviceBatch(NextBatch):
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
-        """Returns the most rows that the batch can read, by table."""
+        """Returns the maximum count of rows that the batch can read, by table."""
         return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Exchanges the ids, cuts both batches, and has the sizes copied to the host; all on the ids' stream."""
+        """Exchanges the ids, cuts both batches, and copies the sizes to the host, all on the ids' stream."""
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
@@ -259,7 +259,7 @@ class DeviceBatch(NextBatch):
             beyond.note_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Cuts this rank's unique rows to their numbers. From here on the stream of compute uses what was prepared."""
+        """Cuts the padding from this rank's unique rows. From here on, the compute stream uses the prepared tensors."""
         padded = self.program.rows_of_batch(self.values)
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
@@ -267,7 +267,7 @@ class DeviceBatch(NextBatch):
 
 
 def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | None) -> NextBatch:
-    """Finds the rows of a batch before its turn: at once on the host, or in the ids' stream of its device."""
+    """Finds the rows of a batch before its turn: immediately on the host, or on the ids' stream of a device."""
     if streams is None:
         return NextBatch(program, leaves, program.unique(leaves))
     there = streams.record("batch ready")
@@ -284,10 +284,10 @@ class Announced:
     """The announcements of all ranks at the head of a forward.
 
     Attributes:
-        found: whether the batch of every rank is the one that it was prepared for.
-        overtook: whether launches of any rank's last window left out of turn: the next ones must not wait for them.
-        rows: unique rows by rank, by table.
-        coming: those of the next batch, by rank, by table; -1 where they are not known.
+        found: whether every rank's batch is the one that the rank has prepared.
+        overtook: whether any rank's last window had launches out of turn, for which the next launches must not wait.
+        rows: the count of unique rows by rank, by table.
+        coming: the same counts for the next batch; -1 if unknown.
     """
 
     found: bool
@@ -305,16 +305,16 @@ def announce(
     *,
     found: bool,
 ) -> Announced:
-    """Announces this rank's batch to all ranks, and returns the announcements of all.
+    """Announces this rank's batch to all ranks, and returns the announcements of all ranks.
 
     Args:
-        rows: unique rows by table.
-        coming: how many the next batch has; None: it is not known.
-        failure: what is wrong with the batch.
+        rows: the count of unique rows by table.
+        coming: the same counts for the next batch, or None if unknown.
+        failure: the reason why this rank cannot use its batch, or None.
         found: whether the batch is the one that was prepared.
 
     Raises:
-        PeerFailure: a rank could not go on, on every rank.
+        PeerFailure: a rank cannot continue; raised on every rank.
     """
     now = [each.numel() for each in rows]
     state = found * _FOUND + (not launcher.queue.took_turns()) * _OVERTOOK
@@ -329,10 +329,10 @@ def announce(
 
 
 def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
-    """Returns the values of a batch's unique phase, and what is wrong with its ids.
+    """Returns the values of a batch's unique phase, and a report of a bad id, if any.
 
     Raises:
-        PeerFailure: they cannot be computed; on every rank.
+        PeerFailure: a rank cannot compute the values; raised on every rank.
     """
     try:
         values = program.unique(leaves)

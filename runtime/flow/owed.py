@@ -13,16 +13,16 @@ from abc import ABC, abstractmethod
 
 
 class Owed(ABC):
-    """The gradients of one unit on their way, or the update that a step has left, of one backward at a time."""
+    """The gradients of a table or bucket in flight, or the update that a step has left, for one backward at a time."""
 
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Whether gradients are in flight that no step has taken."""
+        """Returns whether gradients are in flight that no step has taken."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Makes gradients that no step has taken ordinary ones."""
+        """Waits for gradients that no step has taken, which become ordinary ones."""
 
     @abstractmethod
     def apply(self) -> None:

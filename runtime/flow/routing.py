@@ -30,25 +30,25 @@ k: none, a padding row. So no host has to ask for their number."""
 
 
 class Routing:
-    """Rows of a table that each rank reads for one batch: all of them, or some, the same ones on all ranks.
+    """Rows of a table that each rank reads for one batch: all of them, or the same part of them on all ranks.
 
     Args:
-        grid: of the ranks that the table lies on.
-        rank: this one.
-        places: (U,) where this rank's rows are among those of its whole batch; None: these are all.
+        grid: the grid of ranks that hold the table.
+        rank: this rank.
+        places: the positions (U,) of this rank's rows among those of its whole batch, or None for all of them.
 
     Attributes:
-        ids: (R,) in rank order.
-        all_ids: those of all rows of its batch.
-        counts: how many of them are whose.
-        whole: all of the batch's, where these are some; None: these are all.
-        sums: how their gradients are summed up; None: found when they arrive.
-        owner: (R,) whose each row is, where a device knows; None: as `counts` says.
-        rest: of some that leave before the others, finds the others, in pieces.
-        held_ids: (M,) rows of the own part of the table that any rank reads, in rank order of the readers.
-        counts_by_row: the rows that a rank reads of each row of the grid, by rank.
-        own_positions: (U,) places of this rank's rows among those of its batch, grouped by the grid's rows; None: all
-            of them, on a grid of one row.
+        ids: the ids (R,), in rank order of the readers.
+        all_ids: the ids of all rows of the batch.
+        counts: how many of the ids each rank reads.
+        whole: the routing of all the batch's rows if this one has only some, or None.
+        sums: how gradients of the rows are summed, or None to find it when they arrive.
+        owner: the reading rank (R,) of each row if only the device knows it, or None if `counts` gives it.
+        rest: if these rows are sent before the others, a function that finds the others, in pieces.
+        held_ids: the rows (M,) of this rank's part of the table that any rank reads, in rank order of the readers.
+        counts_by_row: by rank, how many rows it reads from each row of the grid.
+        own_positions: the positions (U,) of this rank's rows among those of its batch, grouped by the grid's rows, or
+            None for all of them on a grid of one row.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Routing:
         """Returns the rows that a mask (R,) bool selects.
 
         Args:
-            but: all other rows, where they are known: then the host reads no sizes.
+            but: all other rows, if known, so that the host reads no sizes.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # one host read for all ranks: where the places of each end
@@ -92,11 +92,11 @@ class Routing:
         return self.pieces(places, [counts])[0]
 
     def pieces(self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()) -> list[Routing]:
-        """Returns the rows at places (R',), piece after piece, in each of them in order.
+        """Returns the rows at some places (R',), piece after piece, and in order within each piece.
 
         Args:
-            counts: of each piece, how many rows are whose.
-            sums: of each, how gradients are summed up, where that is known.
+            counts: for each piece, how many of its rows each rank reads.
+            sums: for each piece, how its gradients are summed, if known.
         """
         ids, rank, found, start = self.ids.index_select(0, places), self.rank, list[Routing](), 0
         own = places - sum(self.counts[:rank])
@@ -109,7 +109,7 @@ class Routing:
 
 
 def left_of(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Counts what is left of rows, by rank."""
+    """Subtracts counts of taken rows from counts of all rows, by rank."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
@@ -119,11 +119,11 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
     """Cuts two batches in a row by use, reading the sizes of their pieces (EmbRace, ICPP 2022, section 4.2).
 
     Args:
-        among: of the table's rows.
-        chunks: in how many pieces delayed gradients travel.
+        among: the membership test of the table's rows.
+        chunks: the count of pieces in which delayed gradients are sent.
 
-    Returns: of this batch's rows, the prior ones, which the next one reads; their rest are delayed, in chunks. Of the
-        next batch's rows, the early ones, which this one does not read; their rest are late, in one piece.
+    Returns: this batch's prior rows, which the next batch reads, and the next batch's early rows, which this batch does
+        not read. The `rest` of the former is delayed, in chunks, and the `rest` of the latter is late, in one piece.
     """
     is_late = among(following.ids, current.ids)
     is_prior = among(current.ids, following.ids)
@@ -150,9 +150,9 @@ Among = Callable[[Tensor, Tensor], Tensor]
 
 
 def membership(num_rows: int, device: torch.device) -> Among:
-    """Makes an `Among` of one table's rows, and `num_rows`, which stands for none.
+    """Makes the membership test of one table's rows, in which the id `num_rows` stands for no row.
 
-    It keeps one mark per row and one for none; of a large table on the CPU it sorts the others instead.
+    The test keeps one mark per row, and one for no row. For a large table on the CPU it sorts the other ids instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
@@ -171,7 +171,7 @@ def membership(num_rows: int, device: torch.device) -> Among:
 
 
 def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Cuts the masked ids into `chunks` masks of about equal size; equal ids fall into the same one.
+    """Cuts the masked ids into `chunks` masks of about equal size. Equal ids are in the same chunk.
 
     A row whose gradients came in two chunks would be updated twice.
     """
@@ -187,9 +187,9 @@ def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the rank of each of `sizes[r]` rows of rank r, and its number among that rank's; (R,) int64 both.
+    """Returns the rank of each of `sizes[r]` rows of rank r, and the row's index within that rank; both (R,) int64.
 
-    Nobody may write them.
+    The tensors are shared, so nobody may write to them.
     """
     owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
