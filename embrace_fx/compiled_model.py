@@ -218,7 +218,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards use rank 0's buffers, as in DDP."""
+        """Returns whether forwards use rank 0's buffers, as in DDP."""
         return self._session.options.shares_buffers
 
     @property

@@ -11,7 +11,7 @@ Contract
     ->  no_ids = aten.full([0], 0); none = aten.embedding(weight, no_ids, pad)
         no_gradient = aten.zeros_like(none)
         grad_w = aten.embedding_dense_backward(no_gradient, no_ids, V, pad, False)
-        return (loss, grad_p, grad_w)                  # ReduceGradients adds zeros for what has no gradient
+        return (loss, grad_p, grad_w)                  # ReduceGradients adds zeros for parameters without a gradient
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
         return filled + line if filled % 256 == 0 else filled
 
     of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # bounds of the real size, and one additional step
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # upper bounds, with one step added
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 

@@ -49,7 +49,7 @@ class Training:
 
     @property
     def in_step(self) -> bool:
-        """Whether workers iterate in step, rather than asynchronously."""
+        """Returns whether workers iterate in step, rather than asynchronously."""
         return not isinstance(self.parallel, Asynchronous)
 
     def check(self, timeout: timedelta | None) -> None:

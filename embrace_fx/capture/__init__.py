@@ -81,7 +81,7 @@ class Captured:
 
     @property
     def switches(self) -> bool:
-        """Whether the forward assigns a value that determines the graph of the next call."""
+        """Returns whether the forward assigns a value that determines the graph of the next call."""
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:

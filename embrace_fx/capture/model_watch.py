@@ -72,7 +72,7 @@ class ModelWatch:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter takes gradients."""
+        """Returns whether any parameter takes gradients."""
         return any(self._trains)
 
     def modes(self) -> tuple[bool, ...]:

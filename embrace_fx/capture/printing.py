@@ -51,7 +51,7 @@ def put_off() -> Iterator[None]:
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
             _cannot(self.value)
-        # The forward's locals; Dynamo drops those of called functions.
+        # Use the forward's locals, because Dynamo drops those of called functions.
         tx.output.root_tx.debug_locals.append((self, args))
         return variables.ConstantVariable.create(None)
 

@@ -39,7 +39,7 @@ class Changed:
 
     @property
     def can_be_input(self) -> bool:
-        """Whether the value can be an input of the graph: a number, or a tensor of an object."""
+        """Returns whether the value can be an input of the graph: a number, or a tensor of an object."""
         kind = type(self.now)
         is_tensor = isinstance(self.before, Tensor) and isinstance(self.now, Tensor)
         return is_tensor or (kind is type(self.before) and kind in (int, float))

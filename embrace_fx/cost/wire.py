@@ -29,7 +29,7 @@ class Wire:
 
     @property
     def rounds(self) -> bool:
-        """Whether numbers are sent in fewer bytes than they have in memory."""
+        """Returns whether numbers are sent in fewer bytes than they have in memory."""
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def piece_bytes(self, columns: int) -> int:

@@ -95,7 +95,7 @@ class BufferSharing:
 
     @property
     def shares_next(self) -> bool:
-        """Whether the next forward shares buffers."""
+        """Returns whether the next forward shares buffers."""
         return self.due and bool(self.shared())
 
     def shared(self) -> list[str]:

@@ -36,7 +36,7 @@ class EagerCalls:
 
     def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
-        self._row_tables = frozenset[str]()  # those of `_tables` with sparse gradients
+        self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
         self._context = context
@@ -46,7 +46,7 @@ class EagerCalls:
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
-        self._sorted: tuple[tuple[str, ...], list[str]] | None = None  # (state's names, those in order)
+        self._sorted: tuple[tuple[str, ...], list[str]] | None = None  # (names of the state, the same names in order)
 
     def take_over(self, reason: str) -> None:
         """Switches to the eager route, for good."""

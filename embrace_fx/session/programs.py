@@ -110,7 +110,7 @@ class Programs:
             found = violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
             begins = entry.train and not pipeline.built  # all ranks build now, and must learn of one that cannot
             self.check_fit(found, activity_of(train=entry.train, reduces=not accumulates), meets=begins)
-        for each in (False, accumulates):  # one that reduces gradients comes first: it starts the flow
+        for each in (False, accumulates):  # the program that reduces gradients comes first, because it starts the flow
             if each not in entry.programs:
                 with stage("compiling", self._context.communicator.rank), not_collecting():
                     pipeline.build(entry, accumulates=each)

@@ -130,7 +130,7 @@ class Session:
 
     @property
     def is_training(self) -> bool:
-        """Whether the model has been called and is not closed."""
+        """Returns whether the model has been called and is not closed."""
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:

@@ -40,12 +40,12 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether forwards read rank 0's buffers."""
+        """Returns whether forwards read rank 0's buffers."""
         return self.broadcast_buffers is True
 
     @property
     def shards_by_request(self) -> bool:
-        """Whether a strategy, or the plan that is given, shards a table."""
+        """Returns whether a strategy, or the plan that is given, shards a table."""
         asked = [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
         sharded = self.given_plan is not None and bool(self.given_plan.sharded)
         return sharded or any(each in SHARDED or isinstance(each, Grid) for each in asked)

@@ -218,7 +218,7 @@ class Table:
 
     @property
     def has_sparse_gradient(self) -> bool:
-        """Whether autograd makes the gradient sparse (COO): all uses are lookups that request it."""
+        """Returns whether autograd makes the gradient sparse (COO): all uses are lookups that request it."""
         return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
 
     def with_dense_gradient(self) -> Table:

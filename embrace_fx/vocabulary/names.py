@@ -52,7 +52,7 @@ class Name(str):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Of what torch.load(weights_only=True) may call, this alone returns a string.
+        # This is the only function that torch.load(weights_only=True) may call and that returns a string.
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, asked: object, matches: Any) -> None:

@@ -27,7 +27,7 @@ Kind = Literal[
     "gradients",  # AlltoAll of a table's row gradients: all, or the prior ones
     "lookups",  # AlltoAll of looked-up rows: all, late or early
     "all_reduce",  # a chunk of a bucket
-    "positions",  # scored positions of an output layer over a sharded table, or what was computed of them
+    "positions",  # scored positions of a sharded output layer, or values computed from them
     "delayed",  # AlltoAll of a piece of a table's delayed row gradients
     "offload",  # a saved value is copied out of memory
     "reload",  # a saved value is copied back
@@ -91,7 +91,7 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether the operation requires a known next batch: ids, early rows, delayed gradients."""
+        """Returns whether the operation requires a known next batch: ids, early rows, delayed gradients."""
         return self.part in ("early", "delayed") or self.kind == "ids"
 
 

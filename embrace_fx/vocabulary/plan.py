@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether rows of the next batch travel during a step."""
+        """Returns whether rows of the next batch travel during a step."""
         return self.world_size > 1 and self.schedule_name in LOOKS_AHEAD and bool(self.overlapped)
 
     @property

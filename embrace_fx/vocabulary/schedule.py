@@ -88,7 +88,7 @@ class Operation:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the operation is compute."""
+        """Returns whether the operation is compute."""
         return self.lane == "compute"
 
     @property
@@ -98,7 +98,7 @@ class Operation:
 
     @property
     def is_communication(self) -> bool:
-        """Whether the operation is communication."""
+        """Returns whether the operation is communication."""
         return self.lane in CLASS_LANES
 
 

@@ -30,7 +30,7 @@ class ForwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Whether this is the forward of a steady loop."""
+        """Returns whether this is the forward of a steady loop."""
         return self == ForwardVariant()
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class BackwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Whether this is the backward of a steady loop."""
+        """Returns whether this is the backward of a steady loop."""
         return self == BackwardVariant()
 
     def __str__(self) -> str:

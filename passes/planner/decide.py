@@ -250,7 +250,7 @@ def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Ch
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if wanted == "auto" else ("vocabulary", *EXCHANGES)
     priced = pricing.of_dense(fact, ("allreduce", *weighed, *asked))
-    assert isinstance(wanted, str)  # grids are for tables
+    assert isinstance(wanted, str)  # only tables can have a grid
     if wanted == "auto":
         whole = _Choice(priced["allreduce"], "dense gradient", priced if weighed else {})
         return _of_head(pricing, fact, priced, "") or whole

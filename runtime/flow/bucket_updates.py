@@ -224,7 +224,7 @@ class Bucket(Owed):
         for optimizer, groups in updates:
             step_groups(optimizer, groups)
         for parameter, gradient, stood in zip(self.parameters, gradients, before, strict=True):
-            # None after zero_grad, or without a gradient; or the user's own; else what was waited for
+            # `.grad` is None after zero_grad or without a gradient. It may also be the user's own tensor.
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
         return gradients
 

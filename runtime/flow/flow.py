@@ -159,7 +159,7 @@ class Flow:
             following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
             self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)
-        if variant.arrives == "other":  # whose rows wait for gradients that the order has behind them
+        if variant.arrives == "other":  # whose rows would wait for gradients that come later in the order
             self.launcher.queue.catch_up()
         self.launcher.skip(absent(variant))
         self._begin_compute()
@@ -169,7 +169,7 @@ class Flow:
         """Returns the prepared next batch, if the rows already sent for it may still be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.streams is not None:
-            ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
+            ahead = self._route(ahead)  # no rank uses a prepared batch that has a bad id
         exchanges = self.exchanges.values()
         if not self._valid or not all(exchange.usable for exchange in exchanges):
             return None

@@ -34,7 +34,7 @@ class HeadExchange:
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self._communicator, self._recorder = communicator, recorder
         self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
-        self._watches: dict[OperationId, Watch] = {}  # of those under way
+        self._watches: dict[OperationId, Watch] = {}  # of launches in flight
 
     def begin(self, node: fx.Node) -> Callable[..., InFlight]:
         """Makes the function that a node calls to begin an exchange."""

@@ -83,7 +83,7 @@ class Routing:
             but: all other rows, if known, so that the host reads no sizes.
         """
         places = mask.nonzero().view(-1)
-        if but is None:  # one host read for all ranks: where the places of each end
+        if but is None:  # one host read gives the end of each rank's places
             ends = torch.tensor([*accumulate(self.counts)], device=places.device)
             cuts = torch.searchsorted(places, ends).tolist()
             counts = tuple(map(sub, cuts, [0, *cuts]))
@@ -203,9 +203,9 @@ class Routed:
     """The next batch's routing of one table, rank after rank, then places of no row.
 
     Attributes:
-        ids: (C of all ranks,); at places of no row, the table's number of rows.
-        owner, is_row: likewise.
-        counts: (N,).
+        ids: the ids (sum of all ranks' C,). At places of no row, the table's count of rows.
+        owner, is_row: the rank of each place, and whether it holds a row; of the same shape.
+        counts: the count of rows of each rank (N,).
     """
 
     ids: Tensor
@@ -219,9 +219,9 @@ def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_
 
     Args:
         packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
-        capacities: C by rank, by table.
-        table: its number.
-        num_rows: of the table.
+        capacities: the capacity C by rank, by table.
+        table: the index of the table.
+        num_rows: the count of the table's rows.
     """
     starts = [len(of_rank) + sum(of_rank[:table]) for of_rank in capacities]
     of_table = tuple([of_rank[table] for of_rank in capacities])
@@ -235,18 +235,18 @@ def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_
 
 
 class SplitAhead:
-    """Cuts a table's rows of two batches in a row, before the host knows the sizes.
+    """Cuts a table's rows of two consecutive batches before the host knows the sizes.
 
-    A stable sort by kind puts the places of each piece behind those of the one before: the host cuts where it has read
-    that they end. A sort by kind and id puts the rows of each sum next to each other.
+    A stable sort by kind puts the places of each piece after those of the previous piece, so that the host can cut once
+    it has read the sizes. A sort by kind and id puts the rows of each sum next to each other.
 
     Args:
-        current: the batch whose rows have been asked for.
-        following: the next one.
-        among: of the table's rows; used on this stream alone.
-        num_rows: of the table.
-        chunks: in how many pieces delayed gradients travel.
-        padding_rows: those without gradient.
+        current: the batch whose rows have been requested.
+        following: the next batch.
+        among: the membership test of the table's rows, used on this stream only.
+        num_rows: the count of the table's rows.
+        chunks: the count of pieces in which delayed gradients are sent.
+        padding_rows: the rows without gradient.
     """
 
     def __init__(
@@ -274,11 +274,11 @@ class SplitAhead:
             kind = torch.bucketize(key, bounds[:-1], right=True)
             counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
         self._places = kind.sort(stable=True).indices
-        if padding_rows:  # behind all sums
+        if padding_rows:  # after all sums
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
-        number = begins.cumsum(0)  # of the sum that each row goes into, behind a place more
+        number = begins.cumsum(0)  # index of the sum that each row goes into, plus one
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
         self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)  # of equal ids, whichever is written
         ends = torch.searchsorted(ordered, bounds)
@@ -292,10 +292,10 @@ class SplitAhead:
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
     def cut(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Does as `routing.cut`, with the sizes that the host has read by now.
+        """Returns what `routing.cut` returns, with the sizes that the host has read by now.
 
         Args:
-            ids, counts: the following batch's.
+            ids, counts: the ids and counts of the following batch.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks
         following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])

@@ -46,16 +46,16 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """The rows of one table, or of the tables of a row space, on their way to batches.
+    """The rows of one table or row space, in flight to batches.
 
     Args:
-        table: the shard.
-        delayed_chunks: in how many pieces delayed gradients travel, where rows are cut.
-        overlaps: whether rows and gradients may travel in another step than their batch's.
+        table: the shard of the table or row space.
+        delayed_chunks: the count of pieces in which delayed gradients are sent, if rows are cut.
+        overlaps: whether rows and gradients may be sent in another step than their batch's.
 
     Attributes:
-        gradient: of these rows, on its way back.
-        sent: the rows that have been sent for a batch whose forward does not have them yet.
+        gradient: the gradient of these rows.
+        sent: the rows in flight for a batch whose forward has not awaited them yet.
     """
 
     def __init__(
@@ -85,21 +85,24 @@ class RowExchange:
         self._stale = False  # the table was written since, or another step was taken
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns all rows of a batch: ids of every rank, in rank order, and how many are whose."""
+        """Returns the routing of all rows of a batch.
+
+        `ids` are every rank's, in rank order, and `counts` says how many each rank reads.
+        """
         if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
             return early.whole
         return Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
 
-    # -- the calls of nodes --------------------------------------------------------------------------------------------
+    # -- functions that nodes call -------------------------------------------------------------------------------------
 
     def submit_rows(
         self, launch: OperationId, shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> None:
-        """Looks a batch's rows up and sends them: all of them, or late ones if early ones have left.
+        """Looks up a batch's rows and submits their exchange: all rows, or the late ones if early ones have been sent.
 
         Args:
-            launch: which part. Early ones are those of the batch that `cut` was given.
-            ids, counts: of the batch whose rows they are, unless they are early.
+            launch: the launch, which says which part. Early rows belong to the batch given to `cut`.
+            ids, counts: those of the batch that reads the rows, unless the rows are early.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None
@@ -107,7 +110,7 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns those rows of the batch whose forward runs that are still to be looked up."""
+        """Returns the rows of the running forward's batch that are still to be looked up."""
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -121,7 +124,9 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """Returns a part of this rank's rows as it arrived, flat; empty where early rows were not sent apart."""
+        """Returns a part of this rank's rows as received, flat. The early part is empty if early rows were not sent
+        separately.
+        """
         self._recorder.stand()
         for ticket, _ in self.sent:
             if ticket.id == launch:
@@ -129,7 +134,7 @@ class RowExchange:
         return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
-        """All columns of this rank's rows, flat (U * D,)."""
+        """Returns all columns of this rank's rows, flat (U * D,)."""
         batch = self.gradient.batch
         assert batch is not None
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
@@ -156,7 +161,7 @@ class RowExchange:
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Launches all rows of a batch at once: columns (M, d)."""
+        """Launches the exchange of all rows of a batch together. `columns` is (M, d)."""
         ticket = self._launch(launch, columns, by_row(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
@@ -175,11 +180,11 @@ class RowExchange:
 
     @property
     def splits_ahead(self) -> bool:
-        """Whether two batches may be cut on a device, before the host knows the sizes: not where parts are routed."""
+        """Returns whether two batches may be cut on a device before the host knows the sizes. Routed parts cannot."""
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Tells whether the gradient of the batch with these ids will be all that the coming step applies."""
+        """Returns whether the gradient of the batch with these ids will be all that the coming step applies."""
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
 
@@ -187,7 +192,7 @@ class RowExchange:
         """Cuts both batches at the start of a backward, with the next batch's routing.
 
         Args:
-            found: what `routing.cut` returns, where that is known already.
+            found: the result of `routing.cut`, if already known.
         """
         gradient = self.gradient
         gradient.apply()
@@ -200,7 +205,7 @@ class RowExchange:
     # -- early rows ----------------------------------------------------------------------------------------------------
 
     def _preview_of(self, ids: Tensor) -> Tensor:
-        """Returns early rows, as the next step will leave them."""
+        """Returns the values of early rows after the next step."""
         before = self.table.look_up(ids, self.table.local.dtype)
         after, options = self.table.preview(ids, before)
         self._preview = ids, before, after
@@ -209,13 +214,13 @@ class RowExchange:
 
     @property
     def usable(self) -> bool:
-        """Whether rows that were sent equal those of the table, as far as that is known without comparing values."""
+        """Returns whether early rows still equal the table's, as far as known without comparing values."""
         # They were chosen for not being among the rows of the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
     def still_equal(self) -> bool:
-        """Compares early rows with the table's: anyone may have written these."""
+        """Compares early rows with the table's rows, which anyone may have written."""
         if self._preview is None:
             return True
         ids, before, after = self._preview
@@ -224,12 +229,13 @@ class RowExchange:
         return torch.equal(self.table.peek(ids), before if waits else after)
 
     def note_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
-        """Compares a step that has been taken with the one that early rows were sent for.
+        """Compares a taken step with the step that early rows assume, and drops them if the two differ.
 
         Args:
-            moved_all: it has moved rows without a gradient too.
-            of_all: it is of all tables of a row space; early rows were sent as if it were.
-            rewritten: the loop may have given a gradient to rows that the batch does not read, early ones among them.
+            moved_all: whether the step has also moved rows without a gradient.
+            of_all: whether the step is of all tables of a row space, as early rows assume.
+            rewritten: whether the loop may have given a gradient to rows that the batch does not read, early rows
+                included.
         """
         expected, self._expected = self._expected, None
         if not self.sent:
@@ -247,11 +253,11 @@ class RowExchange:
 
 
 def _join(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Returns the rows that have arrived, in their places among those of the batch.
+    """Writes received rows to their places among the rows of the batch, and returns these.
 
     Args:
-        out: (U', D) those of parts before; None: there are none.
-        shape: U', D.
+        out: the rows (U', D) with the parts received before, or None.
+        shape: the shape (U', D) of the batch's rows.
     """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:

@@ -47,17 +47,17 @@ How = tuple[torch.dtype, int, tuple[int, ...], float]
 
 
 class RowGradient(Owed):
-    """The row gradient of one table, or of the tables of a row space: of one backward at a time.
+    """The row gradient of one table or row space, for one backward at a time.
 
     Args:
-        table: whose it is.
-        grid: that it lies on.
+        table: the table or row space.
+        grid: the grid of ranks that hold it.
 
     Attributes:
-        batch: the rows of the batch whose forward runs or ran last; None: another batch's gradient has left since.
-        prior: of those, the ones whose gradients leave first; None: all gradients leave together.
-        parts: those that no step has applied, by their launches, in the order of their leaving.
-        step: the step that has taken it; None before one.
+        batch: the rows of the batch whose forward runs or ran last, or None if another batch's gradient was sent since.
+        prior: the rows of `batch` whose gradients are sent first, or None if all gradients are sent together.
+        parts: launch -> sent part that no step has applied, in launch order.
+        step: the step that has taken the gradient, or None.
     """
 
     def __init__(self, table: RowTable | JoinedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
@@ -65,7 +65,7 @@ class RowGradient(Owed):
         self._launcher, self._recorder = launcher, launcher.recorder
         self._grid, (self._row, _) = grid, grid.place(communicator.rank)
         local = table.local
-        self._columns, self._dtype = local.shape[1], local.dtype  # as they stay
+        self._columns, self._dtype = local.shape[1], local.dtype  # do not change later
         self.batch: Routing | None = None
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
@@ -80,9 +80,9 @@ class RowGradient(Owed):
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Applies all parts that a step has taken but delayed ones, where no node of a program has applied them.
+        """Applies all parts that a step has taken, except delayed ones, if no node of a program has applied them.
 
-        Gradients of this backward leave together, unless rows are cut.
+        Gradients of this backward are sent together, unless rows are cut.
         """
         self.prior = None
         if self.step is not None:
@@ -104,7 +104,7 @@ class RowGradient(Owed):
     ) -> RowGradient:
         """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed.
 
-        Returns: itself, to be delivered at the end of the backward.
+        Returns: this object, to be delivered at the end of the backward.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
@@ -130,7 +130,10 @@ class RowGradient(Owed):
     def all_to_all_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
     ) -> Ticket:
-        """Launches all gradients of a batch's rows, which are waited for at once: flat (U * D,) by destination."""
+        """Launches the exchange of all row gradients of a batch, which the same backward awaits.
+
+        `flat` (U * D,) is grouped by destination.
+        """
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, by_row(counts), embedding_dim)
 
@@ -144,17 +147,17 @@ class RowGradient(Owed):
         )
 
     def deliver(self, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Makes it what `.grad` of the tables is, or adds it to what that was.
+        """Stores the gradient in `.grad` of the tables, or adds it to the gradient there.
 
         Args:
-            absent: names of tables that this backward gives no gradient, of those of a row space.
-            unreduced: whether it is this rank's alone.
+            absent: names of tables of a row space to which this backward gives no gradient.
+            unreduced: whether the gradient is this rank's own.
         """
         self._late = GradientFuture(self._landing())
         self._table.deliver(self._late, absent, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Makes what waits for the rows of each table; it refers to the model weakly."""
+        """Makes the future of each table's rows, which refers to the model weakly."""
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
 
@@ -175,7 +178,7 @@ class RowGradient(Owed):
 
     @property
     def waiting(self) -> bool:
-        """Whether it is on its way, no step has taken it, and `.grad` of any of the tables still is of it."""
+        """Returns whether the gradient is in flight, untaken by a step, and `.grad` of a table still stands for it."""
         if self.step is not None or self._late is None:
             return False
         if not self._table.standing(self._late):  # dropped, or someone has looked at it
@@ -183,13 +186,13 @@ class RowGradient(Owed):
         return self._late is not None
 
     def may_wait(self) -> bool:
-        """Tells whether a step can take it as it is, on its way, and leave the update to the next forward."""
+        """Returns whether a step can take the gradient while in flight, and leave the update to the next forward."""
         if not self.waiting or self._late is None:
             return False
         return self._table.standing(self._late) == len(self._table.members) and self._table.can_wait()
 
     def begin_step(self) -> SparseUpdate:
-        """Keeps the options of this moment for its update: the optimizer has stepped."""
+        """Keeps the optimizer's present options for the update, because the optimizer has stepped."""
         self.step = self._table.begin_step()
         return self.step
 
@@ -213,22 +216,22 @@ class RowGradient(Owed):
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all of it, and leaves it to the step that has taken it, which is returned with it."""
+        """Waits for all parts, and returns the step that has taken the gradient with their rows."""
         assert self.step is not None
         rows, self.parts = self._rest(), {}
         return self.step, merged(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies a part; the shard orders nodes."""
+        """Applies a part. The shard argument only orders the graph's nodes."""
         self.apply(launch)
         if self._recorder.segment is None:
             self._recorder.mark(EARLY)
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies what a step has taken, or a part; with the last delayed one, what the step does to all other rows.
+        """Applies a part, or all that a step has taken. The last delayed part also applies the step to all other rows.
 
-        Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
+        Parts that arrive before the next lookup are kept for the step if no step has taken the gradient yet.
         """
         if self.step is None:
             if launch is not None and launch.part != "delayed":
@@ -258,7 +261,7 @@ class RowGradient(Owed):
 
 
 def _split(routing: Routing, rows: Tensor) -> Tensor:
-    """Returns the part of rows (U', D) as it is sent: flat (U * D,), blocks by the rank that each goes to."""
+    """Returns a part of rows (U', D) in the form to send: flat (U * D,), in blocks by destination rank."""
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
         return split_columns(rows, columns)
@@ -270,7 +273,7 @@ def _split(routing: Routing, rows: Tensor) -> Tensor:
 def summed(
     routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Sums the gradients (M, d) of all ranks that have arrived, flat, by row: ids (K,), rows (K, d)."""
+    """Sums received gradients (M, d) of all ranks, flat, by row. Returns ids (K,) and rows (K, d)."""
     flat = flat.to(dtype)
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
@@ -281,7 +284,7 @@ def summed(
 
 
 def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
-    """Returns the rows of parts, once they are here."""
+    """Waits for parts and returns their rows."""
     found = []
     for ticket, routing in parts:
         ids, rows = summed(routing, launcher.wait(ticket), *how)

@@ -35,10 +35,10 @@ _READERS = frozenset(
 
 
 class _Numbers:
-    """Numbers of rows, on their way to the host, which reads all of them at once.
+    """Count of rows in flight to the host, which reads all of them together.
 
     Args:
-        counts: () int64 each.
+        counts: scalars of int64.
     """
 
     def __init__(self, streams: Streams, counts: Sequence[Tensor]) -> None:
@@ -52,10 +52,10 @@ class _Numbers:
 
 
 class SingleProcessRows:
-    """The unique rows of one process's batches, and how many they are.
+    """The unique rows of a single process's batches, and their counts.
 
     Args:
-        tables: of the model, which note which ids are among which.
+        tables: the model's tables, which note which ids are subsets of which.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, RowTable]) -> None:
@@ -63,7 +63,7 @@ class SingleProcessRows:
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Finds the function that a node of the ids' phases, or of the backward, calls on a single process."""
+        """Returns the function that a node of the ids' phases or of the backward calls in a single process."""
         match op_name(node):
             case "embrace::unique_ids":
                 return self.unique_ids
@@ -89,7 +89,7 @@ class SingleProcessRows:
         return None
 
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-        """The op, in tensors whose sizes the host knows."""
+        """Computes the op with tensors whose sizes the host knows."""
         rows, count, where = padded_unique_ids(ids, num_rows, padding_idx)
         self._counts[rows] = count
         return [rows, *where]
@@ -97,10 +97,10 @@ class SingleProcessRows:
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """The op, for ids that are unique: cuts off what is no row, and the padding row, which comes first.
+        """Computes the op for unique ids: cuts off padding entries, and the padding row, which comes first.
 
         Raises:
-            PeerFailure: the batch holds an id outside the table.
+            PeerFailure: the batch holds an id outside of the table.
         """
         counted, k, table, num_rows = self._counts.pop(ids)
         count = counted.numbers[k]
@@ -119,7 +119,7 @@ class SingleProcessRows:
 
 
 def runs_uncounted(graph: TrainingGraph) -> bool:
-    """Tells whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
+    """Returns whether nothing in a graph needs the count of unique rows, except the ops that take their gradients."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
         return False
@@ -135,7 +135,7 @@ def runs_uncounted(graph: TrainingGraph) -> bool:
 
 
 def _is_rows(node: fx.Node) -> bool:
-    """Tells whether a value is unique rows, or what `unpack_ids` makes of them."""
+    """Returns whether a value is unique rows, or a result of `unpack_ids` for them."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     return op_name(source) == "embrace::unpack_ids" or (
         op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)

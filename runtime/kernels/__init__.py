@@ -51,7 +51,7 @@ def join_ids(
 
 
 def _lengths(sizes: list[int]) -> tuple[int, ...]:
-    """Returns the lengths of ids in turn, or () where all are equal: then what is known of tables needs no copies."""
+    """Returns the lengths of the ids in turn, or () if all are equal, so that facts about tables need no copies."""
     return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
 
 
@@ -63,9 +63,10 @@ def _places(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns, for each id, the first and the last id of its table, what to add to it, and to one outside its table.
+    """Returns, for each id, the first and the last id of its table, the shift to add, and the shift of an id outside of
+    it.
 
-    Of shape (N,), or (T, 1) where `sizes` is (): each table has as many ids.
+    The shape is (N,), or (T, 1) if `sizes` is (), so that all tables have equally many ids.
     """
     last = [rows - 1 for rows in num_rows]
     outside = [-(table + 1) * OUTSIDE for table in tables]
@@ -101,8 +102,8 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
     """Computes `unique_ids` in tensors whose sizes depend only on those of `ids`.
 
     Returns:
-        (C,) the rows that this rank reads, then zeros; their number, 0-d int64, -1 if an id is outside the table; for
-        each of `ids`, the positions of its rows.
+        The rows (C,) that this rank reads, padded with zeros; their count, 0-d int64, or -1 if an id is outside the
+        table; for each of `ids`, the positions of its rows.
     """
     flat = torch.cat([i.reshape(-1) for i in ids]).to(torch.int64)
     given = flat.numel()
@@ -157,7 +158,7 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 
 def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
-    """Writes the rows of `join_columns` into rows `positions` (U,), no two the same, of `out` (U', D)."""
+    """Writes the rows of `join_columns` into the rows `positions` (U,), all different, of `out` (U', D)."""
     if flat.is_cuda and gpu.takes(flat) and gpu.takes(out):
         gpu.unpack_columns(flat, out, group_size, positions)
     else:
@@ -179,7 +180,7 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """Computes `split_columns` of some of the rows (U', D): those of a bool mask (U',), or at positions (U,) int64."""
+    """Computes `split_columns` of some of the rows (U', D), given by a bool mask (U',) or by positions (U,) int64."""
     if rows.is_cuda and gpu.takes(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
         return gpu.pack_columns(rows, group_size, positions)
@@ -188,7 +189,7 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
 
 @cache
 def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
-    """Returns the number of columns that each rank owns."""
+    """Returns the count of columns that each rank owns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
     return tuple([last - first for first, last in bounds])
 
@@ -199,8 +200,9 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int
 
 
 def places_of_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Finds which rows of `coalesce` go into which sum, for `sum_rows`; of `flat`, only its kind. The host of a device
-    waits for the number of sums."""
+    """Finds which rows go into which sum of `coalesce`, for `sum_rows`. On a device, the host waits for the count of
+    sums.
+    """
     if flat.is_cuda and gpu.takes(flat):
         return gpu.segments(ids, padding_rows)
     unique, inverse = sorted_unique(ids)
@@ -208,7 +210,7 @@ def places_of_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tu
 
 
 def sum_rows(flat: Tensor, of: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
-    """Does what is left of `coalesce` once `places_of_sums` is known."""
+    """Computes the sums of `coalesce` from the result of `places_of_sums`."""
     if flat.is_cuda and gpu.takes(flat):
         unique, order, starts, ends = of
         return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)

@@ -35,7 +35,7 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """Steps, and what tells that all further ones of a row together do not reach the last bit of its weights.
+    """Skipped steps, and bounds that tell when further steps of a row cannot change the last bit of its weights.
 
     Attributes:
         coefficients: (T + 1, 6) float64.
@@ -43,7 +43,7 @@ class TakenSteps(NamedTuple):
         largest: the largest step size.
         least_eps: the smallest eps.
         ratio: the maximum ratio of consecutive updates without a gradient, beta1 / sqrt(beta2).
-        moments: of the steps, or None.
+        moments: the moments of the steps, or None.
     """
 
     coefficients: Tensor
@@ -57,14 +57,15 @@ class TakenSteps(NamedTuple):
 class Moments:
     """Sums over a history's steps, for each step that a row may have rested since, from which its update follows.
 
-    Without a gradient a step of Adam takes a * m / (x + eps) from a weight, where the momentum m and the root x of the
-    second average, bias correction included, fade. With z for such an x, y = z / (z + eps) and x = z (1 - u):
+    Without a gradient, a step of Adam subtracts a * m / (x + eps) from a weight. The momentum m and the root x of the
+    second average, bias correction included, decay from step to step. With z for such an x, y = z / (z + eps) and x = z
+    (1 - u):
 
         sum over steps of  a m / (x + eps)  =  m / (z + eps) * sum over n of  y^n * (sum over steps of  a f u^n)
 
-    where f is what is left of m. All but y, z and m is the same for every row that has rested for as long. u is small:
-    the root fades slowly, m has died away before u is large, and z is of the step that is the mean of m's. After TERMS
-    terms at most m / (z + eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)) is left out.
+    where f is the remaining fraction of m. Everything but y, z and m is the same for all rows that have skipped the
+    same steps. u is small: the root fades slowly, m has died away before u is large, and z is of the step that is the
+    mean of m's. After TERMS terms at most m / (z + eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)) is left out.
 
     Args:
         most: the maximum number of steps.
@@ -72,8 +73,8 @@ class Moments:
         fades: whether the root decays; with amsgrad only its bias correction changes.
 
     Attributes:
-        sums: (TERMS + 1, T) float64: of a f u^n, n below TERMS; and of what is left out.
-        centre: (T,) float64: z over the root of the second average that the row was left with.
+        sums: (TERMS + 1, T) float64: the sums of a f u^n for n below TERMS, and the bound of the terms left out.
+        centre: (T,) float64: z over the root of the row's stored second average.
     """
 
     TERMS = 12
@@ -91,9 +92,9 @@ class Moments:
 
         Args:
             counted: the optimizer's step count including this step.
-            size: a of the step.
-            correction: of the root, for its bias.
-            fading: beta1, beta2 and what is left of a weight.
+            size: the step's a.
+            correction: the bias correction of the root.
+            fading: beta1, beta2 and the factor of weight decay.
         """
         beta1, beta2, shrink = fading
         fade = math.sqrt(beta2) if self._fades else 1.0
@@ -123,7 +124,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     """Applies, in place, the steps that rows have deferred.
 
     Args:
-        shard, averages: written.
+        shard, averages: the weights and averages, written in place.
         ids: (K,) int64, with possible duplicates.
         taken: (V',) integers, written: the number of steps that each row has applied. Rows that have applied all do not
             change.
@@ -160,7 +161,7 @@ class _Left(NamedTuple):
     """Rows (K,) with elements that must apply their steps in order.
 
     Attributes:
-        rested: (K,) steps of the history that they have applied.
+        rested: the count (K,) of the history's steps that the rows have applied.
         leapt: weights (K, d) of the other elements, nan for elements to compute; None if all must be computed.
     """
 
@@ -169,7 +170,7 @@ class _Left(NamedTuple):
     leapt: Tensor | None
 
     def rows(self, some: Tensor) -> _Left:
-        """Selects those at places (L,)."""
+        """Selects the rows at places (L,)."""
         leapt = None if self.leapt is None else self.leapt.index_select(0, some)
         return _Left(self.ids.index_select(0, some), self.rested.index_select(0, some), leapt)
 
@@ -182,11 +183,10 @@ def _rows_of_block(shard: Tensor) -> int:
 def _leap(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps, moments: Moments
 ) -> _Left | None:
-    """Lets rows (K,) that have taken `taken` (K,) steps take all of their missing steps at once.
+    """Applies all missing steps together to rows (K,) that have applied `taken` (K,) steps.
 
     Returns:
-        The rows that it leaves as they are, some of whose weights would not be right to the last bit: each element is
-        done by itself, or is not.
+        The rows with elements whose weights would not be right to the last bit, and which must be computed in order.
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
@@ -223,9 +223,9 @@ def _leap(
 
 
 def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) -> None:
-    """Lets rows (K,) take their missing steps in order.
+    """Applies the missing steps to rows (K,) in order.
 
-    An element's bits do not depend on others: a table's columns lie on more ranks or fewer.
+    An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
     """
     ids, taken, leapt = rows
     coefficients, until = history.coefficients, history.steps
@@ -275,14 +275,16 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) 
 
 
 def _faded(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What is left of both averages and of weights, (K, 1) each, once rows whose last steps are `before` (K, 6) have
-    taken all of the history."""
+    """Returns the factors (K, 1) of both averages and of the weights after all of the history.
+
+    `before` (K, 6) are the coefficients of each row's last applied step.
+    """
     last = history.coefficients[history.steps, :SIZE]
     return (last - before[:, :SIZE]).exp().to(dtype).unsqueeze(-1).unbind(1)
 
 
 def _added(terms: Tensor) -> Tensor:
-    """Adds the terms (K, B, C, d) of each block up, halves to each other: in one order, whatever the sizes."""
+    """Sums the terms (K, B, C, d) of each block by adding halves, in an order that does not depend on the sizes."""
     while (half := terms.shape[2] // 2) > 0:
         terms = terms[:, :, :half] + terms[:, :, half:]
     return terms.squeeze(2)

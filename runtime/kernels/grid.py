@@ -40,7 +40,9 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Writes rows into rows `positions` (U,) of `out` (U', D), grouped by the grid's rows, with `own[r]` rows each."""
+    """Writes received rows, grouped by the grid's rows with `own[r]` rows each, into rows `positions` (U,) of `out`
+    (U', D).
+    """
     columns = out.shape[1]
     width, rest = divmod(columns, grid_columns)
     if rest or not width:
@@ -89,7 +91,9 @@ def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
 def _blocks(
     positions: Tensor, flat: Tensor, own: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
-    """(positions of rows, first and last + 1 column, the block of the flat value that has them) for each rank."""
+    """Returns, for each rank, (positions of rows, first column, last column + 1, the block of the flat value with
+    them).
+    """
     bounds = [own_columns(columns, grid_columns, c) for c in range(grid_columns)]
     parts = iter(flat.split([rows * (last - first) for rows in own for first, last in bounds]))
     return [

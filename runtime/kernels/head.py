@@ -29,12 +29,12 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label (P,) is one of this rank's rows, and which: of others, any."""
+    """Returns whether each label (P,) is one of this rank's rows, and the row's index (any index for other labels)."""
     return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
 
 
 def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
-    """Returns the values before the first step, and after each."""
+    """Returns the values before the first step, and after each step."""
     found = [values]
     for name, by, dtype in read(steps):
         last = found[-1]
@@ -48,10 +48,10 @@ def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
 
 
 def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
-    """Returns the gradient before the first step, from that after the last; it may be written into.
+    """Returns the gradient before the first step from the gradient after the last step, which may be overwritten.
 
     Args:
-        values: what `apply_steps` returned.
+        values: the result of `apply_steps`.
     """
     for (name, by, _), before, after in reversed(list(zip(read(steps), values[:-1], values[1:], strict=True))):
         if name == "to":
@@ -77,7 +77,7 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
 
 
 def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
-    """Returns the first position of a chunk of a rank's `size`, and the first behind it."""
+    """Returns the first position of a chunk of a rank's `size` positions, and the first position after the chunk."""
     return size * chunk // chunks, size * (chunk + 1) // chunks
 
 
@@ -90,7 +90,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 
 def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
-    """Returns what all ranks sent for this rank's positions, (N, S, ..), from (N * S, ..) for each chunk."""
+    """Returns the parts of all ranks for this rank's positions, (N, S, ..), from one (N * S, ..) for each chunk."""
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 

@@ -30,7 +30,7 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns the number of elements on the wire for so many rows and columns."""
+    """Returns the count of elements on the wire for `rows` x `columns` values."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
@@ -69,7 +69,7 @@ def in_blocks(elements: int) -> Pieces:
 
 
 def _exponents(values: Tensor) -> Tensor:
-    """(rows,) int32: of the step of each row."""
+    """Returns the exponent of each row's rounding step, (rows,) int32."""
     largest = values.abs().amax(1)
     mantissa, exponents = torch.frexp(largest)  # largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
     steps = (exponents - 6 - (mantissa <= 127 / 128).int()).clamp_(_LEAST, _NOT_FINITE - 1)
@@ -77,12 +77,12 @@ def _exponents(values: Tensor) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """2 ** exponents, in every bit: float32 from their exponents' bits."""
+    """Returns 2 ** exponents exactly, by placing the exponents' bits in float32."""
     return (exponents.clamp(-126, 127).add_(127) << 23).view(torch.float32)
 
 
 def _runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
-    """Matrices of values, and of their codes, for pieces of one width that follow on each other."""
+    """Yields matrices of values and of their codes, for runs of consecutive pieces of equal width."""
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):
         rows = sum(each for each, _ in run)

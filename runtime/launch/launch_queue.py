@@ -43,8 +43,8 @@ class LaunchWindow:
     """The launches of one window, in their order.
 
     Attributes:
-        held: no launch leaves yet.
-        dropped: no launch will leave.
+        held: whether launches are held back for now.
+        dropped: whether launches are never made.
     """
 
     def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
@@ -58,18 +58,18 @@ class LaunchWindow:
         self.in_forward = False
 
     def head(self) -> OperationId | None:
-        """Returns the first launch of the order that may still be launched; None: there is none."""
+        """Returns the first launch of the order that may still be launched, or None if there is none."""
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
         return order[self._passed] if self._passed < len(order) else None
 
     def owes(self, place: float = math.inf) -> bool:
-        """Whether a launch before this place in the order may still be launched."""
+        """Returns whether a launch before this place in the order may still be launched."""
         return self.head() is not None and self._passed < place
 
     def to_come(self) -> Sequence[OperationId]:
-        """Returns the launches of the order from the first one on that may still be launched."""
+        """Returns the launches of the order, from the first one that may still be launched."""
         self.head()
         return self.order[self._passed :]
 
@@ -82,18 +82,18 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """The queue of launches, which a launcher and the threads that issue launches share, under one lock.
+    """The queue of launches, shared under one lock by a launcher and the threads that issue launches.
 
-    Its thread refers to this queue, not to the launcher, so that the launcher can be freed.
+    The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
     Args:
         recorder: records every launch that completes.
         channel: class -> the group that carries it. Launches of one channel never overtake each other.
-        at_once: most launches in flight; more if none is more urgent than another.
+        at_once: maximum launches in flight; more are allowed if none is more urgent than another.
 
     Attributes:
         hurried: number of hurried waits.
-        draining: all submitted launches may leave, whatever is not yet submitted.
+        draining: whether all submitted launches may be made, without regard to those not submitted yet.
         callbacks: references to callbacks of collectives, run and dropped by their threads.
         sleepers: number of threads that wait for `arrived`.
     """
@@ -119,7 +119,7 @@ class LaunchQueue:
         self.sleepers = 0
         self._end: Callable[[], object] = lambda: None
 
-    # -- what a launcher asks of it ------------------------------------------------------------------------------------
+    # -- methods for the launcher --------------------------------------------------------------------------------------
 
     def start(self, owner: object) -> None:
         """Starts the thread, which ends with the owner."""
@@ -148,12 +148,12 @@ class LaunchQueue:
             self.sleepers -= 1
 
     def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Returns a callback of a collective, which is known as long as a thread has it."""
+        """Wraps a callback of a collective so that the queue knows it while a thread holds it."""
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Queues a launch of the current window, or drops it with that."""
+        """Queues a launch of the current window, or drops it if the window is dropped."""
         recording = self.recorder.recording
         ticket = Ticket(which, launch, sent_bytes, OUTSIDE if recording is None else recording.window, queue=self)
         self.enter(ticket)
@@ -186,7 +186,7 @@ class LaunchQueue:
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Ends the current window, whose unsubmitted launches will not come, and begins the next one."""
+        """Ends the current window, whose missing launches will not come, and begins the next window."""
         with self.lock:
             window = self.windows[-1]
             window.expected.clear()
@@ -197,7 +197,7 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Opens a context where launches not yet submitted do not delay those that the caller waits for."""
+        """Opens a context where launches not yet submitted do not delay the launches that the caller waits for."""
         with self.lock:
             self.hurried += 1
         try:
@@ -207,24 +207,24 @@ class LaunchQueue:
                 self.hurried -= 1
 
     def took_turns(self) -> bool:
-        """Tells whether all launches since the last call left in turn; if not, other ranks must be told.
+        """Returns whether all launches since the last call were made in turn. If not, other ranks must be told.
 
-        True here: this queue launches in time whatever another rank has launched out of turn.
+        Always True here, because this queue launches in time whatever another rank has launched out of turn.
         """
         return True
 
     def catch_up(self) -> None:
-        """Does nothing: this queue launches in time whatever another rank has launched out of turn."""
+        """Does nothing, because this queue launches in time whatever another rank has launched out of turn."""
 
     @property
     def in_turn(self) -> InTurn | None:
-        """Makes the context for a collective of the calling thread; None: the host needs none."""
+        """Returns the context for a collective of the calling thread, or None if the host needs none."""
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
-        """Launches all due launches, unless another thread is doing so: that one also finds those that came since."""
+        """Makes all due launches, unless another thread is doing so, which then also finds the new ones."""
         while not self.issuing:
             with self.lock:  # windows change under it alone
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
@@ -269,7 +269,7 @@ class LaunchQueue:
         launched.work.get_future().add_done_callback(self.watch(completed))
 
     def complete(self, ticket: Ticket) -> None:
-        """Records that a launch has arrived."""
+        """Records that a launch has completed."""
         with self.lock:
             ticket.ended_s = self.moved_s = time.perf_counter()
             ticket.work, ticket.done = None, True
@@ -299,7 +299,7 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def due_s(self) -> float:
-        """Returns when a launch may leave because of a standstill, or because the last launch is late."""
+        """Returns when a launch may be made because of a standstill, or because the last launch is late."""
         if not any(map(WAITING, self.windows)):
             return math.inf
         now_s = time.perf_counter()
@@ -341,7 +341,7 @@ class LaunchQueue:
         return self._next_out_of_turn(standing_still)
 
     def _next_out_of_turn(self, standing_still: bool) -> Ticket | None:
-        """Returns the ticket to launch now, where some may leave before others that are not submitted."""
+        """Returns the ticket to launch now, if some may overtake others that are not submitted."""
         may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
             if window.held:
@@ -360,13 +360,13 @@ class LaunchQueue:
         return None
 
     def _may_overtake(self, standing_still: bool) -> set[str]:
-        """Returns the channels whose launches may leave before launches of others that are not submitted."""
+        """Returns the channels whose launches may overtake launches of others that are not submitted."""
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
     def leaves(self, ticket: Ticket) -> None:
-        """Records that a launch is in flight; one that shares the link is timed only if its time is not known."""
+        """Records that a launch is in flight. Launches that share the link are timed only if their time is unknown."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s
@@ -374,12 +374,12 @@ class LaunchQueue:
         self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
-        """Tells whether any submitted launch has not completed."""
+        """Returns whether any submitted launch has not completed."""
         return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
 def _run(queue: LaunchQueue) -> None:
-    """Runs the launcher's thread: issues launches that became due as time passed, or that it is woken for."""
+    """Runs the launcher's thread, which issues launches that became due with time or when the thread is woken."""
     while True:
         with queue.lock:
             if not queue.stopped:  # waits until a launch may leave because time has passed, or until woken
@@ -392,7 +392,7 @@ def _run(queue: LaunchQueue) -> None:
 
 
 def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the thread and all launches: a completion while the interpreter shuts down would abort the process."""
+    """Ends the thread and all launches, because a completion during shutdown would abort the process."""
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()

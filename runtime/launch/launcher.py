@@ -83,15 +83,16 @@ class Launcher:
         """Ends the current window, whose unsubmitted launches will not come, and begins the next one.
 
         Args:
-            held: no launch of the next window leaves before `release_after` allows it.
+            held: whether `release_after` must allow the launches of the next window.
         """
         self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Lets the held window's launches leave when a future has ended, or drops them.
+        """Releases or drops the held window's launches once a future has ended.
 
         Args:
-            agreed: called then; True: they leave. Otherwise the waits of their tickets raise `Dropped`.
+            agreed: called then. If it returns True, the launches are made; otherwise the waits of their tickets raise
+                `Dropped`.
         """
 
         def ended(future: Any) -> None:
@@ -111,12 +112,12 @@ class Launcher:
         future.add_done_callback(self.queue.watch(ended))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
-        """Returns the launch that a node submits or awaits; None: none, or one that goes through no launcher."""
+        """Returns the launch that a node submits or awaits, or None if it has none that goes through a launcher."""
         launch = launch_of(node)
         return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
-        """Tells whether a launch of the current window may still be submitted."""
+        """Returns whether a launch of the current window may still be submitted."""
         return launch in self.queue.windows[-1].expected
 
     def leave_backward(self) -> None:
@@ -147,7 +148,8 @@ class Launcher:
         """Queues a launch at its place in the current window.
 
         Args:
-            sent_bytes: bytes this rank sends, for the recorder; a guess if they are known only at the launch's end.
+            sent_bytes: bytes that this rank sends, for the recorder; a guess if they are known only at the launch's
+                end.
         """
         queue = self.queue
         assert which in queue.windows[-1].expected, str(which)

@@ -14,21 +14,21 @@ PROFILED_AFTER, PROFILED = 5, 6
 
 
 class StepProfiler:
-    """Records the steps that a profile is made of, once they are warm."""
+    """Records the warm steps from which a profile is made."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._recording: Recording | None = None
 
     def count(self, recorder: Recorder) -> Profile | None:
-        """Counts a step that begins; returns this rank's profile after the last step that is measured."""
+        """Counts a step that begins. Returns this rank's profile after the last measured step."""
         self._steps += 1
         if self._steps == PROFILED_AFTER and recorder.recording is None:
             self._recording = recorder.start()
         if self._steps <= PROFILED_AFTER + PROFILED:
             return None
         if recorder.recording is None or recorder.recording is not self._recording:
-            self._steps = 0  # the user records these steps: profiles the next ones
+            self._steps = 0  # the user records these steps, so profile the next ones
             return None
         return profile(recorder.stop())
 

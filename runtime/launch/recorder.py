@@ -62,11 +62,11 @@ class Recording:
     """Raw marks of one rank, in seconds of `time.perf_counter`. `window` counts backwards begun since the start.
 
     Attributes:
-        marks: (operation, window, its end); operation None: the window begins.
+        marks: (operation, window, end of the operation). The operation is None where a window begins.
         waits: (launch, window, from, to).
         transfers: the launches that completed.
         memory: (when, bytes in use) at each mark.
-        before: the launches before the first window, by the forward of its batch.
+        before: the launches made before the first window by the forward of its batch.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ComputeSpan:
 
 
 def compute_spans(recording: Recording) -> list[ComputeSpan]:
-    """Turns marks into spans of compute, less the time spent waiting."""
+    """Converts marks to spans of compute, without the time spent waiting."""
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
@@ -114,7 +114,7 @@ class Recorder:
 
     Attributes:
         tally: counts each step, recorded or not.
-        segment: the operation that the forward computes; None: no forward runs.
+        segment: the operation that the forward computes, or None if no forward runs.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
@@ -153,7 +153,7 @@ class Recorder:
         self.segment, self._stands = operation, False
 
     def stand(self) -> None:
-        """Ends the segment: the forward waits, until it uses what it has awaited."""
+        """Ends the segment, because the forward waits until it uses what it has awaited."""
         if self.segment is not None and not self._stands:
             self.mark(self.segment)
         self._stands = True
@@ -228,7 +228,7 @@ class Watch:
     """Records one copy, which begins and ends with this context, in any thread.
 
     Args:
-        recorder: None: the copy is not recorded.
+        recorder: records the copy, or None.
         on_host: whether to take the host's time instead of the clock's.
     """
 

@@ -47,9 +47,9 @@ class StreamTicket(Ticket):
 
     Attributes:
         place: (window, place in the order).
-        ready: event recorded where it was submitted.
-        ended: event recorded behind it on the stream of its class; None: held back.
-        held: the tensors that it reads.
+        ready: the event recorded at the submission.
+        ended: the event recorded after the launch on the stream of its class, or None if it is held back.
+        held: the tensors that the launch reads.
     """
 
     place: tuple[int, int] = (0, 0)
@@ -59,7 +59,7 @@ class StreamTicket(Ticket):
     queue: StreamQueue = field(default=None)  # type: ignore[assignment]
 
     def issue(self) -> None:
-        """Launches it, if it is not launched yet.
+        """Makes the launch, if not made yet.
 
         Raises:
             RuntimeError: a launch failed.
@@ -95,8 +95,8 @@ class StreamQueue(LaunchQueue):
     """Enqueues due launches on streams, under its lock.
 
     Attributes:
-        overtook: a launch has left out of turn since the ranks last exchanged whether one has.
-        tells: this rank's position when it did so, which the others still have to learn; None: they have.
+        overtook: whether a launch was made out of turn since the ranks last exchanged this.
+        tells: this rank's position at that launch, which the other ranks still have to learn, or None.
     """
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
@@ -109,10 +109,10 @@ class StreamQueue(LaunchQueue):
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
 
     def issue(self, hurry: bool = False, agreed: bool = False) -> None:
-        """Enqueues all due launches; with `hurry` all submitted ones, each class in its order.
+        """Enqueues all due launches, or with `hurry` all submitted ones, each class in its order.
 
         Args:
-            agreed: all ranks do so at this place, so that the launches count as in turn.
+            agreed: whether all ranks do so at this place, so that the launches count as in turn.
         """
         with self.lock:
             if self.error is not None:
@@ -133,7 +133,7 @@ class StreamQueue(LaunchQueue):
                 self.draining = was_draining
 
     def start(self, owner: object) -> None:
-        """Does nothing: the thread that submits a launch enqueues what is due."""
+        """Does nothing, because the thread that submits a launch enqueues what is due."""
 
     def close(self) -> None:
         """Makes the current stream wait for all submitted launches."""
@@ -149,7 +149,7 @@ class StreamQueue(LaunchQueue):
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Does nothing: a wait launches its ticket, out of turn only if it must."""
+        """Does nothing, because a wait makes its launch, out of turn only if needed."""
         yield
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
@@ -169,7 +169,7 @@ class StreamQueue(LaunchQueue):
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         """Opens a window, and waits for launches that nothing has awaited in a whole window."""
         super().open_window(order, held=held)
-        # A launch that is not awaited in a whole window never is: its memory may be freed after this stream's wait.
+        # A launch not awaited in a whole window is never awaited. Its memory may be freed after this stream's wait.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):
             if place[0] < current - 1 and ticket.ended is not None:
@@ -181,18 +181,18 @@ class StreamQueue(LaunchQueue):
         return not overtook
 
     def catch_up(self) -> None:
-        """Launches all that is submitted, as another rank may have done already; called on all ranks."""
+        """Makes all submitted launches, as another rank may have done already. Called on all ranks."""
         self.issue(hurry=True, agreed=True)
         self.overtook, self.tells = False, None
 
     @property
     def in_turn(self) -> InTurn | None:
-        """Makes the context for a collective of the calling thread."""
+        """Returns the context for a collective of the calling thread."""
         return self._in_turn
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Opens a context for another collective on the current stream: behind launches so far, before later ones."""
+        """Opens a context for another collective on the current stream, after launches so far and before later ones."""
         with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
@@ -221,7 +221,7 @@ class StreamQueue(LaunchQueue):
 
         Args:
             store: a store that only that thread uses.
-            name: what nothing else has there: a rank writes its position under it.
+            name: a unique key in the store, under which a rank writes its position.
         """
         tells, self.tells = self.tells, None
         if tells is not None:
@@ -243,7 +243,7 @@ class StreamQueue(LaunchQueue):
                 self.issue(hurry=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        """Whether a launch before it in the order may still leave."""
+        """Returns whether an earlier launch of the order may still be made."""
         number, place = ticket.place
         for window in self.windows:
             if window.owes(place if window.number == number else math.inf) and window.number <= number:

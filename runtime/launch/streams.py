@@ -23,13 +23,14 @@ Event = Any
 
 
 class Streams:
-    """A CUDA device's streams: that of compute, and one for each communication class; urgent ones have high priority.
+    """The streams of a CUDA device: the compute stream, and one for each communication class. Urgent ones have high
+    priority.
 
-    A step asks a hundred times which stream is current: torch's C++ (`torch._C`) answers, where `torch.cuda` would make
-    nine calls of Python.
+    A step asks a hundred times for the current stream. torch's C++ (`torch._C`) answers this without the nine Python
+    calls of `torch.cuda`.
 
     Attributes:
-        last: (id of the launcher that has launched last on the device, the event behind that launch), or None.
+        last: (id of the launcher of the device's last launch, the event after that launch), or None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class Streams:
         return _On(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:
-        """Records an event, which passes when all work enqueued on the current stream has ended."""
+        """Records an event, which completes when all work enqueued on the current stream has ended."""
         event = torch._C._CudaEventBase.__new__(torch.cuda.Event)
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.record(event, stream)
@@ -55,43 +56,43 @@ class Streams:
         torch._C._CudaEventBase.wait(event, stream)
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keeps memory, allocated on another stream, from being reused before the current stream has used it."""
+        """Keeps memory of another stream from being reused before the current stream has used it."""
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Copies a host's tensor to the device, for later work on the current stream."""
+        """Copies a host tensor to the device, for later work on the current stream."""
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts a copy to pinned memory, which may be read after an event recorded behind it has passed."""
+        """Starts a copy to pinned memory, which may be read once an event recorded after it has completed."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def reach(self, event: Event) -> None:
-        """Makes the host wait for the event, if it has not passed."""
+        """Makes the host wait for the event, if it has not completed."""
         if not event.query():
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Returns the values of a copy, as a list; the host waits for the event if it has not passed."""
+        """Returns the values of a copy, as a list. The host waits for the event if it has not completed."""
         self.reach(event)
         values: list[Any] = copy.tolist()
         return values
 
     def clock(self) -> Clock:
-        """Makes a clock that takes moments on the current stream."""
+        """Returns a clock that records events on the current stream."""
         return _StreamClock(self._device)
 
     def use_device(self) -> None:
-        """Makes this the calling thread's device, which is otherwise the first one of the machine."""
+        """Makes this the calling thread's device, which is otherwise the first device of the machine."""
         torch.cuda.set_device(self._device)
 
 
 class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """Streams by what torch's C++ returns of the current one; found without a call of Python."""
+    """Streams by the id that torch's C++ returns for the current stream, found without a call of Python."""
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -100,7 +101,7 @@ class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
 
 
 class _On(AbstractContextManager[None]):
-    """Makes a stream the current one of its device, and the device the thread's, for a while."""
+    """Makes a stream current on its device, and its device current in the thread, within a context."""
 
     def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
         self._stream, self._index = stream, device
@@ -118,7 +119,7 @@ class _On(AbstractContextManager[None]):
 
 
 class _StreamClock(Clock):
-    """A clock whose moments are events on a stream; their times are known at the recording's end."""
+    """A clock that records events on a stream, and knows their times at the recording's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -149,7 +150,7 @@ class _StreamClock(Clock):
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Decides on which streams a model's collectives on this device are launched; None: a thread launches them."""
+    """Chooses the streams for a model's collectives on this device, or returns None if a thread launches them."""
     if device.type != "cuda":
         return None
     whichever = device == torch.device("cuda")  # each device has one set, under any of its names

@@ -19,7 +19,7 @@ REMEMBERED = 32
 
 
 class Tally:
-    """One model's steps.
+    """The time and sent bytes of one model's steps.
 
     Attributes:
         steps: for each of the last whole steps, in order, (seconds by part, bytes that this rank has sent).
@@ -50,7 +50,7 @@ class Tally:
         self._sent_bytes += nbytes
 
     def window(self) -> None:
-        """Ends the figures of one step and begins the next; called where a backward begins."""
+        """Ends the figures of one step and begins the next. Called when a backward begins."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s

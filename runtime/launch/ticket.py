@@ -29,8 +29,8 @@ class Ticket:
     Attributes:
         id: the launch's id.
         window: the recorder's window.
-        done: it has completed; on a device the current stream has waited for it.
-        started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
+        done: whether the launch has completed or, on a device, the current stream has waited for it.
+        started_s, ended_s: `time.perf_counter` at the launch and at its completion.
     """
 
     id: OperationId

@@ -17,8 +17,8 @@ ROUNDS = 9
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
     """Joins all ranks' recordings into one timeline, the same on every rank. Collective.
 
-    Only whole windows are kept; of a single step, whose window does not end, its forward, its backward and all behind
-    it. Times start with the first window of rank 0.
+    Only whole windows are kept. If there is only one step, whose window does not end, the timeline has its forward, its
+    backward and everything after the backward. Times start with the first window of rank 0.
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
@@ -49,7 +49,7 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Lists the growth of the memory in use since the recording's first mark; empty where it never changes."""
+    """Lists the growth of the memory in use since the recording's first mark, or nothing if it never changes."""
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
@@ -85,7 +85,7 @@ def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -
 
 
 def _clock_offset(communicator: Communicator) -> float:
-    """Measures by how many seconds this rank's clock is ahead of rank 0's: the median over common moments."""
+    """Measures by how many seconds this rank's clock is ahead of rank 0's, as the median over common moments."""
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):

@@ -28,7 +28,7 @@ from embrace_fx.runtime.lower.regions import Compiled, Region
 
 
 def check_toolchain(devices: Collection[str]) -> None:
-    """Raises where a compiler that Inductor needs is missing.
+    """Raises if a compiler that Inductor needs is missing.
 
     Args:
         devices: types of the model's devices.
@@ -51,7 +51,7 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program; equal regions once."""
+    """Compiles the regions of one program, and equal regions only once."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, Compiled] = {}
@@ -72,7 +72,7 @@ class RegionCompiler:
             return None
 
     def begin_step(self) -> None:
-        """Informs CUDA graphs that a forward begins: results of the last step may be overwritten."""
+        """Informs CUDA graphs that a forward begins, so that results of the last step may be overwritten."""
         if self._captures_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -108,7 +108,7 @@ class RegionCompiler:
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Turns the user's autocast, inference and gradient modes off: casts and backward are in the graph already."""
+    """Turns off the user's autocast, inference and gradient modes, because casts and backward are in the graph."""
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
@@ -119,7 +119,7 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _is_capturable(region: Region) -> bool:
-    """Tells whether sizes are fixed, all tensors on CUDA, and no result is read after the next replay overwrites it."""
+    """Returns whether sizes are fixed, all tensors are on CUDA, and no replay overwrites a result before it is read."""
     values = _tensors(region)
     sizes = (size for value in values for size in value.shape)
     return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)

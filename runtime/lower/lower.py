@@ -46,12 +46,12 @@ def lower(
     call: Call = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
-    """Makes the function of one phase.
+    """Returns the function that runs one phase.
 
     Args:
         module: a phase, whose placeholders and outputs have roles.
-        call: what a node calls; None: a kernel, or torch's own op.
-        compile_region: compiles the compute between communications; None: every op is called by itself.
+        call: returns what a node calls, or None for a kernel or torch's own op.
+        compile_region: compiles the compute between communications, or None to call every op separately.
     """
     kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
@@ -81,7 +81,7 @@ def lower(
 
 
 def source(phase: Phase) -> str:
-    """Prints a lowered phase as Python: what runs, with the launch that a line makes or awaits behind it.
+    """Prints a lowered phase as Python, with the launch that a line makes or awaits in a comment.
 
     Values that die with a line are left out. A call of the runtime has the name of its method.
     """
@@ -106,7 +106,7 @@ def source(phase: Phase) -> str:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """Lets ops write into inputs that they are the last to read: a functional graph would allocate new memory."""
+    """Lets ops write into inputs that they are the last to read, because a functional graph allocates new memory."""
     for node in graph.nodes:
         position = written_into(node)
         if position is not None:
@@ -116,8 +116,11 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 @cache
 def _direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns an op's C++ function: torch's own binding of it where that is known to take the same arguments, for it
-    reads them at half of the cost; else the one that any op has."""
+    """Returns an op's C++ function.
+
+    This is torch's own binding if it is known to take the same arguments, because it reads them at half the cost. Other
+    ops use the function that every op has.
+    """
     name = op._schema.name.removeprefix("aten::")
     if str(op).removeprefix("aten.") in _BOUND:
         bound: Callable[..., Any] = getattr(torch._C._VariableFunctions, name, None) or getattr(torch.Tensor, name)
@@ -144,12 +147,12 @@ _BOUND = frozenset(
 
 
 def _is_in_flight(node: fx.Node) -> bool:
-    """Tells whether a value is in flight: only its wait returns a tensor."""
+    """Returns whether a value is in flight, so that only its wait returns a tensor."""
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Tells whether a value has the same address at every step."""
+    """Returns whether a value has the same address at every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
     return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

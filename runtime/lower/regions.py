@@ -55,7 +55,7 @@ class Region:
 
 
 def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:
-    """Replaces the regions of a lowered phase by calls of their compiled forms.
+    """Replaces the regions of a lowered phase with calls of their compiled forms.
 
     Args:
         root: the module that holds the graph's constants.
@@ -104,14 +104,14 @@ def _is_compute(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Tells whether eager code would launch a kernel for a node: not for views and sizes."""
+    """Returns whether eager code would launch a kernel for a node, as it does not for views and sizes."""
     return isinstance(node.target, torch._ops.OpOverload) and not any(
         result.alias_info is not None or str(result.type) == "int" for result in node.target._schema.returns
     )
 
 
 def _items_follow_their_tuples(graph: fx.Graph) -> None:
-    """Moves `getitem` nodes behind their op, so that a region has both or neither."""
+    """Moves `getitem` nodes to right after their op, so that a region has both or neither."""
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), list | tuple):
             for item in reversed([user for user in node.users if user.target is operator.getitem]):
@@ -125,7 +125,7 @@ def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Finds nodes for the symbols in the region's sizes; None if a symbol has no node.
+    """Finds nodes for the symbols in the region's sizes. Returns None if a symbol has no node.
 
     The compiled form reads a symbol that is the size of an input from that input.
     """
@@ -151,7 +151,7 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Yields (size as text, dimension) of a value; dimension None for a value that is a size itself."""
+    """Yields (size as text, dimension) of a value. The dimension is None if the value is itself a size."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         yield str(value), None
@@ -161,7 +161,7 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """Inserts a node for the size of a value right behind the value, which need not stay alive for it."""
+    """Inserts a node for the size of a value right after the value, which then need not stay alive for it."""
     after = source
     while after.next is not first and after.next.op in ("placeholder", "get_attr"):
         after = after.next
@@ -192,14 +192,14 @@ def _cut_out(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Tells whether a node is a parameter, buffer or shard, or one after its pending update."""
+    """Returns whether a node is a parameter, buffer or shard, or one of these after its pending update."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True
 
 
 def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
-    """Tells whether a reader of a value copies it within the step, and returns no view of it."""
+    """Returns whether a reader of a value copies it within the step and returns no view of it."""
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
         return all(isinstance(role, Saved) for each, role in returned if each is value)

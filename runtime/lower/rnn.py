@@ -43,7 +43,7 @@ class _Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the output."""
+        """Returns the shape of the output."""
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
@@ -90,7 +90,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
 
 
 def _no_autocast(input: Tensor) -> torch.autocast:
-    """Turns autocast off: it has been applied at capture, and a kernel's result must not depend on its caller."""
+    """Turns off autocast, which was applied at capture, because a kernel's result must not depend on its caller."""
     return torch.autocast(input.device.type, enabled=False)
 
 
@@ -131,7 +131,7 @@ def _loop_backward(
 
 
 def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: Walk) -> Tensor:
-    """Makes a new (R, ...) gradient of `rows`: their own, plus that of each sequence's final state."""
+    """Returns a new gradient (R, ...) of `rows`: their own gradient, plus that of each sequence's final state."""
     total = torch.zeros_like(rows)
     if grad_rows is not None:
         total.copy_(grad_rows.reshape(rows.shape))
@@ -142,7 +142,7 @@ def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, 
 
 
 def _no_sequences(layer: _Layer) -> list[Tensor]:
-    """Makes the results for an empty batch, which the fused kernels refuse."""
+    """Returns the results for an empty batch, which the fused kernels refuse."""
     input, h0, c0 = layer.input, layer.h0, layer.c0
     results = [h0.new_empty(layer.shape), h0.clone(), *([] if c0 is None else [c0.clone()])]
     if not layer.save:
@@ -187,7 +187,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
-    """Returns contiguous rows in the order of the walk, as cuDNN walks only forward; its own inverse."""
+    """Returns contiguous rows in the order of the walk, for cuDNN, which walks only forward. Its own inverse."""
     if not walk.reverse:
         return rows.contiguous()
     return rows.reshape(-1, rows.shape[-1])[walk.mirror(rows.device)].view(shape)

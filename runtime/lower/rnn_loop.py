@@ -24,7 +24,7 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 @dataclass(frozen=True)
 class Walk:
-    """The order of a layer's visits to its flat rows: step after step, first to last or last to first.
+    """The order in which a layer visits its flat rows, step after step, from first to last or from last to first.
 
     Attributes:
         sizes: rows of each step, in time order, not increasing.
@@ -48,7 +48,9 @@ class Walk:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Finds the state that each row's step starts from: its sequence's row a step before, or the initial one."""
+        """Returns the state from which each row's step starts: the row one step earlier in its sequence, or the initial
+        state.
+        """
         states = []
         before = initial
         for step in self.steps(rows):
@@ -57,7 +59,7 @@ class Walk:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the numbers of the rows where each sequence is visited first and last, (B,) each.
+        """Returns the indices of the rows where each sequence is visited first and last, (B,) each.
 
         Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
         """
@@ -68,7 +70,7 @@ class Walk:
         return _moved(first, device), _moved(last, device)
 
     def mirror(self, device: torch.device) -> Tensor:
-        """Returns the row numbers (R,) that turn every sequence end to start; the permutation is its own inverse.
+        """Returns the row indices (R,) that reverse every sequence. The permutation is its own inverse.
 
         Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
         """
@@ -119,7 +121,7 @@ def _weight_gradients(
 
 @dataclass(frozen=True)
 class Backward:
-    """Gradients of one layer, flat: input (R, I) where wanted, h0 (B, P), c0 (B, H) of an LSTM, and the weights."""
+    """Gradients of one layer, flat: input (R, I) if wanted, h0 (B, P), c0 (B, H) of an LSTM, and the weights."""
 
     input: Tensor | None
     h0: Tensor
@@ -312,5 +314,5 @@ def rnn_backward(
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Moves numbers of the host to a device, without waiting for the device."""
+    """Copies indices from the host to a device, without waiting for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

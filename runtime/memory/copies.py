@@ -110,7 +110,7 @@ class Copies(ABC):
         return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slower_ms(self, nbytes: int, device: torch.device) -> float:
-        """Time both copies of `nbytes` three times and return the slowest one."""
+        """Times both copies of `nbytes` three times and returns the slowest."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
@@ -173,7 +173,7 @@ class FileCopies(Copies):
         """Does nothing, because the thread has already waited for awaited copies."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
-        """Write the value to a free place in the file, on the offload thread."""
+        """Writes the value to a free place in the file, on the offload thread."""
         slot = self._slot(stored.nbytes)
         leaving = self._threads["offload"].submit(_write, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
@@ -184,7 +184,7 @@ class FileCopies(Copies):
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:
-        """Wait for a read and say what to do where it failed."""
+        """Waits for a read. If it failed, raises an error that names the file."""
         try:
             copying.result()
         except OSError as error:
@@ -284,7 +284,7 @@ class PinnedCopies(Copies):
             return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Makes the compute stream wait for a copy, after which it may overwrite the source and read the target."""
+        """Makes the compute stream wait for a copy. Then compute may overwrite the source and read the target."""
         self._streams.wait(copying[0])
 
 

@@ -57,7 +57,7 @@ class Form:
     """The form of announcements on the wire. It must be equal on all ranks, or the exchange would hang.
 
     Attributes:
-        tables: the number of tables that exchange ids under the plan.
+        tables: the count of tables that exchange ids under the plan.
         watched: other tables whose number of looked-up rows is announced.
     """
 
@@ -214,7 +214,7 @@ class Announcements:
             ahead.then()
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
-        """Return this rank's announcement of the step, with `sizes` and the first failure known."""
+        """Returns this rank's announcement of the step, with `sizes` and the first failure known."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.deeds = tuple(sizes), self.communicator.deeds
@@ -242,7 +242,7 @@ class Announcements:
         self._watchdog.watch(self.communicator, self._look)
 
     def _begin(self, own: Announcement) -> Exchange:
-        """Launch the exchange of the announcement's numbers."""
+        """Launches the exchange of the announcement's numbers."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
@@ -251,7 +251,7 @@ class Announcements:
         return self.launch(own)
 
     def _end(self, own: Announcement, launched: Exchange) -> list[tuple[int, ...]]:
-        """Return every rank's sizes.
+        """Returns every rank's sizes.
 
         Reads the full announcements only where the numbers differ or a rank reports something.
         """
@@ -265,7 +265,7 @@ class Announcements:
         return [tuple(row[first : first + len(own.sizes)]) for row in rows]
 
     def _check(self, own: Announcement, everyone: Sequence[Announcement]) -> list[tuple[int, ...]]:
-        """Return every rank's sizes, or raise where a rank failed or the steps of two ranks do not match."""
+        """Returns every rank's sizes, or raises if a rank failed or the steps of two ranks do not match."""
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         self._given_up = own.failure

@@ -211,7 +211,7 @@ class LivenessCheck:
         return self._missing
 
     def _listen(self) -> None:
-        """Wait until a rank calls every rank or this process is woken, then find the ranks that do not answer."""
+        """Waits until a rank calls every rank or this process is woken, then finds the ranks that do not answer."""
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
                 for look in list(self.looks):
@@ -223,7 +223,7 @@ class LivenessCheck:
         self._decided.set()
 
     def _call(self) -> list[int]:
-        """Call every rank, write this rank's status and return the ranks that wrote none in time."""
+        """Calls every rank, writes this rank's status and returns the ranks that wrote none in time."""
         self._store.set(self._called, "1")
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
@@ -243,7 +243,7 @@ class LivenessCheck:
         return missing
 
     def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Poll `condition` until it holds, for at most `patience_s`."""
+        """Polls `condition` until it holds, for at most `patience_s`."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not condition():
             time.sleep(_POLL_S)

@@ -108,7 +108,7 @@ class _Meeting:
             return
 
     def _begin(self) -> None:
-        """Write to the store that this rank has arrived at its group."""
+        """Writes to the store that this rank has arrived at its group."""
         self._arrival = self._store.add(self._arrivals(self._group, self._rank), 1)
         waiting = _Waiting(self._group, self._described, tuple(self._ranks), self._arrival, self._token)
         self._store.set(self._place(self._rank), json.dumps(to_plain(waiting)))
@@ -116,7 +116,7 @@ class _Meeting:
             self._store.set(self._of_all("complete"), "1")
 
     def _wait(self) -> None:
-        """Return once every rank of the group has arrived; look for a deadlock in between."""
+        """Returns once every rank of the group has arrived; looks for a deadlock in between."""
         pause_s = 0.01
         for patience_s in _LOOKS_S:
             deadline_s = time.monotonic() + patience_s
@@ -128,7 +128,7 @@ class _Meeting:
             self._look()
 
     def _look(self) -> None:
-        """Raise `OtherGroup` where another rank waits in another group for this one, as this one waits for it."""
+        """Raises `OtherGroup` if this rank waits for another rank that waits for this one in another group."""
         if reason := self.verdict():  # the rank that found it first has exited
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
@@ -148,7 +148,7 @@ class _Meeting:
                 raise OtherGroup(message)
 
     def _waiting(self, rank: int) -> _Waiting | None:
-        """Return what `rank` has written about the group it waits for, or None."""
+        """Returns what `rank` has written about the group it waits for, or None."""
         if rank == self._rank or not self._store.check([self._place(rank)]):
             return None
         if not (text := self._store.get(self._place(rank)).decode()):

@@ -396,7 +396,7 @@ class Groups:
 
 
 def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
-    """Return the value of type `kind` that `rank` sent."""
+    """Returns the value of type `kind` that `rank` sent."""
     try:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:

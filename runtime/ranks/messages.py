@@ -99,7 +99,7 @@ def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _run_one(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Send or receive one tensor and wait for it."""
+    """Sends or receives one tensor and waits for it."""
     # A batch, because NCCL creates a communicator of two ranks for a single message.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

@@ -194,7 +194,7 @@ def _collective_in(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
 
 
 def _group_of(frame: FrameType) -> dist.ProcessGroup:
-    """Return the process group of the collective that `frame` runs."""
+    """Returns the process group of the collective that `frame` runs."""
     of = frame.f_locals
     if frame.f_code.co_name == _READ:
         found = of["self"].communicator.host_group()

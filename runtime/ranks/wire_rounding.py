@@ -96,14 +96,14 @@ class Rounding:
         return coded
 
     def _measure(self, kind: str, wanted: Tensor, arrived: Callable[[], Tensor]) -> None:
-        """Add the rounding error of every `MEASURED_EVERY`-th call to the totals of `kind`."""
+        """Adds the rounding error of every `MEASURED_EVERY`-th call to the totals of `kind`."""
         error = self._errors.setdefault(kind, _Error())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:
             error.add(wanted, arrived())
 
     def rounds(self, values: Tensor) -> bool:
-        """Whether a tensor travels in fewer bits than it has."""
+        """Returns whether a tensor travels in fewer bits than it has."""
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def report(self) -> str:

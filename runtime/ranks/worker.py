@@ -31,7 +31,7 @@ class Worker:
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:
-    """Run the jobs of the queue, one after another, until None comes."""
+    """Runs the jobs of the queue, one after another, until None comes."""
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:

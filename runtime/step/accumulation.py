@@ -37,10 +37,10 @@ class _Backward:
     """A backward that is running.
 
     Attributes:
-        before: parameter -> its `.grad` before the backward, where it had one.
+        before: parameter -> its `.grad` before the backward, if it had one.
         kept: parameters of `before` whose hooks must find the sum in `.grad`.
         reached: parameters whose gradients have been accumulated, in that order.
-        task: the engine's number for it; a backward inside it, of a checkpoint for example, has another one.
+        task: the engine's number for the backward. A nested backward, for example of a checkpoint, has another number.
     """
 
     step: GradientStep
@@ -91,7 +91,9 @@ class Accumulation:
             return
         self.forget()
         self.parameters = dict(parameters)
-        itself = weakref.ref(self)  # C++ holds the hook, which no garbage collector sees: it must not keep this object
+        itself = weakref.ref(
+            self
+        )  # C++ holds the hook out of the garbage collector's sight, so refer to this object weakly
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -118,7 +120,7 @@ class Accumulation:
             node.register_prehook(partial(_reached, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins a backward of a call; `step` None: the call is unknown, and the last one is taken."""
+        """Begins the backward of a call. If `step` is None, the call is unknown, and the last one is taken."""
         if not self._is_of_parameters():
             return
         if step is None:
@@ -137,7 +139,7 @@ class Accumulation:
             step.begin_backward()
 
     def _is_of_parameters(self) -> bool:
-        """Tells whether the running backward accumulates parameters' gradients; `torch.autograd.grad` does not."""
+        """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
         except RuntimeError:  # `torch.autograd.grad` is asked for the gradient of a parameter
@@ -152,7 +154,7 @@ class Accumulation:
         step.exchange(gradients)
 
     def fail(self) -> None:
-        """Informs the other ranks that the backward has raised; failures of other ranks raise there, not here."""
+        """Informs the other ranks that the backward has raised. Failures of other ranks raise there, not here."""
         if self._backward is None:
             return
         step, _ = self._taken()
@@ -160,7 +162,7 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward: returns its step and its gradients, in their order, and restores `.grad`."""
+        """Ends the backward. Returns its step and its gradients, in their order, and restores `.grad`."""
         backward, self._backward = self._backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
@@ -174,14 +176,14 @@ class Accumulation:
         return backward.step, gradients
 
     def _own(self, backward: _Backward, name: str) -> Tensor:
-        """Returns the backward's own part of `.grad`."""
+        """Returns the part of `.grad` that this backward has added."""
         found = self.parameters[name].grad
         assert found is not None
         return found.detach() - backward.before[name] if name in backward.kept else found.detach()
 
 
 def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Records a gradient in `.grad`, and sends it if an earlier backward has shown that no second one follows."""
+    """Records a gradient in `.grad`, and sends it if earlier backwards accumulated it only once."""
     accumulation = itself()
     if accumulation is None or (backward := accumulation._backward) is None:
         return

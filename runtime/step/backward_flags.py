@@ -31,7 +31,7 @@ def launch_flags(
     communicator: Communicator,
     streams: Streams | None,
 ) -> Finish:
-    """Begins the exchange. Collective.
+    """Begins the exchange of flags at the end of a backward. Collective.
 
     Args:
         scalars: the step's scalar results.
@@ -85,7 +85,7 @@ def _ranks(counts: Sequence[int]) -> str:
 def _launch(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Exchanges, by rank, the number of scalars that are not finite and `written`; then the sum of `used`."""
+    """Exchanges, by rank, the count of scalars that are not finite and `written`, then the sum of `used`."""
     numbers = [scalar.item() for scalar in scalars]
     own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
     communicator.progress.note(_NAME)
@@ -102,7 +102,7 @@ def _launch(
 def _launch_on(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Exchanges the flags on a device: the host enqueues the whole backward, and then waits for the forward's end."""
+    """Exchanges the flags on a device. The host enqueues the whole backward, and then waits for the forward's end."""
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
     with streams.on("ids", "backward flags"):

@@ -34,14 +34,14 @@ from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class Bindings:
-    """What the nodes of one graph call.
+    """The functions that the nodes of one graph call.
 
     Args:
-        buckets: what the graph reduces, in launch order; None: nothing.
+        buckets: the buckets that the graph reduces, in launch order, or None.
         flow: launches the exchanges.
-        links: those that exchanges are cut for.
-        copies: what copies saved values out of memory and back; None: nothing does.
-        keeps_buckets: buckets on a host keep their memory from one step to the next.
+        links: the links for which exchanges are cut.
+        copies: copies saved values out of memory and back, or None.
+        keeps_buckets: whether buckets on a host keep their memory from one step to the next.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Bindings:
         }
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Finds the method that a node calls, which takes what its op takes; None: a kernel, or torch's own op."""
+        """Returns the function that a node calls with its op's arguments, or None for a kernel or torch's own op."""
         found = self._alone.kernel(node) if self._alone is not None else None
         found = found or self._method(node)
         return found and _named(partial(found), node.name)
@@ -119,7 +119,7 @@ class Bindings:
         return _copy(self._copies, self._flow.recorder, node)
 
     def _lookup(self, node: fx.Node) -> Callable[..., Any]:
-        """Rows of a table that may have skipped steps take them before they are read."""
+        """Returns the function that looks up rows of a table after the steps that they have skipped."""
         role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
 
@@ -162,7 +162,7 @@ _OF_LAUNCH: Mapping[str, Callable[[Flow, str], Callable[..., Any]]] = {
 
 
 def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
-    """Returns the value of a launch: one that goes through the launcher, or one of the thread's own."""
+    """Returns the value of a launch made by the launcher or by this thread."""
     if isinstance(launch, InFlight):
         return flow.communicator.wait(launch)
     flow.recorder.stand()
@@ -217,7 +217,7 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Runs the op of that name to its end, where no launcher takes it."""
+    """Runs the op of that name to its end, for gradients that no launcher takes."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

@@ -64,7 +64,7 @@ class CallNode(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """A gradient as it is."""
+    """Returns a gradient unchanged, and refuses to differentiate it."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Final(torch.autograd.Function):
 
 
 def make_final(program: Program) -> None:
-    """Has gradients require grad, as after `backward(create_graph=True)`, and raise where they are differentiated."""
+    """Makes gradients require grad, as after `backward(create_graph=True)`, and raise if they are differentiated."""
     program.flow.wait()
     with torch.enable_grad():
         for parameter in program.state.parameters():

@@ -43,7 +43,7 @@ class _Number(float):
 
 
 class MeanLoss:
-    """A closure whose losses are means over ranks until `restore`. Losses that are no numbers stay as they are.
+    """A closure whose losses are means over ranks until `restore`. Losses that are no numbers are not changed.
 
     Args:
         closure: evaluates the loss of this rank's batch, and its gradients. Collective.
@@ -70,7 +70,7 @@ class MeanLoss:
         return number
 
     def restore(self) -> None:
-        """Puts this rank's own losses in the place of the means, in the objects that the step has been given."""
+        """Restores this rank's own losses in the objects that the step has been given."""
         for mean, loss in self._tensors:
             mean.copy_(loss)
         for number in self._numbers:

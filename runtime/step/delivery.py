@@ -46,7 +46,7 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
 
 
 class _Sorted:
-    """A backward's outputs by kind: what to deliver, with its place among them."""
+    """A backward's outputs by kind: the outputs to deliver, each with its place."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept: they are known by identity
@@ -72,18 +72,18 @@ class _Sorted:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Puts the gradients of one program's backwards where optimizers find them.
+    """Delivers the gradients of one program's backwards to where optimizers find them.
 
     Attributes:
-        synchronised: whether they are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
-        own: whether dense ones are this rank's own, as its hooks want to see them.
+        synchronised: whether gradients are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
+        own: whether dense gradients are this rank's own, as its hooks expect them.
     """
 
     state: ModelState
     flow: Flow
     synchronised: bool
     own: bool
-    _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> what they are
+    _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> the same roles by kind
 
     def __call__(
         self,
@@ -123,7 +123,7 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Puts gradients into `.grad`; `places`: (place among the outputs, parameter)."""
+        """Puts gradients into `.grad`. `places` are (place among the outputs, parameter)."""
         state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
@@ -164,7 +164,7 @@ class Delivery:
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Adds the gradient of a parameter that each rank has for itself to `.grad`, as autograd does it."""
+    """Adds the gradient of a parameter that ranks do not share to `.grad`, as autograd does."""
     parameter = state.parameter(name)
     if name in state.hooked:
         gradient = hooked(parameter, gradient)
@@ -198,7 +198,7 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
 
 
 def in_other_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields the parameters whose gradients an optimizer's class does not take as they are, and what it takes."""
+    """Yields parameters whose gradients have a layout that an optimizer's class refuses, with converted gradients."""
     takes_any, wants = takes_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:
         for parameter in group["params"]:

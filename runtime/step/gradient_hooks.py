@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 
 def is_hooked(parameter: Tensor) -> bool:
-    """Tells whether a parameter has gradient hooks."""
+    """Returns whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 class NodeHook(partial[Any]):
-    """A hook of a compiled model's own on a node of autograd's."""
+    """A hook that a compiled model has put on a node of autograd."""
 
 
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Tells whether the node that would accumulate a parameter's gradient has hooks: it never runs here.
+    """Returns whether the node that would accumulate a parameter's gradient, and never runs here, has hooks.
 
-    Those of another compiled model, which holds the parameter too, do not count.
+    Hooks of another compiled model that holds the parameter do not count.
     """
     if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim's
         return True
@@ -43,7 +43,7 @@ def _nothing(*_: object) -> None:
 
 
 def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns a gradient as the parameter's own hooks make it."""
+    """Returns a gradient as changed by the parameter's own hooks."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -51,11 +51,11 @@ def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
-    """Returns a gradient as the hooks leave it that find it in `.grad`, which is then as it was.
+    """Returns a gradient as changed by the hooks that find it in `.grad`, and restores `.grad`.
 
     Args:
-        gradient: what is to be reduced: this backward's, and what backwards under `no_sync` left.
-        there: what `.grad` holds besides, which they find in the sum.
+        gradient: the gradient to reduce: this backward's, plus the sum that backwards under `no_sync` have left.
+        there: the other gradients in `.grad`, which the hooks find in the sum.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not hooks:
@@ -78,6 +78,6 @@ def _left_in(parameter: nn.Parameter) -> Tensor | None:
 
 
 def run_accumulated(parameter: nn.Parameter) -> None:
-    """Calls the hooks that find a gradient in `.grad`, where it stays this rank's own."""
+    """Calls the hooks that find a gradient in `.grad`, if the gradient stays this rank's own."""
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)

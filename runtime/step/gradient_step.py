@@ -23,8 +23,8 @@ class GradientStep(Step):
     Args:
         program: the program of a graph of gradients.
         names: the parameters of that graph, in its order.
-        rows: of each table, the rows of an earlier gradient.
-        in_rows: parameters whose gradients stay sparse (COO); others are made dense.
+        rows: table -> the rows of an earlier gradient.
+        in_rows: parameters whose gradients stay sparse (COO); all others become dense.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GradientStep(Step):
         self._in_rows = in_rows
         self._failure: Exception | None = None
         self._opened: Opened | None = None
-        self._sent: InPieces | None = None  # what sends gradients as they come; None: they are sent at the end
+        self._sent: InPieces | None = None  # sends gradients as they arrive, or None to send them at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
@@ -50,13 +50,14 @@ class GradientStep(Step):
         self._results = []
 
     def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
-        """Sees nothing: autograd checks the tensors that its backward reads."""
+        """Returns no tensors, because autograd itself checks the tensors that its backward reads."""
         return AsSeen()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Announces a training step on a host ahead: ranks meet at the head of its backward, before anything leaves.
+        """Announces a training step on a host in advance, so that ranks meet at the head of its backward, before any
+        launch.
 
-        Where ranks share buffers, which leave before the forward, they meet here.
+        If ranks share buffers, which they send before the forward, they meet here.
         """
         flow = self.program.flow
         if flow.is_within_steps or flow.streams is not None or self.program.share_buffers is not None:
@@ -66,7 +67,7 @@ class GradientStep(Step):
         return {}, ForwardVariant()
 
     def end_forward(self, results: Sequence[Any]) -> None:
-        """Ends the forward; keeps its results, whose scalars must be finite."""
+        """Ends the forward, and keeps its results, whose scalars must be finite."""
         self.program.flow.mark_forward()
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
@@ -87,7 +88,7 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a gradient, and sends its bucket if that is complete; on hosts only, and not if `no_sync` left sums.
+        """Adds a gradient, and sends its bucket if that is complete. Only on hosts, and not if `no_sync` left sums.
 
         Raises:
             RuntimeError: a gradient that was sent is accumulated again.

@@ -37,11 +37,11 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """A sharded head, and how its losses are weighted, smoothed and reduced: as `F.cross_entropy` does.
+    """The sharded head of a loss, and the options of `F.cross_entropy` for weights, smoothing and reduction.
 
     Attributes:
-        reduction: that of `aten.nll_loss_forward`.
-        smoothing: not with `weight`.
+        reduction: the number of the reduction, as in `aten.nll_loss_forward`.
+        smoothing: the label smoothing; 0 if `weight` is given, because both together are not supported.
     """
 
     promise: PromisedLogits

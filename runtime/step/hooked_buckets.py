@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 @dataclass(frozen=True)
 class CommHook:
-    """A communication hook, and what it is called with."""
+    """A communication hook, and the state that it is called with."""
 
     state: object
     hook: Callable[[Any, Any], Any]
@@ -32,11 +32,11 @@ class CommHook:
 
 
 class HookedBucket:
-    """The argument of a hook: it has the methods of torch's `GradBucket`, which Python cannot make.
+    """The argument of a hook, with the methods of torch's `GradBucket`, which Python cannot create.
 
     Args:
         flat: the gradients, one after the other.
-        parameters: whose they are.
+        parameters: the parameters of the gradients.
     """
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
@@ -46,19 +46,19 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Returns the number of the bucket, the same at each step of a plan."""
+        """Returns the index of the bucket, the same at each step of a plan."""
         return self._index
 
     def is_last(self) -> bool:
-        """Tells whether it is the last one of the backward."""
+        """Returns whether the bucket is the last one of the backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat."""
+        """Returns all gradients, flat."""
         return self._flat
 
     def set_buffer(self, flat: Tensor) -> None:
-        """Puts another flat tensor in their place."""
+        """Replaces the flat tensor of gradients."""
         self._flat = flat
 
     def parameters(self) -> list[nn.Parameter]:
@@ -72,13 +72,13 @@ class HookedBucket:
 
 
 def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Calls a hook on a bucket; what it yields is written over the flat tensor.
+    """Calls a hook on a bucket, and writes the result of its future over the flat tensor.
 
     Raises:
-        TypeError: it returns no future.
+        TypeError: the hook returns no future.
     """
     future = comm_hook.hook(comm_hook.state, bucket)
-    if not isinstance(future, torch._C.Future):  # what works return is of the base class
+    if not isinstance(future, torch._C.Future):  # futures of works have the base class
         raise TypeError(
             f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
             f"{type(future).__name__}: dist.all_reduce(bucket.buffer(), async_op=True).get_future(), say."
@@ -95,10 +95,10 @@ class _Reduction:
         self._name = name
 
     def wait(self) -> None:
-        """Writes what the future yields over the flat tensor.
+        """Waits for the future, and writes its result over the flat tensor.
 
         Raises:
-            TypeError: it is no tensor of that size.
+            TypeError: the result is not a tensor of that size.
         """
         found = self._future.wait()
         reduced = found[0] if isinstance(found, list | tuple) and found else found

@@ -85,7 +85,7 @@ def _unique_on_device(
 
 
 def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Makes `IdsProgram.routing`: the ids phase behind its exchange."""
+    """Makes `IdsProgram.routing`, which runs the ids phase after its exchange."""
     unpacked: list[list[Tensor]] = []
 
     def given(node: fx.Node) -> Callable[..., Any] | None:
@@ -106,6 +106,6 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
 
 
 def _are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Tells whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
+    """Returns whether ids depend neither on random numbers nor on values that the forward writes."""
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws, unique.graph.nodes)) and written.isdisjoint(role for _, role in inputs_of(unique))

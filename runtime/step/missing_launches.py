@@ -32,10 +32,10 @@ class _Launch:
     """One launch of a phase.
 
     Attributes:
-        id: None: it goes through no launcher.
-        call: what its node calls.
-        arguments: the node's, values that phases have saved by their `Saved` roles.
-        like: what it sends, as captured.
+        id: the launch's id, or None if it goes through no launcher.
+        call: the function that the launch's node calls.
+        arguments: the node's arguments, with `Saved` roles for values that phases have saved.
+        like: the tensor that the launch sends, as captured.
     """
 
     op: str
@@ -46,13 +46,13 @@ class _Launch:
 
 
 class MissingLaunches:
-    """The launches of one phase. A rank that fails makes those that are missing.
+    """The launches of one phase. A rank that fails makes its missing launches, because other ranks wait for them.
 
     Args:
-        flow: through whose launcher those go that are in its order; others are launched on the spot.
+        flow: the flow, whose launcher makes the launches in its order. All others are made immediately.
 
     Attributes:
-        on_the_spot: whether any launch goes through no launcher.
+        on_the_spot: whether any launch is made immediately, without a launcher.
     """
 
     def __init__(self, communicator: Communicator, flow: Flow) -> None:
@@ -61,10 +61,10 @@ class MissingLaunches:
         self._launches: list[_Launch] = []
         self._names: set[str] = set()  # of saved values
         self.on_the_spot = False
-        self._made = 0  # of those that are launched on the spot, in this run of the phase
+        self._made = 0  # count of launches made without a launcher in this run of the phase
 
     def add(self, node: fx.Node, call: Call) -> Call:
-        """Registers a node that launches; returns the function that the node is to call."""
+        """Registers a node that launches. Returns the function that the node is to call."""
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or self._communicator.world_size == 1:
             return call
@@ -89,7 +89,7 @@ class MissingLaunches:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """Begins a phase, and returns the values that are needed should it fail."""
+        """Begins a phase, and returns the values that its missing launches would need."""
         self._made = 0
         found = Values()
         for name in self._names:
@@ -98,10 +98,10 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Launches what has not been launched, and waits for what is launched on the spot.
+        """Makes the missing launches, and waits for those that go through no launcher.
 
         Args:
-            values: what `begin` returned.
+            values: the result of `begin`.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
             self._flow.await_ids()  # early and late rows are not known apart yet
@@ -124,7 +124,7 @@ class MissingLaunches:
         return launch.call(void, *rest)
 
     def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
-        """Makes zeros of the size that a launch sends."""
+        """Returns zeros of the size that a launch sends."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
@@ -152,7 +152,7 @@ def _needs_lookahead(launch: _Launch) -> bool:
 
 
 def _kept(argument: Any) -> Any:
-    """Returns what is kept of a node's argument: a saved value's role, None for other nodes, a constant itself."""
+    """Returns a saved value's role, None for any other node, or a constant itself."""
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")
         return role if argument.op == "placeholder" and isinstance(role, Saved) else None

@@ -23,8 +23,9 @@ from embrace_fx.runtime.tables.part import Part
 
 
 class OutsideUses:
-    """Watches the nodes that accumulate gradients in autograd. The model's own backward never runs them: it puts
-    gradients into `.grad` by itself.
+    """Watches the nodes that accumulate gradients in autograd.
+
+    The model's own backward never runs these nodes, because it puts gradients into `.grad` directly.
 
     Args:
         state: of the model.
@@ -39,10 +40,10 @@ class OutsideUses:
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
-        """Watches all parameters that train, as they are now.
+        """Watches all parameters that are trained at present.
 
         Args:
-            unused: those that the model's own graphs do not read.
+            unused: the parameters that the model's own graphs do not read.
         """
         self._unused = unused
         self.stop()
@@ -65,7 +66,9 @@ class OutsideUses:
         self._nodes.clear()
 
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Returns the mean over ranks of a gradient that autograd is about to accumulate; None: it stays as it is."""
+        """Returns the mean over ranks of a gradient that autograd is about to accumulate, or None to leave it
+        unchanged.
+        """
         state, (gradient,) = self._state, gradients
         table = state.tables.get(name)
         if table is not None and table.layout.mesh is None:
@@ -80,7 +83,7 @@ class OutsideUses:
             return None
         if not state.synchronised and table is None:
             if name not in self._unused:
-                return None  # it joins the sum that is reduced later
+                return None  # the gradient is added to a sum that is reduced later
             raise RuntimeError(
                 f"backward() under no_sync(): the loss reads {name} itself, besides the model's call, and nothing "
                 "would reduce that gradient. Move what reads it into the model's forward()."
@@ -96,9 +99,9 @@ class OutsideUses:
         return (None,)
 
     def _is_of_a_call(self) -> bool:
-        """Tells whether the backward that runs has run, or will run, that of a call of the model.
+        """Returns whether the running backward includes, sooner or later, that of a call of the model.
 
-        All ranks run such a backward; any other may be this rank's alone.
+        All ranks run such a backward. Any other may run on this rank only.
         """
         calls: Any = self._state.awaiting_backward
         to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))

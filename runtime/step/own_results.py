@@ -17,14 +17,14 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 
 
 def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
-    """Returns the results of a call, with plain tensors, which count their own writes, in the place of views.
+    """Returns the results of a call with views replaced by plain tensors, which count their own writes.
 
     Args:
         results: of a program's call.
-        differentiable: places among them of those with a gradient; others may be written as they are.
+        differentiable: places of the results with a gradient. Other results may be written without a check.
 
     Returns:
-        The results, and the places of those that were views.
+        The results, and the places of the replaced views.
     """
     given = list(results)
     made = [k for k in differentiable if type(given[k]) is Tensor and given[k]._is_view()]
@@ -36,11 +36,11 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
 
 
 def in_memory_of(made: Iterable[Tensor], read: AsSeen) -> AsSeen:
-    """Finds the tensors that share memory with what the backward reads.
+    """Finds the tensors that share memory with the tensors that the backward reads.
 
     Args:
         made: plain tensors that `own_results` made.
-        read: what the backward reads.
+        read: the tensors that the backward reads.
     """
     memory = {memory_of(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if memory_of(tensor) in memory)

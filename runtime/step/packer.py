@@ -12,12 +12,12 @@ from embrace_fx.runtime.tables.model_state import ModelState
 
 
 class Packer:
-    """Packs one bucket; what backwards under `no_sync` left in `.grad` is reduced along with it.
+    """Packs one bucket. The sums that backwards under `no_sync` left in `.grad` are reduced with it.
 
     Args:
-        scales: false where a hook of the user's divides by the number of ranks.
-        keeps_memory: memory on a host is kept between steps: the system zeroes what it hands out anew. A device's
-            allocator keeps memory by itself.
+        scales: False if a hook of the user divides by the count of ranks.
+        keeps_memory: whether memory on a host is kept between steps, because the system zeroes newly allocated memory.
+            A device's allocator keeps memory by itself.
     """
 
     def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool = False) -> None:
@@ -50,7 +50,7 @@ class Packer:
         return kept.detach()  # a tensor of its own, so that its holders are counted
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a part as `with_unreduced` makes it, and as the parameter's hooks do."""
+        """Returns a gradient with this rank's earlier sum added, as changed by the parameter's hooks."""
         state = self._state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)
@@ -60,6 +60,6 @@ class Packer:
 
 
 def _is_shared(kept: Tensor) -> bool:
-    """Tells whether another tensor, such as a parameter's `.grad`, has the memory of this one."""
+    """Returns whether another tensor, such as a parameter's `.grad`, shares the memory of this one."""
     storage = kept.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # of `kept` and of `storage`

@@ -25,7 +25,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
 )
 
-if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import it
     from embrace_fx.runtime.lower.inductor import RegionCompiler
 
 _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
@@ -33,9 +33,9 @@ _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A lowered phase, where each of its arguments comes from, and what its outputs mean.
+    """A lowered phase, with the sources of its arguments and the roles of its outputs.
 
-    The last phase takes what was saved out of `values`: each value dies with its last use.
+    The last phase removes saved values from `values`, so that each value is freed after its last use.
     """
 
     run: Phase
@@ -64,7 +64,7 @@ class Runnable:
         return source(self.run)
 
     def saved(self, leaves: Sequence[Any], values: Values) -> Values:
-        """Runs it, and adds what it saves to `values`."""
+        """Runs the phase, and adds the values that it saves to `values`."""
         keep(self.roles, self(leaves, values, {}), values)
         return values
 
@@ -77,12 +77,12 @@ def runnable(
     *,
     last: bool = False,
 ) -> Runnable:
-    """Returns a phase, lowered.
+    """Returns a lowered phase.
 
     Args:
-        call: what a node calls; None: a kernel, or torch's own op.
-        regions: what compiles the compute between communications; None: every op is called by itself.
-        last: whether no later phase reads what it reads.
+        call: returns what a node calls, or None for a kernel or torch's own op.
+        regions: compiles the compute between communications, or None to call every op separately.
+        last: whether no later phase reads the values that this phase reads.
     """
     sources: list[tuple[int, Any]] = []
     for _, role in inputs_of(module):
@@ -110,14 +110,14 @@ def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]
 
 
 def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Adds what a phase saves to `values`."""
+    """Adds the outputs that a phase saves to `values`."""
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
 
 
 def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:
-    """The capture made the casts of an autocast region nodes: running them under autocast would cast twice."""
+    """Turns off autocast, because the graph has its casts as nodes, and autocast would cast again."""
     enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return _without_autocast() if enabled else _AS_IT_IS
 

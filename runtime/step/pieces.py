@@ -24,7 +24,7 @@ _Output = tuple[fx.Node | None, OutputRole]
 
 
 class InPieces:
-    """A lowered backward that begins before all of its gradients are there.
+    """A lowered backward that begins before all of its gradients exist.
 
     Args:
         module: the phase.
@@ -49,12 +49,12 @@ class InPieces:
         return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
 
     def begin(self) -> None:
-        """Begins a backward: nothing of it has run."""
+        """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()
         self._missing = [set(needed) for _, needed in self._pieces]  # the gradients that have not been noted
 
     def note(self, tangent: int) -> bool | None:
-        """Records a gradient; returns whether the next piece may run now, or None where the gradient has left."""
+        """Records a gradient. Returns whether the next piece may run now, or None if the gradient was already sent."""
         piece = self._piece_of.get(tangent)
         if piece is None:
             return False
@@ -65,11 +65,11 @@ class InPieces:
         return piece == self._run and not missing
 
     def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
-        """Whether the gradients of the next piece are there."""
+        """Returns whether the gradients of the next piece exist."""
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
-        """Runs the pieces whose gradients are there, in their order."""
+        """Runs the pieces whose gradients exist, in order."""
         while self.may_run(tangents):
             piece, _ = self._pieces[self._run]
             self._run += 1
@@ -84,7 +84,7 @@ class InPieces:
 
 
 def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Cuts out the nodes that pack and submit each bucket; the rest comes last."""
+    """Cuts out the nodes that pack and submit each bucket. The last piece has all other nodes."""
     left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
     found = []
     for node in [*left]:
@@ -102,7 +102,7 @@ def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Returns the graph of some nodes; what they read of others is saved."""
+    """Returns the graph of some nodes, with saved values for what they read from other nodes."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
@@ -114,4 +114,4 @@ def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[
             env[node] = graph.node_copy(node, env.__getitem__)
     output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
     output.meta["roles"] = tuple(role for _, role in outputs)
-    return LateModule(module, graph)  # what is lowered of it runs
+    return LateModule(module, graph)  # only its lowered form runs

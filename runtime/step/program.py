@@ -39,7 +39,7 @@ from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, StepVariant
 from embrace_fx.vocabulary.submissions import overlaps_steps, submitted
 
-if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import it
     from embrace_fx.runtime.lower.inductor import RegionCompiler
 
 
@@ -48,8 +48,8 @@ class LoweredPhase:
     """A forward or a backward, ready to run.
 
     Attributes:
-        missing: makes the launches that other ranks wait for in it, should it fail.
-        absent: launches that are this phase's, and that it leaves out: the launcher is not to wait for them.
+        missing: if the phase fails, makes the launches that other ranks wait for.
+        absent: launches that this phase leaves out, so that the launcher does not wait for them.
     """
 
     run: Runnable | InPieces
@@ -62,30 +62,31 @@ class Program:
 
     Args:
         graph: partitioned.
-        buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
+        buckets: the buckets that the graph reduces, in launch order, or None if gradients stay this rank's own
+            (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
         head: builds what a step on a flattened batch announces to all ranks.
         share_buffers: called once every rank has announced this same program, before anything reads a buffer; None:
             ranks share none.
         flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step.
-        links: those that exchanges are cut for.
-        regions: what compiles the compute between communications; None: every op is called by itself.
-        variants: variant of a step -> the graph with its phase; None: the graph serves every step.
-        copies: what copies saved values out of memory and back, where the graph does.
-        of_gradients: its backward begins with gradients that come one by one.
-        scores_nothing: says of a batch's leaves whether a loss is the mean over labels that it has none of.
+        links: the links for which exchanges are cut.
+        regions: compiles the compute between communications, or None to call every op separately.
+        variants: variant of a step -> the graph with its phase, or None if the graph serves every step.
+        copies: copies saved values out of memory and back, if the graph does this.
+        of_gradients: whether the backward begins with gradients that arrive one by one.
+        scores_nothing: returns, for a batch's leaves, whether a loss is a mean over labels of which the batch has none.
 
     Attributes:
-        unique, ids: the phases that the others follow on.
+        unique, ids: the phases that run before forward and backward.
         has_backward: whether there is a backward; an evaluation has none.
         ids_program: the ids' phases as functions that can run ahead of their batch.
-        overlaps_steps: whether the forward awaits what the step before has left to it.
+        overlaps_steps: whether the forward awaits communication that the previous step has left.
         announces: whether the ids' exchange makes the announcement.
         synchronised: whether gradients are reduced.
-        results: indices, among the flattened results, of those that the forward yields.
-        differentiable: those of them that have a gradient.
-        promised: index of a result that is hidden states -> the logits that it is shown as.
-        differentiable_places: where these are, among those that the forward yields.
+        results: indices of the flattened results that the forward computes.
+        differentiable: the indices of `results` that have a gradient.
+        promised: index of a result that is hidden states -> the promised logits that the user gets instead.
+        differentiable_places: the positions of `differentiable` in `results`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -119,7 +120,7 @@ class Program:
         self.head = head
         self.scores_nothing = scores_nothing
         alone = self.communicator.world_size == 1
-        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
+        # A single process has nothing to reduce later, so that it accumulates sums from the first backward on.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bound(graph))
@@ -173,7 +174,7 @@ class Program:
         return LoweredPhase(run, missing, launcher.absent({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
-        """Returns a phase, of a step's variant; made when it is first needed."""
+        """Returns the phase of a step's variant, which is lowered at its first use."""
         key = variant.phase if variant.is_steady or self.variants is None else variant
         if key not in self._lowered:
             assert self.variants is not None
@@ -183,7 +184,7 @@ class Program:
 
     @property
     def sources(self) -> dict[str, Callable[[], str]]:
-        """Name of a phase, or of a variant of one -> prints what runs of it, as Python."""
+        """Returns, by name of a phase or variant, a function that prints its code."""
         runs = {"unique": self.unique, "ids": self.ids, **{str(key): each.run for key, each in self._lowered.items()}}
         return {name: run.source for name, run in runs.items()}
 
@@ -225,13 +226,13 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def let_go(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Drops what has been saved and no phase after this one reads; a step that looks ahead reads more of it."""
+        """Drops saved values that no phase after this one reads. A step that looks ahead reads more of them."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
     def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
-        """Returns the tensors that the backward reads: views of parameters and results among them."""
+        """Returns the tensors that the backward reads, including views of parameters and results."""
         found = [leaves[index] for index in self._leaves_read]
         found += self.state.parameters(self._parameters_read)
         found += [self.state.table(name).local for name in self._shards_read]
@@ -239,7 +240,7 @@ class Program:
         return AsSeen.of(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
-        """Names the values whose memory was written; "": none was."""
+        """Names the values whose memory was written, or returns "" if none was."""
         if not written:
             return ""
         names = {memory_of(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
@@ -253,7 +254,7 @@ class Program:
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Whether an op reads a value, besides those of communication that overlaps the next step."""
+    """Returns whether an op reads a value, not counting communication that overlaps the next step."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 

@@ -47,10 +47,10 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class Source:
-    """What logits are made of, besides hidden states.
+    """The source of logits besides hidden states: the table, the bias and the steps.
 
     Attributes:
-        steps: the optimizer's steps up to the model's call.
+        steps: the count of optimizer steps before the model's call.
     """
 
     promise: PromisedLogits
@@ -72,26 +72,26 @@ class Source:
         return last_dtype(self.promise.steps) or hidden.dtype
 
     def cast(self, dtype: torch.dtype) -> Source:
-        """Copies it, with a cast behind its steps."""
+        """Returns a copy with a cast after its element-wise steps."""
         steps = written([*read(self.promise.steps), ("to", 0.0, dtype)])
         return replace(self, promise=replace(self.promise, steps=steps))
 
     def check(self) -> None:
-        """Raises `RuntimeError` where the table is not as it was in the model's call; on every rank."""
+        """Raises `RuntimeError`, on every rank, if the table has changed since the model's call."""
         table = self.state.tables.get(self.promise.table)
         now = (self.communicator.progress.optimizer_steps, table.local._version if table is not None else -1)
         if now != (self.steps, self.version):
             raise RuntimeError(_STALE.format(self.promise.table, self.promise.table))
 
     def parameters(self) -> list[Tensor]:
-        """Lists the table, and the bias if there is one."""
+        """Returns the table, and the bias if there is one."""
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def make(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Makes logits of the whole table. Collective.
 
         Args:
-            parameters: in the place of its own.
+            parameters: the parameters to use instead of the source's own.
         """
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
@@ -113,10 +113,10 @@ class Source:
 
 @dataclass(eq=False)
 class Made:
-    """Logits once they are made.
+    """The state of logits once they are made.
 
     Attributes:
-        before: the logits that these are a view of.
+        before: the logits of which these are a view.
         is_scored: whether a loss of these, or of a view, was computed without making them.
         is_hooked: whether somebody has asked for their gradient.
     """
@@ -128,7 +128,7 @@ class Made:
     is_hooked: bool = False
 
     def chain(self) -> Iterator[Made]:
-        """Yields these, and the logits that they are a view of."""
+        """Yields these logits, and then the logits of which they are a view."""
         found: Made | None = self
         while found is not None:
             yield found
@@ -136,12 +136,12 @@ class Made:
 
     @property
     def is_changed(self) -> bool:
-        """Whether values or gradients are no longer those of hidden states and table."""
+        """Returns whether values or gradients no longer belong to the hidden states and the table."""
         return self.is_hooked or (self.value is not None and self.value._version != self.version)
 
 
 class _Node(torch.autograd.Function):
-    """Logits as autograd knows them."""
+    """The autograd function that makes logits."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
@@ -166,7 +166,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """Values of logits that another function of autograd has returned."""
+    """The autograd function for values of logits that another autograd function has returned."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ class Logits(Tensor):
     """Logits (.., V), or their log-softmax, made when they are read.
 
     Attributes:
-        hidden: (.., D), with its graph.
-        base: makes them of others, of which they may be a view; None: of `source`.
-        node: theirs in autograd's graph; another function that returns them changes `grad_fn`.
+        hidden: the hidden states (.., D), with their autograd graph.
+        base: makes these logits from others, of which they may be a view, or None to make them from `source`.
+        node: the logits' own node in autograd's graph. Another function that returns the logits changes `grad_fn`.
     """
 
     hidden: Tensor
@@ -223,7 +223,7 @@ class Logits(Tensor):
         return found
 
     def make(self) -> Tensor:
-        """Makes them, once; with a graph where the model's call had one, whoever reads them first. Collective."""
+        """Makes the logits, once, with an autograd graph if the model's call had one. Collective."""
         made = self.made
         if made.value is None:
             with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
@@ -236,11 +236,11 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether values are known or have been changed, here or where these are a view of."""
+        """Returns whether values are known or were changed, here or in the logits of which these are a view."""
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: Source | None = None) -> Logits:
-        """Returns logits of other hidden states, which are also what `base` makes of these."""
+        """Returns logits of other hidden states, which `base` makes from these logits."""
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod
@@ -269,7 +269,7 @@ class Logits(Tensor):
 
 
 def _hook(logits: Sequence[Logits]) -> None:
-    """Raises `RuntimeError` where a gradient would lack that of a loss."""
+    """Raises `RuntimeError` if a gradient of these logits would lack a loss's share."""
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
             raise RuntimeError(_SCORED)
@@ -300,7 +300,7 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 
 
 def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Answers a change of the leading shape."""
+    """Returns promised logits for a change of the leading shape."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -320,7 +320,7 @@ def _detached(func: Any, logits: Logits) -> Any:
 
 
 def _indexed(func: Any, logits: Logits, index: Any) -> Any:
-    """Answers an index into the leading dimensions."""
+    """Returns promised logits for an index into the leading dimensions."""
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
     has_ellipsis = any(each is Ellipsis for each in indices)
@@ -333,7 +333,7 @@ def _indexed(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Answers a cast, which no log-softmax commutes with."""
+    """Returns promised logits for a cast. Log-softmaxes do not commute with casts."""
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
         found = func(like, *args, **kwargs)
@@ -382,7 +382,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the loss of logits by the sharded head, where labels are indices. Collective."""
+    """Computes the loss of logits by the sharded head, if labels are indices. Collective."""
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
     is_plain = is_plain and (weight is None or (weight.shape == logits.shape[-1:] and not weight.requires_grad))
@@ -403,7 +403,7 @@ def _loss(
 
 
 def _in_autocast(logits: Logits) -> Source:
-    """Returns the source of logits as a softmax reads them: under autocast, in float32."""
+    """Returns the source of logits as a softmax reads them, which is in float32 under autocast."""
     enabled = torch.is_autocast_enabled(logits.device.type)
     return logits.source.cast(torch.float32) if enabled and logits.dtype.itemsize < 4 else logits.source
 

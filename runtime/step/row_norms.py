@@ -24,7 +24,7 @@ Step = tuple[SparseUpdate, Rows]
 
 
 def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
-    """Has steps of one optimizer wait for their rows' sums of squares. Collective, with the same rows in one order."""
+    """Makes steps of one optimizer wait for their rows' sums of squares. Collective, with equal rows in one order."""
     if not steps:
         return
     norms = _RowNorms(torch.cat([rows.square().sum(1) for _, (_, rows) in steps]), communicator, recorder)
@@ -36,7 +36,7 @@ def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: 
 
 
 class _RowNorms:
-    """Squares (K,) on their way to their sums over all ranks."""
+    """Squares (K,) of rows, in flight to be summed over all ranks."""
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder
@@ -46,7 +46,7 @@ class _RowNorms:
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
     def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Returns the sums of some rows, once they are here."""
+        """Waits for the sums and returns those of some rows."""
         if (launched := self._launched) is not None:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):

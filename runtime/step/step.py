@@ -35,11 +35,11 @@ from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
-    """Runs the model on a flattened batch; returns its flattened results.
+    """Runs the model on a flattened batch, and returns its flattened results.
 
     Args:
         train: whether a backward will follow, from results that require grad.
-        following: the next batch, where it is known.
+        following: the next batch, if known.
     """
     step = Step(program, leaves, following)
     with autocast_is_in_the_graph():
@@ -74,8 +74,8 @@ class Opened:
     """A backward that has begun.
 
     Attributes:
-        gate: finds out whether all ranks are in it; None: there are no others, or they are not waited for.
-        needed: values from which this rank makes the launches that the others wait for, should it fail.
+        gate: finds out whether all ranks are in the backward, or None if no other rank is waited for.
+        needed: values from which this rank makes the launches that others wait for, if the backward fails.
     """
 
     gate: BackwardBarrier | None
@@ -85,7 +85,7 @@ class Opened:
 
 
 class Step:
-    """One call of the model: what its backward needs."""
+    """One call of the model, with everything that its backward needs."""
 
     def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
@@ -121,12 +121,12 @@ class Step:
         return results
 
     def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
-        """Returns the tensors that the backward reads, the results at the places `made` among them."""
+        """Returns the tensors that the backward reads, including the results at the places `made`."""
         read = self.program.read_again(self._leaves, values)
         return read + in_memory_of((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward and returns its outputs. All ranks learn of a failure, and wait for nothing of it."""
+        """Runs the forward and returns its outputs. If it fails, all ranks are told, and wait for no launch of it."""
         program = self.program
         needed = forward.missing.begin(values)
         try:
@@ -141,7 +141,7 @@ class Step:
             raise
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Returns the values of the ids' phases, and which forward follows on them."""
+        """Returns the values of the ids' phases, and the variant of the forward."""
         program = self.program
         if program.overlaps_steps:
             following, self._following = self._following, None
@@ -165,14 +165,14 @@ class Step:
     def backward(
         self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
     ) -> list[Tensor | None]:
-        """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones.
+        """Runs the backward, delivers the parameters' gradients, and returns the gradients of the batch's tensors.
 
         Args:
-            for_parameters: whether parameters are to get gradients; `torch.autograd.grad` of inputs wants none.
-            twice: whether the gradients are to be differentiated again.
+            for_parameters: whether parameters get gradients, which `torch.autograd.grad` of inputs does not want.
+            twice: whether the gradients will be differentiated again.
 
         Raises:
-            RuntimeError: they are; a second backward; or as `launch_flags` says.
+            RuntimeError: `twice` is True; or this is a second backward; or as `launch_flags` says.
         """
         program = self.program
         if self._values is None:
@@ -211,15 +211,15 @@ class Step:
         self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
     def _enter(self, call: int) -> BackwardBarrier | None:
-        """Announces that this rank is in its backward; None: there are no other ranks, or they are not waited for.
+        """Announces that this rank is in its backward. Returns None if no other rank is waited for.
 
         Args:
-            call: as of `BackwardBarrier`.
+            call: the number of the call, as in `BackwardBarrier`.
         """
         if not self.program.flow.shares_failures:
             return None
         program = self.program
-        program.flow.wait()  # of an earlier backward, which is not given up with this one
+        program.flow.wait()  # for gradients of an earlier backward, which stays valid if this one fails
         return BackwardBarrier(program.announcements, call)
 
     def _open(self, values: Values) -> Opened:
@@ -235,16 +235,16 @@ class Step:
         needed = backward.missing.begin(values)
         flow.open_window(gate, backward.absent)
         if gate is not None and backward.missing.on_the_spot:
-            self._check_gate(gate)  # what no launcher holds leaves at once
+            self._check_gate(gate)  # launches without a launcher are made immediately
         return Opened(gate, variant, backward, needed)
 
     def _close(
         self, opened: Opened, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], *, twice: bool
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
-        """Runs what has been opened, to its end.
+        """Runs an opened backward to its end.
 
         Args:
-            used: the parameters that its backward reaches, as `UsedParameters.words` encodes them.
+            used: the parameters that the backward reaches, as `UsedParameters.words` encodes them.
 
         Returns:
             The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
@@ -259,7 +259,7 @@ class Step:
         try:
             self._begin_backward(opened.variant, twice)
             written, names = self._written()
-            if gate is None:  # on the host, the flags of ranks are read at the end, those of failures too
+            if gate is None:  # on the host, all flags are read at the end, including those of failures
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
@@ -300,7 +300,7 @@ class Step:
             raise RuntimeError(TWICE)
 
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which this rank stands still until all are here; the host of a device does not."""
+        """Returns a context in which this rank waits for all others. The host of a device does not wait."""
         if not self.program.flow.shares_failures:
             return contextlib.nullcontext()
         return self.program.flow.recorder.waiting(ANNOUNCEMENT)
@@ -333,7 +333,7 @@ class Step:
         return backward.run(self._leaves, values, dense)
 
     def _check_gate(self, gate: BackwardBarrier) -> None:
-        """Raises PeerFailure where a rank is not in this backward. Nothing of it has left then."""
+        """Raises PeerFailure if a rank is not in this backward, of which nothing has been sent then."""
         if gate.future.done():
             gate.wait()
         else:
@@ -346,7 +346,7 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Launches what the others wait for, and shares the failure at the end of their backward."""
+        """Makes the launches that other ranks wait for, and shares the failure at the end of their backward."""
         flow = self.program.flow
         self._check_gate(gate)
         backward.missing.submit(needed)
@@ -357,7 +357,7 @@ class Step:
         failure.add_note(TOLD)
 
     def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether results that are not finite leave gradients as they are under DDP.
+        """Returns whether results that are not finite leave the same gradients as under DDP.
 
         A mean over no labels is nan, with gradients of zero; a loop may have replaced a result before its backward.
         """
@@ -370,7 +370,7 @@ class Step:
         return not harmful or self.program.scores_nothing(self._leaves)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
-        """Begins the exchange of the flags of this backward; the result ends it."""
+        """Begins the exchange of this backward's flags. Returns the function that ends it."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         on = streams.streams_of(scalars[0].device) if scalars else None
         return launch_flags(scalars, used, written, self.program.communicator, on)

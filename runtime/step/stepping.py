@@ -48,17 +48,17 @@ Hook = Callable[..., Any]
 
 @dataclass
 class _Step:
-    """One step of an optimizer, while torch's own part of it runs.
+    """One step of an optimizer, during torch's own part of it.
 
     Attributes:
-        hidden: parameters, what `.grad` of each is to be again after it, and what it is meanwhile.
-        buckets: those of parameters (by id) whose update is left to the next forward.
-        late: exchanges of tables whose update is.
-        joined: row spaces to be updated by rows, at once, and their gradients.
-        rows: tables to be updated by rows, at once.
-        dense: tables to be updated by gradients of all rows, at once.
-        own: tables that the class steps by itself.
-        replicas: data-parallel tables to be updated by rows, with their gradients.
+        hidden: (parameter, its `.grad` to restore after the step, its `.grad` during the step).
+        buckets: parameter id -> its bucket, if the update is left to the next forward.
+        late: the exchanges of tables whose update is left to the next forward.
+        joined: row spaces to update by rows immediately, and their gradients.
+        rows: tables to update by rows immediately.
+        dense: tables to update by gradients of all rows immediately.
+        own: tables that the optimizer's class itself steps.
+        replicas: data-parallel tables to update by rows, with their gradients.
     """
 
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
@@ -71,13 +71,13 @@ class _Step:
     replicas: list[tuple[RowTable, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
-        """Takes a gradient away from torch's step, or puts a plain one in its place."""
+        """Hides a gradient from torch's step, or replaces it with a plain one."""
         assert parameter.grad is not None
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
 
     def hide_all(self, tables: Sequence[RowTable]) -> None:
-        """Does `hide` to each table's gradient, if there is one."""
+        """Hides each table's gradient, if there is one."""
         parameters = [table.parameter for table in tables]
         found = [(parameter, parameter.grad, None) for parameter in parameters]
         self.hidden += [each for each in found if each[1] is not None]  # type: ignore[misc]
@@ -85,7 +85,7 @@ class _Step:
             parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Puts gradients back; of a step that raised, those that nobody has cleared or made anew since."""
+        """Restores hidden gradients; after a step that raised, only those that nobody has cleared or replaced since."""
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -101,7 +101,7 @@ class Stepping:
 
     Attributes:
         holders: the optimizers that are known.
-        replicas: data-parallel tables updated by rows: their gradients are turned into rows at the step.
+        replicas: data-parallel tables updated by rows, whose gradients become rows at the step.
         recorder: records the time of each step.
         of_any_layout: whether some gradients may be sparse, as autograd makes them.
     """
@@ -119,7 +119,7 @@ class Stepping:
         self._steps: dict[int, _Step] = {}  # by the id of an optimizer
 
     def follow(self, flow: Flow) -> None:
-        """Follows another flow, and records times by its recorder."""
+        """Uses another flow from now on, and records times with its recorder."""
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
@@ -130,7 +130,7 @@ class Stepping:
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Has an optimizer's steps and state dicts cover the model's tables."""
+        """Makes an optimizer's steps and state dicts include the model's tables."""
         if not self.holders.add(optimizer):
             return
         for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
@@ -151,7 +151,7 @@ class Stepping:
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
                 return
             self.adopt(optimizer)
-        # The user's hooks see gradients as they are on all ranks: before ours take them, and after they are back.
+        # The user's hooks see ordinary gradients: before our hooks hide them, and after our hooks restore them.
         _move_hook(optimizer._optimizer_step_pre_hooks, self, last=True)
         _move_hook(optimizer._optimizer_step_post_hooks, self, last=False)
 
@@ -176,10 +176,11 @@ class Stepping:
         return found
 
     def _with_gradients(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
-        """Returns a closure whose gradients are there when a step takes them.
+        """Wraps a closure so that its gradients have arrived before a step reads them.
 
         Args:
-            decides: whether the class may decide by the loss, and want it many times, as LBFGS does.
+            decides: whether the optimizer may evaluate the closure several times and choose its step by the loss, as
+                LBFGS does.
         """
 
         def evaluate() -> Any:
@@ -196,7 +197,9 @@ class Stepping:
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
-        """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
+        """Sorts gradients into those that torch's step takes, those applied by rows, and those left to the next
+        forward.
+        """
         held = self._held_tables(optimizer)
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step()
@@ -217,14 +220,14 @@ class Stepping:
             hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
             step.buckets = {key: bucket for key, (_, _, bucket) in hidden.items()}
             step.hidden += [(parameter, gradient, None) for parameter, gradient, _ in hidden.values()]
-        else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
+        else:  # torch's step reads all gradients, or rows must be cut out of whole gradients now
             self._flow.buckets.release(optimizer)
 
     def _held_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """Returns the sharded tables that an optimizer holds.
 
         Raises:
-            RuntimeError: its step would take what each rank has accumulated alone.
+            RuntimeError: the step would use gradients that each rank has accumulated on its own.
         """
         by_id = {id(table.parameter): table for table in self._state.tables.values()}
         held, names = list[RowTable](), list[str]()
@@ -277,7 +280,7 @@ class Stepping:
                 step.own.append(table)
 
     def _own_tables(self, optimizer: Optimizer, held: Sequence[RowTable]) -> Sequence[RowTable]:
-        """Returns the tables that an optimizer is about to step, of those `held`: they are its from now on."""
+        """Returns the tables among `held` that an optimizer is about to step, and makes it their optimizer."""
         whole: list[str] = []
         if reason := needs_whole(type(optimizer)):
             whole = [table.name for table in held]
@@ -288,7 +291,7 @@ class Stepping:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
-                    exchange.gradient.apply()  # what another one has stepped is applied as its step
+                    exchange.gradient.apply()  # applies the step that another optimizer has taken
                 if table.optimizer is not None:
                     table.flush()
                 table.optimizer = optimizer
@@ -303,9 +306,9 @@ class Stepping:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
-        """Tells whether torch's own step does nothing that an update in the next forward could not do."""
+        """Returns whether torch's own step does nothing that an update in the next forward could not do."""
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
-            return False  # others may write into their groups as they step
+            return False  # other optimizers may write into their groups while they step
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
@@ -346,7 +349,7 @@ class Stepping:
         self.recorder.mark(OPTIMIZER)
 
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
-        """Steps tables by the gradients that were hidden from torch's own step, and notes it at their exchanges."""
+        """Steps tables by the gradients hidden from torch's own step, and notes the step at their exchanges."""
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
             held = table.open_gradient()
@@ -371,9 +374,9 @@ class Stepping:
             exchange.note_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _Step) -> None:
-        """Takes a step of RowWiseAdagrad: of row spaces as one, and table by table where someone has looked at one.
+        """Steps RowWiseAdagrad: row spaces as one, or table by table if someone has read a table's gradient.
 
-        Who has looked differs by rank: rows are in one order all the same.
+        Which gradients were read differs by rank, but rows are in the same order on all ranks.
         """
         found, at_once = list[Step](), list[SparseUpdate]()
         exchanges = tuple(self._flow.exchanges.values())
@@ -389,7 +392,7 @@ class Stepping:
             rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Counts a step that moves anything; ranks compare their counts."""
+        """Counts a step that changes anything. Ranks compare their counts."""
         grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
@@ -397,7 +400,9 @@ class Stepping:
 
     @staticmethod
     def _unscale(optimizer: Optimizer, step: _Step) -> bool:
-        """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""
+        """Unscales gradients applied by rows, as torch's own step does for a GradScaler. Returns False to skip the
+        step.
+        """
         found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
             return False
@@ -428,7 +433,7 @@ class Stepping:
 
 
 def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
-    """Returns the rows of a whole table's gradient: all, or those that are not zero."""
+    """Returns the rows of a whole table's gradient: all rows, or those that are not zero."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -437,7 +442,7 @@ def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
 
 
 def _refuse_without_gradients(optimizer: Optimizer) -> None:
-    """Raises where a backward has reached no parameter: it would be a step of nothing, while a call waits for one."""
+    """Raises if a backward has reached no parameter, because the step would do nothing."""
     if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
             "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
@@ -447,7 +452,7 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
 
 
 def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
-    """Returns a hook that runs without gradients, and does not keep its model alive."""
+    """Returns a hook that runs without gradients, and refers to its model weakly."""
     itself = weakref.ref(stepping)
 
     def hook(*args: Any) -> Any:
@@ -466,7 +471,7 @@ def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
 
 
 def _move_hook(hooks: Any, stepping: Stepping, *, last: bool) -> None:
-    """Puts a model's hook at the end, or at the head, of those of its kind."""
+    """Moves a model's hook to the end, or to the head, of the hooks of its kind."""
     for key, hook in list(hooks.items()):
         owner = getattr(hook, "stepping", None)
         if owner is not None and owner() is stepping:

@@ -27,9 +27,9 @@ class UsedParameters:
 
     Args:
         names: every parameter of the model, in the model's order.
-        behind: parameter -> the results that its gradient comes from; of those that get none, nothing.
+        behind: parameter -> the results that its gradient comes from, if it gets a gradient.
         delivered: the parameters whose gradients the program delivers.
-        local: parameters that each rank has for itself, which it leaves out.
+        local: parameters that ranks do not share, which are left out.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class UsedParameters:
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
-        """Encodes for the other ranks the parameters that a backward reaches from some results.
+        """Encodes, for the other ranks, the parameters that a backward reaches from some results.
 
         Args:
             given: the results that the backward starts from, by index.
-            unreduced: parameters with a sum of this rank's own that goes along, reached or not.
+            unreduced: parameters with this rank's own sum, which is reduced too, reached or not.
         """
         found = self._words.get(given)
         if found is None:
@@ -66,14 +66,14 @@ class UsedParameters:
         return self._encoded(self._reached(given).union(unreduced)) if unreduced else found
 
     def left(self, given: tuple[int, ...]) -> frozenset[str]:
-        """Finds parameters that this rank has for itself, and that a backward from these results does not reach."""
+        """Returns this rank's own parameters that a backward from these results does not reach."""
         return self._local - self._reached(given) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that no rank's backward reaches, of those whose gradients are delivered.
+        """Returns the parameters with delivered gradients that no rank's backward reaches.
 
         Args:
-            counts: the sums over ranks of their words.
+            counts: the sums of all ranks' words.
         """
         found = self._absent.get(counts)
         return _remember(self._absent, counts, self._without(counts)) if found is None else found
@@ -82,7 +82,7 @@ class UsedParameters:
         """Lists the parameters that any rank's backward reaches.
 
         Args:
-            counts: the sums over ranks of their words, of whatever program.
+            counts: the sums of all ranks' words, of any program.
         """
         mask = (1 << self._field) - 1
         places = self._place.items() if counts else ()

@@ -77,16 +77,16 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_late(self) -> bool:
-        """Whether the gradient is in flight and has not been read."""
+        """Returns whether the gradient is in flight and has not been read."""
         return self.late is not None
 
     @property
     def is_zero(self) -> bool:
-        """Whether the gradient is zero because nothing was added since it was created or zeroed."""
+        """Returns whether the gradient is zero because nothing was added since it was created or zeroed."""
         return self._is_zero and self.late is None
 
     def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
-        """Whether this future will deliver the gradient and it has not been read."""
+        """Returns whether this future will deliver the gradient and it has not been read."""
         return self.late is not None and self.late[0] is late
 
     def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
@@ -157,7 +157,7 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_of_all_rows(self) -> bool:
-        """Whether rows that no lookup read may have a gradient."""
+        """Returns whether rows that no lookup read may have a gradient."""
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:

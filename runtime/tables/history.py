@@ -74,7 +74,7 @@ class History:
 
     @property
     def rest(self) -> bool:
-        """Whether any row may have deferred steps."""
+        """Returns whether any row may have deferred steps."""
         return any(map(_OPEN, self._with))
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class History:
             each.open = each._predicted = None
 
     def _close(self) -> None:
-        """Apply the open skipped steps to all rows that have not taken them."""
+        """Applies the open skipped steps to all rows that have not taken them."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:

@@ -31,7 +31,7 @@ class Holders:
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is known."""
+        """Returns whether an optimizer is known."""
         return weakref.ref(optimizer) in self._known
 
     def add(self, optimizer: Optimizer) -> bool:

@@ -116,7 +116,7 @@ class JoinedTable(Unit):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any table's `.grad` is not zero."""
+        """Returns whether any table's `.grad` is not zero."""
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
@@ -127,7 +127,7 @@ class JoinedTable(Unit):
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def can_wait(self) -> bool:
-        """Whether the update can be deferred to the next forward and applied by rows."""
+        """Returns whether the update can be deferred to the next forward and applied by rows."""
         return self.is_one() and self.members[0].can_wait()
 
     def is_one(self) -> bool:
@@ -147,7 +147,7 @@ class JoinedTable(Unit):
         return self.members[0].param_group()
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Whether this optimizer would update all tables now, with these options."""
+        """Returns whether this optimizer would update all tables now, with these options."""
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
@@ -174,7 +174,7 @@ class JoinedTable(Unit):
 
 
 def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
-    """Split sorted ids and their rows into each member's, numbered from its own first row."""
+    """Splits sorted ids and their rows into each member's, numbered from its own first row."""
     cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()
     ends = zip(pairwise(cuts), bounds, strict=False)
     return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
@@ -228,7 +228,7 @@ class _JoinedState:
         self._is_alike = False
 
     def is_alike(self) -> bool:
-        """Whether all tables have the same entries and equal counters."""
+        """Returns whether all tables have the same entries and equal counters."""
         if not self._is_known():
             states = [state_of(member.holder, member.parameter) for member in self._members]
             if not all(_alike(state, states[0]) for state in states):
@@ -243,7 +243,7 @@ class _JoinedState:
         return dict(self._joined)
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Join the members' states: tensors with a value per row become one tensor for all members."""
+        """Joins the members' states: tensors with a value per row become one tensor for all members."""
         joined, rows = dict(states[0]), self._bounds[1]
         for key, value in states[0].items():
             if is_of_rows(value, rows):
@@ -260,13 +260,13 @@ class _JoinedState:
         self._members[k].keep({key: view})
 
     def _note_versions(self) -> None:
-        """Remember the versions of the counters, so that a write by others is seen."""
+        """Remembers the versions of the counters, so that a write by others is seen."""
         tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
         counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
-        """Whether everything is what has been found last."""
+        """Returns whether everything is what has been found last."""
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
@@ -301,7 +301,7 @@ class _JoinedState:
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tables' states have the same entries and equal counters."""
+    """Returns whether two tables' states have the same entries and equal counters."""
     counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
     return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]
 

@@ -70,7 +70,7 @@ class LocalStorage:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all elements are in memory."""
+        """Returns whether all elements are in memory."""
         return True
 
     def values(self) -> Tensor:
@@ -92,7 +92,7 @@ class LocalStorage:
 
     @property
     def unreduced(self) -> bool:
-        """Whether the gradient is this rank's own sum, which is reduced in a later backward."""
+        """Returns whether the gradient is this rank's own sum, which is reduced in a later backward."""
         of = getattr(self._keeps, "of", None)
         gradient = of() if of is not None else None
         return gradient is not None and gradient.unreduced

@@ -35,7 +35,7 @@ _OPEN = attrgetter("history.open")
 
 
 class ToCome(Protocol):
-    """An upcoming batch."""
+    """An upcoming batch of a training loop."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether flattened arguments are those of this batch."""
@@ -73,7 +73,7 @@ class ParameterReads:
 
     @property
     def in_every_step(self) -> bool:
-        """Whether the loop reads all parameters in every step."""
+        """Returns whether the loop reads all parameters in every step."""
         return self._in_a_row >= OFTEN
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -105,7 +105,7 @@ class Gathered:
     steps: int
 
     def is_of(self, local: Tensor, steps: int) -> bool:
-        """Whether the table has not changed since it was gathered."""
+        """Returns whether the table has not changed since it was gathered."""
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
 
@@ -191,7 +191,7 @@ class ModelState:
 
     @property
     def has_resting_rows(self) -> bool:
-        """Whether any table has rows with deferred updates."""
+        """Returns whether any table has rows with deferred updates."""
         # A hot path of every step: no Python call per table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 

@@ -74,7 +74,7 @@ PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two steps have equal options."""
+    """Returns whether two steps have equal options."""
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -86,7 +86,7 @@ def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def takes_sparse(optimizer: Optimizer) -> bool:
-    """Whether the optimizer accepts sparse (COO) gradients with its current options."""
+    """Returns whether the optimizer accepts sparse (COO) gradients with its current options."""
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) is SparseAdam or (type(optimizer) in (SGD, Adagrad) and not decays)
 
@@ -114,7 +114,7 @@ def step_groups(
     for group in groups:
         of_cpu = bool(group["params"]) and group["params"][0].device.type == "cpu"
         if of_cpu and group.get("foreach", "") is None and not group.get("fused"):
-            group["foreach"] = False  # what the class would find out
+            group["foreach"] = False  # the class's own choice for these tensors
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -126,7 +126,7 @@ def step_groups(
 
 
 def _without_gradients(step: Any, optimizer: Optimizer) -> None:
-    """Takes a class's step; where torch's own switch of gradients stands around it, without its six calls."""
+    """Runs an optimizer class's step without the six calls by which torch's wrapper switches gradients off."""
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
         step(optimizer)
@@ -167,7 +167,7 @@ def _sparse(gradient: Tensor) -> Tensor:
 
 
 def is_of_rows(value: Any, rows: int) -> bool:
-    """Whether a state entry has one element or row per row of the table."""
+    """Returns whether a state entry has one element or row per row of the table."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
@@ -293,7 +293,7 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 
 def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Step a table of no rows, so that only the counters advance, and return the new state."""
+    """Steps a table of no rows, so that only the counters advance, and returns the new state."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = rows_of_state(state, none, local.shape[0])
     return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
@@ -305,7 +305,7 @@ def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -
 
 
 def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether the next step would create state entries, which must be created for all rows at once."""
+    """Returns whether the next step would create state entries, which must be created for all rows at once."""
     before = _tensors(state)
     return _tensors(_step_nothing(optimizer, options, values, state)) != before
 

@@ -245,7 +245,7 @@ forward(
 
 
 def _is_staged() -> bool:
-    """Whether a caller stages a state dict for an asynchronous save, which copies parts as they are."""
+    """Returns whether a caller stages a state dict for an asynchronous save, which copies parts unchanged."""
     return sys._getframe(2).f_globals.get("__name__") in _STAGING
 
 

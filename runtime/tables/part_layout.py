@@ -54,7 +54,7 @@ class Axis:
 
     @property
     def is_tables(self) -> bool:
-        """Whether the axis is a complete dimension of the table."""
+        """Returns whether the axis is a complete dimension of the table."""
         return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank has the whole table."""
+        """Returns whether this rank has the whole table."""
         return self.mesh is None
 
     @property
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def is_table(self) -> bool:
-        """Whether the layout is of a whole table rather than a view."""
+        """Returns whether the layout is of a whole table rather than a view."""
         return len(self.axes) == 2 and self.fits(Layout.of_table(self.name, self.shape, self.mesh, self.communicator))
 
     def by_columns(self) -> Layout:
@@ -262,16 +262,16 @@ class Layout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a view has merged dimensions."""
+        """Returns whether a view has merged dimensions."""
         return self.shape != torch.Size(axis.size for axis in self.axes)
 
     @property
     def is_apart(self) -> bool:
-        """Whether the ranks have different elements."""
+        """Returns whether the ranks have different elements."""
         return bool(self.chosen) or any(axis.of for axis in self.axes)
 
     def fits(self, other: Layout) -> bool:
-        """Whether every rank has the same elements under both layouts."""
+        """Returns whether every rank has the same elements under both layouts."""
         mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
@@ -423,7 +423,7 @@ def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> V
 
 
 def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], implicit: bool) -> Viewed:
-    """Repeat the local values along new axes and axes of size 1; an axis that is split cannot be repeated."""
+    """Repeats the local values along new axes and axes of size 1; an axis that is split cannot be repeated."""
     new = whole.dim() - len(layout.axes)
     axes = [Axis.whole(count) for count in whole.shape[:new]]
     for axis, count in zip(layout.axes, whole.shape[new:], strict=True):
@@ -449,7 +449,7 @@ def _unbind(layout: Layout, local: Tensor, whole: Any, dim: int) -> list[Viewed]
 
 
 def _split(layout: Layout, local: Tensor, whole: Any, dim: int, **_: Any) -> list[Viewed]:
-    """Return a slice of the local values for each of the whole tensor's pieces."""
+    """Returns a slice of the local values for each of the whole tensor's pieces."""
     found, first = [], 0
     for each in whole:
         last = first + each.shape[dim]

@@ -139,12 +139,12 @@ def _most(dtype: torch.dtype) -> Any:
 
 
 def _is_of_gradient(part: Part, asked: _Asked) -> bool:
-    """Whether the reduction is over all elements of a gradient, which may be kept as rows."""
+    """Returns whether the reduction is over all elements of a gradient, which may be kept as rows."""
     return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sum the local values and add up the ranks' sums, in a wider dtype than the result's."""
+    """Sums the local values and adds up the ranks' sums, in a wider dtype than the result's."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     dtype = _wide(looks.dtype)
@@ -162,7 +162,7 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sum, then divide by the number of whole elements."""
+    """Sums, then divides by the number of whole elements."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     count, dtype = 1, _wide(looks.dtype)
@@ -176,7 +176,7 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sum the squared distances from the mean, then divide by the corrected count."""
+    """Sums the squared distances from the mean, then divides by the corrected count."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     correction, count, values = asked.named.get("correction"), 1, part.to(_wide(part.dtype))
@@ -189,7 +189,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the greatest or the least of the ranks' extremes."""
+    """Returns the greatest or the least of the ranks' extremes."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name in ("aten::max", "aten::amax"):
@@ -198,7 +198,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _truth(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return whether any or all values of any rank are true."""
+    """Returns whether any or all values of any rank are true."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name == "aten::any":
@@ -207,7 +207,7 @@ def _truth(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the norm of the whole values; a gradient that is not exchanged yet computes its own."""
+    """Returns the norm of the whole values; a gradient that is not exchanged yet computes its own."""
     part = args[0]
     # The call that gradient clipping makes.
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
@@ -246,7 +246,7 @@ def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dot(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply two parts of one layout and add up the ranks' products."""
+    """Multiplies two parts of one layout and adds up the ranks' products."""
     one, other = args
     if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
         return NotImplemented
@@ -254,7 +254,7 @@ def _dot(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return whether the parts are equal on every rank."""
+    """Returns whether the parts are equal on every rank."""
     one, other = args
     if not isinstance(one, Part):
         one, other = other, one

@@ -194,7 +194,7 @@ def _rows_of(part: Any) -> Any:
 
 
 def _zero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Set a gradient to zero."""
+    """Sets a gradient to zero."""
     if not args[0].held.of_gradient:
         return NotImplemented
     args[0].held.set_zero()
@@ -255,7 +255,7 @@ def _shown_rows(part: Part, asked: str) -> Rows:
 
 
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the rows of a sparse gradient as a part."""
+    """Returns the rows of a sparse gradient as a part."""
     part: Part = args[0]
     ids, rows = _shown_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
@@ -273,14 +273,14 @@ def _nnz(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a copy of the part as dense values."""
+    """Returns a copy of the part as dense values."""
     part: Part = args[0]
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or part.dtype
     return part.like(LocalStorage(part.held.dense().to(dtype, copy=True)), part.spread)
 
 
 def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the norm of a sparse gradient by the rule of dense parts."""
+    """Returns the norm of a sparse gradient by the rule of dense parts."""
     order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
     return torch.linalg.vector_norm(
         args[0], 2.0 if order is None else order, dims or None, bool(keep and keep[0]), **kwargs

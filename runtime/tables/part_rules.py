@@ -75,7 +75,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
-    """Run an op on parts by its rule, or refuse it."""
+    """Runs an op on parts by its rule, or refuses it."""
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = not is_alone and True in [part.held.unreduced for part in parts]
@@ -118,7 +118,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the part, or the parts, that a view op makes."""
+    """Returns the part, or the parts, that a view op makes."""
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
@@ -182,7 +182,7 @@ def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _meta(leaf: Tensor) -> Tensor:
-    """Return the leaf without memory, in the shape of the whole value."""
+    """Returns the leaf without memory, in the shape of the whole value."""
     if isinstance(leaf, Part):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
@@ -286,7 +286,7 @@ def _single(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies any other op on a rank that has the whole table."""
+    """Applies an op that no other rule covers, on a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
     def plain(part: Part) -> Tensor:

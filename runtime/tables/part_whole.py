@@ -80,7 +80,7 @@ _LEAVES = frozenset({Part, Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd records an op, or a backward runs it, on operands that may differ between ranks."""
+    """Returns whether autograd records an op, or a backward runs it, on operands that may differ between ranks."""
     in_backward = torch._C._current_graph_task_id() != -1
     if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
         return False
@@ -99,7 +99,7 @@ def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _is_collective(func: Any) -> bool:
-    """Whether the caller is a collective: an op, or a copy inside one that takes lists of lists of tensors."""
+    """Returns whether the caller is a collective: an op, or a copy inside one that takes lists of lists of tensors."""
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
@@ -153,7 +153,7 @@ def memory_to_share(part: Part, references: int | None = None) -> Tensor:
 
 
 def _shares_memory(part: Part) -> bool:
-    """Whether anything besides this part refers to its memory."""
+    """Returns whether anything besides this part refers to its memory."""
     alone = part.like(LocalStorage(torch.empty(0, device="cpu")))
     if sys.getrefcount(part.held) > sys.getrefcount(alone.held):
         return True

@@ -194,7 +194,7 @@ class Updates:
             self._applies = False
 
     def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Make the class of pending parameters whose plain class is `plain`."""
+        """Makes the class of pending parameters whose plain class is `plain`."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
@@ -363,7 +363,7 @@ class _Closed(contextlib.AbstractContextManager[None]):
 
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
-    """Whether other tensors or processes may access the parameters' memory."""
+    """Returns whether other tensors or processes may access the parameters' memory."""
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
     nobodys: Any = torch.empty(0, device="cpu")
@@ -390,7 +390,7 @@ def is_held_by_torch(parameter: Tensor) -> bool:
 
 
 def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
-    """Whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
+    """Returns whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
     return max([parameter._use_count() for parameter in parameters if type(parameter) is not Part], default=0) > 2
 
 
@@ -412,7 +412,7 @@ def _fewest_holders() -> int:
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
-    """Whether anything besides the parameter refers to its gradient or to the gradient's memory."""
+    """Returns whether anything besides the parameter refers to its gradient or to the gradient's memory."""
     other = nn.Parameter(torch.empty(0, device="cpu"))
     other.grad = torch.empty(0, device="cpu")
     gradient, alone = parameter.grad, other.grad
@@ -442,7 +442,7 @@ def apply_pending(*values: Any) -> None:
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    """Yield the pending parameters among an op's arguments."""
+    """Yields the pending parameters among an op's arguments."""
     if isinstance(value, PendingParameter):
         yield value
     elif isinstance(value, list | tuple):

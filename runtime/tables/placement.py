@@ -163,7 +163,7 @@ def materialise(
 
 
 def _materialise_whole(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Give a module's meta parameters and buffers memory and let it initialize them."""
+    """Gives a module's meta parameters and buffers memory, and lets the module initialize them."""
     for parameter in own.values():
         _give_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
@@ -173,7 +173,7 @@ def _materialise_whole(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
 
 def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Let a module initialize a sharded table in blocks of rows and keep this rank's part."""
+    """Lets a module initialize a sharded table in blocks of rows and keeps this rank's part."""
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape

@@ -49,7 +49,7 @@ def _checksums(state: ModelState, optimizers: Sequence[Optimizer]) -> dict[str, 
 
 
 def _replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Yield by name what every rank must hold alike: parameters, param groups and optimizer state."""
+    """Yields, by name, the values that must be equal on all ranks: parameters, param groups and optimizer state."""
     names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied parameter under its first name
     sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
     for key, name in names.items():

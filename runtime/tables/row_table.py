@@ -178,7 +178,7 @@ class RowTable(Unit):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether `.grad` is not zero."""
+        """Returns whether `.grad` is not zero."""
         return self.held is not None
 
     def whole_gradient(self) -> Tensor | None:
@@ -238,7 +238,7 @@ class RowTable(Unit):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
-        """Return the param group that holds the table's parameter."""
+        """Returns the param group that holds the table's parameter."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # the index it had last time
@@ -255,12 +255,12 @@ class RowTable(Unit):
         )
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Whether this optimizer would update the table now, with these options."""
+        """Returns whether this optimizer would update the table now, with these options."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
     def rule(self) -> type[SparseUpdate]:
-        """Return the class that updates this table under its optimizer's present options."""
+        """Returns the class that updates this table under its optimizer's present options."""
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWiseUpdate
@@ -279,7 +279,7 @@ class RowTable(Unit):
 
     @property
     def lacks_state(self) -> bool:
-        """Return whether the optimizer would make state for this table at its next step."""
+        """Returns whether the optimizer would make state for this table at its next step."""
         options = self.param_group()
         kept: Mapping[str, Any] = self.holder.state.get(self.parameter) or {}
         asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
@@ -290,7 +290,7 @@ class RowTable(Unit):
         return False
 
     def can_wait(self) -> bool:
-        """Whether the update can be deferred to the next forward and applied by rows."""
+        """Returns whether the update can be deferred to the next forward and applied by rows."""
         return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
 
     def is_one(self) -> bool:

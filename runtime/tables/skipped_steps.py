@@ -52,7 +52,7 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Whether a step with these options can be added to this history."""
+        """Returns whether a step with these options can be added to this history."""
 
     @abstractmethod
     def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _decays(options: Mapping[str, Any]) -> bool:
-    """Whether Adam's momentum without gradients decays faster than its denominator."""
+    """Returns whether Adam's momentum without gradients decays faster than its denominator."""
     beta1, beta2 = options["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
@@ -265,7 +265,9 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _map_of(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns one step without a gradient as a map of a weight and its momentum, and a factor of the averages."""
+    """Returns one step without a gradient as a map (2 x 2) of a weight and its momentum, and the factor of the
+    averages.
+    """
     lr, momentum = float(options["lr"]), options["momentum"]
     if "alpha" in options:  # RMSprop
         return (1.0, -lr * momentum, 0.0, momentum if momentum > 0 else 1.0), options["alpha"]

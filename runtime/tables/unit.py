@@ -48,7 +48,7 @@ class Unit(ABC):
     @property
     @abstractmethod
     def lacks_state(self) -> bool:
-        """Whether the next step creates state, which must be created for all rows at once."""
+        """Returns whether the next step creates state, which must be created for all rows at once."""
 
     @abstractmethod
     def keep(self, state: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Unit(ABC):
 
     @abstractmethod
     def is_one(self) -> bool:
-        """Whether one update equals the optimizer's update of each table."""
+        """Returns whether one update equals the optimizer's update of each table."""
 
     @property
     def holder(self) -> Optimizer:
@@ -103,7 +103,7 @@ class Unit(ABC):
 
     @property
     def has_resting_rows(self) -> bool:
-        """Whether any row may have deferred steps."""
+        """Returns whether any row may have deferred steps."""
         return self.history.rest
 
     def flush(self) -> None:

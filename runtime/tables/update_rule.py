@@ -214,7 +214,7 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
 
 
 def steps_rows(options: Options) -> bool:
-    """Whether a step can update single rows: outside of autograd and of CUDA graphs."""
+    """Returns whether a step can update single rows: outside of autograd and of CUDA graphs."""
     lr = options["lr"]
     return not (options.get("differentiable") or options.get("capturable")) and not (
         isinstance(lr, Tensor) and lr.requires_grad

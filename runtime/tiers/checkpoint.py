@@ -107,7 +107,7 @@ def _is_of_elements(value: Any) -> bool:
 
 
 def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
-    """Load this rank's columns of a table's rows from the files, then its optimizer's state."""
+    """Loads this rank's columns of a table's rows from the files, then its optimizer's state."""
     files, width = [folder / name for name in saved["files"]], table.shape[1]
     cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
     own = range(*own_columns(width, communicator.world_size, communicator.rank))
@@ -140,7 +140,7 @@ def _take_state(rest: dict[str, Any], table: TieredTable, optimizers: Sequence[O
 
 
 def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
-    """Raise where a checkpoint does not fit the model and its optimizers."""
+    """Raises if a checkpoint does not fit the model and its optimizers."""
     beyond = {name: tuple(table.shape) for name, table in _beyond(state).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
@@ -180,7 +180,7 @@ def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _put(rest: dict[str, Any], folder: Path) -> None:
-    """Write what is not rows into `folder`, replace the old file by it, then delete row files it does not name."""
+    """Replaces the file of `folder` with everything except rows, and deletes row files that it does not name."""
     being_written = folder / f"{REST}.part"
     with being_written.open("wb") as file:
         torch.save(rest, file)

@@ -74,7 +74,7 @@ class RecordFile:
             self._write_run(first, run)
 
     def _write_run(self, first: int, records: Tensor) -> None:
-        """Write `records` one after another into the file, from record `first` on."""
+        """Writes `records` one after another into the file, from record `first` on."""
         data, at, done = records.numpy().data.cast("B"), first * self._records.nbytes, 0
         try:
             while done < len(data):
@@ -137,7 +137,7 @@ class RecordFile:
         return records, there.logical_and_(self._wrong(records, rows).logical_not_())
 
     def _room(self, numbers: Tensor, into: Tensor | None) -> Tensor:
-        """Return memory for the records: the first of `into`, or new memory."""
+        """Returns memory for the records: the first of `into`, or new memory."""
         if into is not None:
             return into[: numbers.numel()]
         size = numbers.numel(), self._records.nbytes
@@ -155,7 +155,7 @@ class RecordFile:
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 
     def _read_rest(self, run: memoryview, at: int, done: int) -> None:
-        """Read until `run` is full; the file gave only its first `done` bytes."""
+        """Reads until `run` is full; the file gave only its first `done` bytes."""
         while done < len(run):
             more = os.preadv(self.descriptor, [run[done:]], at + done)
             if more == 0:

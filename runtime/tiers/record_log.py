@@ -105,7 +105,7 @@ class RecordLog:
         return range(first, first + self.block)
 
     def _open(self) -> None:
-        """Close the block that was written last and open an empty or a new one."""
+        """Closes the block that was written last, and opens an empty or a new one."""
         if self._end:
             last = (self._end - 1) // self.block
             if int(self._in_use[last]):

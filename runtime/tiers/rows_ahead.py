@@ -103,7 +103,7 @@ class RowsAhead:
                 self._read_ahead(batch.rows(), due)
 
     def _read_ahead(self, rows: Mapping[str, Tensor], due: int) -> None:
-        """Ask each working set to read the rows that the step `due` looks up."""
+        """Asks each working set to read the rows that the step `due` looks up."""
         of_sets: dict[WorkingSet, list[Tensor]] = {}
         for name, table in self._beyond().items():
             if (ids := rows.get(name)) is not None and ids.numel():

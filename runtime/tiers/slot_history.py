@@ -40,7 +40,7 @@ class _FirstStep:
         self._optimizer, self._options, self._counters = optimizer, options, dict(counters)
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Make the first step, with a gradient of zero, for the rows `ids` that have not made it."""
+        """Makes the first step, with a gradient of zero, for the rows `ids` that have not made it."""
         behind = taken.index_select(0, ids) < 1
         before = local.index_select(0, ids)
         values = before.clone()
@@ -90,7 +90,7 @@ class SlotHistory(History):
         self._add(_FirstStep(optimizer, options, counters))
 
     def _close(self) -> None:
-        """Add the steps recorded since the last close, where there are any, to every table's history."""
+        """Adds the steps recorded since the last close, if any, to every table's history."""
         skipped = self.open
         if skipped is not None and skipped.count:
             skipped.end()
@@ -116,7 +116,7 @@ class SlotHistory(History):
                 self._take(self._memory.to_index(some), due)
 
     def _split(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """Yield each table's history with the places that hold rows of it."""
+        """Yields each table's history with the places that hold rows of it."""
         firsts = torch.tensor([each.rows.start for each in self._tables[1:]], device="cpu")
         of = torch.bucketize(self._memory.row_of.index_select(0, places), firsts, right=True)
         for k in of.unique().tolist():

@@ -70,7 +70,7 @@ class Slots:
         self._put_first(places, weights)
 
     def _put_first(self, places: Tensor, weights: Tensor) -> None:
-        """Put new rows into the slots `places`: their weights, and every state at its first value."""
+        """Puts new rows into the slots `places`: their weights, and every state at its first value."""
         for key, column in self.columns.items():
             if key == WEIGHTS:
                 column.index_copy_(0, places, weights)
@@ -85,7 +85,7 @@ class Slots:
         """Makes later reads of the slots see the arrived rows."""
 
     def to_index(self, places: Tensor) -> Tensor:
-        """Returns slots (K,) on the columns' device."""
+        """Returns slots (K,) as an index tensor on the columns' device."""
         return places
 
 
@@ -126,7 +126,7 @@ class DeviceSlots(Slots):
         return self._copied(self._put_first, places, weights)
 
     def _copied(self, put: Callable[[Tensor, Tensor], None], places: Tensor, values: Tensor) -> Arrival:
-        """Copy places and values to the device on the storage stream; `put` stores them on arrival."""
+        """Copies places and values to the device on the storage stream; `put` stores them on arrival."""
         streams = self._streams
         with streams.on("storage", "rows come"):
             copied = streams.up(places), streams.up(values)

@@ -48,7 +48,7 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """Counts of a working set: steps; rows looked up, read into slots, waited for, read and written."""
+    """Count of a working set: steps; rows looked up, read into slots, waited for, read and written."""
 
     steps: int = 0
     asked: int = 0
@@ -196,7 +196,7 @@ class WorkingSet:
         self._unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
-        """Read the rows of later steps that wait for room, the earliest step's first, while there is room."""
+        """Reads the rows of later steps that wait for room, the earliest step's first, while there is room."""
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
             if step > self.step:
@@ -440,7 +440,7 @@ class WorkingSet:
             self._await_jobs(int(self._job.index_select(0, slots).max()))
 
     def _await_jobs(self, last: int) -> None:
-        """Wait for reads, the oldest first, until `last` jobs are done, and put their rows into their slots."""
+        """Waits for reads, the oldest first, until `last` jobs are done, and puts their rows into their slots."""
         while self._coming and self._jobs - len(self._coming) < last:
             coming, slots = self._coming.popleft()
             self.arrived(slots, self._thread.await_rows(coming).taken)

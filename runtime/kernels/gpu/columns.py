@@ -32,7 +32,7 @@ def _move_columns(
     """Copies between rows and their flat blocks of columns, for one tile."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
-    if EVEN:  # known to be divisible by 16 where the block width is, which a minimum is not
+    if EVEN:  # known to be divisible by 16 if the block width is, whereas a minimum is not
         own = block_width
     else:
         own = tl.minimum(block_width, width - first)
@@ -72,7 +72,7 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
 
     Args:
         rows: (U', D), contiguous.
-        group_size: N.
+        group_size: the count N of ranks.
         positions: (U,) int64 into the rows; None for all, U = U'.
 
     Raises:
@@ -92,7 +92,7 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
     Args:
         flat: (U * D,), contiguous, block after block.
         out: (U', D), contiguous, written.
-        group_size: N.
+        group_size: the count N of ranks.
         positions: (U,) int64, unique, of the rows in `out`; None for all in order, U = U'.
 
     Raises:

@@ -71,7 +71,7 @@ def _decay(
 
 @on_its_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """The CUDA kernel of `embrace_fx.runtime.kernels.decay.decay_rows`.
+    """Runs `embrace_fx.runtime.kernels.decay.decay_rows` as a CUDA kernel.
 
     Raises:
         ValueError: an argument is not contiguous.

@@ -66,11 +66,11 @@ def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
 
 @on_its_device
 def sum_segments(flat: Tensor, of: Segments, columns: int, scale: float) -> list[Tensor]:
-    """Sums rows, times `scale`: [ids (K,) sorted, rows (K, d)].
+    """Sums rows, times `scale`. Returns sorted ids (K,) and rows (K, d).
 
     Args:
         flat: (R * d,), contiguous: the rows in the order of the ids.
-        columns: d.
+        columns: the width d.
 
     Raises:
         ValueError: `flat` is not contiguous.

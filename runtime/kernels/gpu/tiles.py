@@ -21,7 +21,7 @@ _MAX_COLUMNS = 1024
 
 
 class Tile(NamedTuple):
-    """Rows x columns that one program takes, with the 4 warps that Triton gives it."""
+    """The rows x columns that one Triton program processes with the default 4 warps."""
 
     rows: int
     columns: int
@@ -32,12 +32,12 @@ class Tile(NamedTuple):
 
 
 def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
-    """Returns the tile for rows with so many columns.
+    """Returns the tile for rows with `columns` columns.
 
     Args:
-        columns: of a row. The tile's are a power of two, with the rest masked.
+        columns: the columns of a row. The tile's columns are a power of two, with the rest masked.
         itemsize: bytes of an element.
-        tensors: the number of tensors of which a program loads a tile.
+        tensors: the count of tensors from which a program loads a tile.
     """
     wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
     share = triton.next_power_of_2(triton.cdiv(tensors, 2))
@@ -62,7 +62,7 @@ def sum_type(dtype: torch.dtype) -> Any:
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Launches on the device of the first argument: Triton itself takes the current one."""
+    """Wraps a launch to run on the device of its first argument, because Triton takes the current device."""
 
     @wraps(launch)
     def on_device(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -53,7 +53,7 @@ def _descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile's gradients of what is to be minimised, the decay of its weights among them; and the weights."""
+    """Returns a tile's gradients to minimise, weight decay included, and the tile's weights."""
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
@@ -147,7 +147,7 @@ def adagrad_rows(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """Adagrad, in place.
+    """Applies Adagrad, in place.
 
     Args:
         shard: (V, d), contiguous, written.
@@ -213,7 +213,7 @@ def adam_rows(
     shrink: float = 1.0,
     maximize: bool = False,
 ) -> None:
-    """Adam, AdamW (lazy) and SparseAdam, in place: one update, w -= step_size * m / (sqrt(v) * correction + eps).
+    """Applies Adam, AdamW (lazy) or SparseAdam, in place: w -= step_size * m / (sqrt(v) * correction + eps).
 
     Args:
         shard: (V, d), contiguous, written.
