@@ -385,7 +385,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and the predicted timeline, from the first step on; `.save(path)` draws it.
+        """Returns the launch order and the predicted timeline, from the first step on; `.save(path)` draws it.
 
         The first prediction uses the cost model, later ones (from the twelfth step on) measured compute. On a single
         process there is compute only.

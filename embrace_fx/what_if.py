@@ -98,7 +98,7 @@ class Forecast(Plan):
         """The launch order and the predicted timeline of rank 0; `.save(path)` draws it.
 
         Raises:
-            RuntimeError: the plan is one rank's, which sends nothing.
+            RuntimeError: the plan is for one rank, which sends nothing.
         """
         if self.world_size == 1:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class Forecast(Plan):
 
 
 class _Imagined(Communicator):
-    """Rank 0 of a group that does not exist."""
+    """A stand-in for the communicator of rank 0 in a group that does not exist."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)

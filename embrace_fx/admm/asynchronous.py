@@ -57,7 +57,7 @@ class Asynchronous:
     """A master and workers that do not wait for each other.
 
     Attributes:
-        strength: of the pull to the agreed weights (g), per sequence of a batch.
+        strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
         arrivals: the number of workers that the master waits for before it updates the weights (S).
         staleness: the number of updates after which a worker's contribution must be renewed; with 1, all wait for all.
         patience_s: seconds that the master waits for a worker that it needs. Then all ranks raise. At most half of the
@@ -87,7 +87,7 @@ class Reply(NamedTuple):
 
 
 class Line:
-    """A connection to a peer, a rank of the default group, for vectors of weights like this one."""
+    """A connection to a peer, which is a rank of the default group, for vectors of weights."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
@@ -211,13 +211,13 @@ class Contributions:
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Returns the workers needed for the next update; all that have not arrived if only their number counts."""
+        """Returns the workers needed for the next update, or all that have not arrived if only their count matters."""
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
         stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """Averages the weights; returns them, the arrived workers, and the age of the oldest contribution."""
+        """Averages the weights. Returns them, the arrived workers, and the age of the oldest contribution."""
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
         arrived, self.arrived = self.arrived, set()
@@ -280,7 +280,7 @@ class Master:
             run.log(progress)
 
     def _collect(self, contributions: Contributions) -> None:
-        """Takes arrived contributions, and waits until there can be an update; or raises `Lost`."""
+        """Takes arrived contributions until an update is possible, or raises `Lost`."""
         deadline_s = time.monotonic() + self._options.patience_s
         while not self._inbox.empty() or contributions.missing():
             try:

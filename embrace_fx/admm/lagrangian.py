@@ -27,8 +27,8 @@ class Penalties:
     """Penalties of the residuals. The defaults were chosen on three tasks at once, with seeds that no evaluation uses.
 
     Attributes:
-        p1, p2, p3: of the residuals of a, s and o, per sequence.
-        damping: of the weights' least squares, relative to the squares of a weight's inputs.
+        p1, p2, p3: the penalties of the residuals of a, s and o, per sequence.
+        damping: the damping of the weights' least squares, relative to the squares of a weight's inputs.
     """
 
     p1: float = 4.0

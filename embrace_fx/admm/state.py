@@ -21,13 +21,13 @@ class State:
     """A rank's training.
 
     Attributes:
-        penalties: of the Lagrangian.
-        weights: this rank's own.
-        multipliers: of this rank's sequences, divided by penalties; None on an asynchronous master.
+        penalties: the penalties of the Lagrangian.
+        weights: this rank's own weights.
+        multipliers: the multipliers of this rank's sequences, divided by penalties; None on an asynchronous master.
         agreed: the weights that all ranks agree on (z); in a single process its own weights.
         duals: this rank's scaled multipliers of the agreement (u); zero in a single process.
         best: the agreed weights with the lowest loss, which training leaves in the modules.
-        seed: of the batches' order.
+        seed: the seed of the batches' order.
         grams: running means that damp the weights' least squares.
         history: an entry per iteration; equal on all synchronous ranks.
         stopped: why training ended before all its iterations.

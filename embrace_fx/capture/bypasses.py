@@ -22,7 +22,7 @@ from embrace_fx.runtime.tables.pending_parameters import apply_pending
 
 @cache
 def close_bypasses() -> None:
-    """Replaces such functions of torch, once, by ones that apply pending updates of their arguments first."""
+    """Replaces torch functions that would bypass pending updates, once, with ones that apply the updates first."""
     takers = (
         *((Tensor, name) for name in ("_make_subclass", "set_")),
         *((nn.Parameter, "__new__"), (torch.jit.ScriptFunction, "__call__")),

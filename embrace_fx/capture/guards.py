@@ -57,7 +57,7 @@ class Conditions:
     numbers: AsSeen = field(default_factory=AsSeen)
 
     def hold(self) -> bool:
-        """Returns whether all guarded values are as at the capture."""
+        """Returns whether all guarded values are the same as at the capture."""
         if self.numbers.written():
             return False
         if self.manager is None:

@@ -51,13 +51,14 @@ class Changed:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """Expressions and their values at the capture.
+    """Python expressions that a forward reads, and their values at the capture.
 
     Attributes:
-        names: the expressions.
-        code: the compiled tuple of all expressions.
-        scope: the names in the expressions.
-        values: numbers and texts, compared by value; tuples, compared by item; other values, compared by identity.
+        names: the expressions, as source text.
+        code: code that evaluates all expressions to a tuple.
+        scope: the values of the names in the expressions.
+        values: the value of each expression. Numbers and texts are compared by value, tuples by item, others by
+            identity.
     """
 
     names: tuple[str, ...]

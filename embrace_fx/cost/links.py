@@ -219,8 +219,9 @@ class Cluster:
         return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
-        """Returns an equivalent cluster with one rank per machine: collectives of `world_size` ranks take the same
-        time.
+        """Returns an equivalent cluster with one rank per machine.
+
+        Collectives of `world_size` ranks take the same time on both clusters.
 
         The module's docstring has the formulas.
         """

@@ -181,7 +181,7 @@ class RowMemory:
         return self.with_slots(max(self.at_once, 1))
 
     def at_speed(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """Copies it with the fewest slots whose reads and writes a step of `step_ms` hides, with rows read ahead."""
+        """Returns a copy with the fewest slots whose reads and writes are hidden by a step of `step_ms`."""
 
         def is_hidden(slots: float) -> bool:
             """Returns whether reads and writes fit into the step's time with some slots."""

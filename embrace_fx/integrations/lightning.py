@@ -20,9 +20,9 @@ class EmbraceStrategy(DDPStrategy):
     """A strategy that compiles the network of a LightningModule instead of wrapping the module in
     DistributedDataParallel.
 
-    Steps log, and call metrics and the trainer, which no graph can hold. So the compiled network is the module's child
-    that has all trainable parameters, which the steps call; or, where several children have some, the module's own
-    forward, which the steps call as `self(...)`. Whole tensors are saved under any plan.
+    Steps log, and call metrics and the trainer, which no graph can hold. So the compiled network is the child of the
+    module that has all trainable parameters. If several children have some, it is the module's own forward, which the
+    steps call as `self(...)`. Whole tensors are saved under any plan.
 
     Args:
         compile_options: options of `embrace_fx.compile`.
@@ -73,7 +73,7 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.compile(network, **self._compile_options)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the module's forward by the compiled one."""
+        """Replaces the module's forward with the compiled one."""
         assert self.compiled is not None
         assert self.model is not None
         self._calls += 1
@@ -84,7 +84,7 @@ class EmbraceStrategy(DDPStrategy):
         """Runs the module's step.
 
         Raises:
-            RuntimeError: it has not called the compiled forward, so that gradients would not be reduced.
+            RuntimeError: the step has not called the compiled forward, so that gradients would not be reduced.
         """
         assert self.model is not None
         calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._forward

@@ -18,7 +18,7 @@ class EmbraceTrainer(Trainer):
     It saves whole tensors under any plan. Evaluation runs on the compiled model, on all ranks.
 
     Attributes:
-        logs_metrics: whether `CompiledModel.metrics()` of the last step are logged beside the loss; may be set.
+        logs_metrics: whether to log `CompiledModel.metrics()` of the last step with the loss; may be set.
     """
 
     logs_metrics = False

@@ -48,12 +48,12 @@ HOOKED = "the communication hook reduces whole gradients"
 def plan_on_links(
     context: Context, findings: Findings | None, current: Plan | None, *, known: Cluster | None = None
 ) -> Plan:
-    """Returns rank 0's plan for the given links, or for links probed where a step sends enough. Collective.
+    """Returns rank 0's plan for the given links, or for probed links if a step sends enough. Collective.
 
     Args:
-        findings: on rank 0; None on others.
+        findings: the findings on rank 0; None on other ranks.
         current: the plan in use, if any.
-        known: the links, where they have been probed.
+        known: the links, if they have been probed.
     """
     communicator = context.communicator
 
@@ -88,7 +88,7 @@ def find(
 
     Args:
         used: parameters that got a gradient from earlier batches.
-        schedule: the schedule to price; "": the one asked for.
+        schedule: the schedule to price; "" means the requested one.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
@@ -141,7 +141,7 @@ def findings_of(
     """Makes findings from what batches read.
 
     Args:
-        reports: of each rank, or of fewer: then the others read as many rows as the mean, and nothing is known of their
+        reports: the reports of all ranks, or of some. Other ranks then count with the mean of the rows, and unknown
             ids.
     """
     rows, local_rows, sparsity = {}, {}, {}
@@ -215,7 +215,7 @@ def facts_of(
 
 
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
-    """Decides how rows without gradient are updated. An optimizer that is not known yet counts as an Adam."""
+    """Decides how rows without a gradient are updated. An optimizer that is not known yet counts as Adam."""
     way = holders.dense_update_policy(parameter, semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
@@ -225,8 +225,8 @@ class Read:
     """The rows that one rank's batch reads of one table.
 
     Attributes:
-        rows: number of unique rows, always with the padding row, which travels even if the batch does not hold it.
-        ids: unique ids with a gradient; None: too many to send.
+        rows: count of unique rows, including the padding row, which is sent even if the batch does not contain it.
+        ids: unique ids with a gradient, or None if there are too many to send.
         draws: number of ids with a gradient, with duplicates.
         local_rows: rows of a grid -> how many rows would be in the rank's own row of it.
     """
@@ -257,7 +257,7 @@ class Report:
 
 
 def _sparsity(table: Table, everyone: Sequence[Read]) -> Sparsity | None:
-    """Measures the sparsity of a table's gradients on all ranks; None unless every rank reported its ids."""
+    """Measures the sparsity of a table's gradients on all ranks, or returns None if a rank did not report its ids."""
     ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
     if len(ids) < len(everyone):
         return None
@@ -308,7 +308,9 @@ def scored_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
 
 
 def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> bool:
-    """Returns whether a loss is the mean over labels of which a batch has none: nan, with gradients of zero."""
+    """Returns whether a loss is a mean over labels of which a batch has none, so that the loss is nan with zero
+    gradients.
+    """
     labels = means_of_labels(graph)
     if not labels:
         return False
@@ -317,7 +319,9 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Computes what a batch alone decides, and leaves the random state to its step, which draws the same numbers."""
+    """Computes values that depend on the batch alone. Restores the random state, because the step draws the same
+    numbers.
+    """
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
     with random_state_kept(device), torch.no_grad():

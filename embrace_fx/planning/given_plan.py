@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.schedule import AUTO
 
 
 def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
-    """Returns a given plan, with the schedule asked for; raises where it does not fit some rank. Collective."""
+    """Returns a given plan with the requested schedule. Raises if the plan does not fit some rank. Collective."""
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
         raise ValueError(
@@ -27,7 +27,7 @@ def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Yields each disagreement between plan and model in a few words."""
+    """Yields each disagreement between plan and model, in a few words."""
     if plan.world_size != context.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
     used = used_parameters(graph)

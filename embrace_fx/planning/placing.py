@@ -54,7 +54,7 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
 def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
     """Moves tables, with their state and gradients, to another plan, between two steps. Collective.
 
-    The gradient of a replica is the mean already, equal on all ranks; of a shard each rank has its own part.
+    The gradient of a replica is already the mean, equal on all ranks. Each rank has its own part of a shard's gradient.
     """
     state = context.state
     gather_tables(context, [name for name in old.sharded if name not in new.sharded])
@@ -73,7 +73,9 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
 
 
 def spaces_by_place(plan: Plan, tables: Mapping[str, RowTable]) -> tuple[RowSpace, ...]:
-    """Splits row spaces by where the tables lie: in memory, or in one working set, whose tables stay together."""
+    """Splits row spaces by the place of their tables, in memory or in a working set, so that tables of one place stay
+    together.
+    """
     found: list[RowSpace] = []
     for space in plan.spaces:
         sets: dict[WorkingSet, list[TieredTable]] = {}
@@ -108,7 +110,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 
 def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table; `mesh`: the ranks of its parts, if its parameter is a part already."""
+    """Shards a table. `mesh` has the ranks of its parts if the parameter is already a part."""
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads

@@ -41,7 +41,7 @@ _Found = tuple[Schedule, tuple[str, ...]]
 
 
 def rows_beyond_memory(plan: Plan, ahead: int) -> dict[str, RowMemory]:
-    """Predicts the reads of rows beyond memory by row exchange, for a loader that is read this many batches ahead."""
+    """Predicts the reads of rows beyond memory, by row exchange, for a loader that is `ahead` batches ahead."""
     return {
         name: read_ahead(together(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
@@ -59,13 +59,15 @@ def order(
     name: str = "",
     compute_in_order: ComputeInOrder | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns, on every rank, the schedule that rank 0 computes, and the prediction for tables beyond memory by row
-    exchange: at the measured speed, if there is a profile. Collective.
+    """Returns, on every rank, the schedule that rank 0 computes, and the prediction for tables beyond memory.
+    Collective.
+
+    The prediction is by row exchange, at the measured speed if there is a profile.
 
     Args:
         graph: the graph of the first training batch, as it runs.
-        name: the schedule to follow; "": the plan's.
-        compute_in_order: reorders the backward where that is faster by the profile; None: its order is fixed.
+        name: the schedule to follow; "" means the plan's.
+        compute_in_order: reorders the backward if the profile predicts a gain, or None if its order is fixed.
 
     Raises:
         VerificationError: the order breaks an invariant.
@@ -102,7 +104,7 @@ def _copies(graph: TrainingGraph) -> bool:
 def _search(
     context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
-    """Searches the order of launches and of the backward's units that takes the least by a profile."""
+    """Searches for the fastest order of launches and of the backward's units, by a profile."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.of(graph.phases["backward"])
     atoms = Atoms.of(units, estimate(plan.links.among(plan.world_size).compute, graph.expected), measured)

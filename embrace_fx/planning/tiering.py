@@ -50,7 +50,7 @@ def fit_plan(
     """Splits row spaces by working sets, and adds the prediction for rows of tables beyond memory. Collective.
 
     Args:
-        sparsity: on rank 0.
+        sparsity: the sparsity of tables, on rank 0.
         storage: finds the storage of records of this form. Collective.
 
     Raises:
@@ -88,8 +88,11 @@ def fit_plan(
 
 
 def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
-    """Splits a row space: tables in memory stay together, and those beyond the host's that have the same columns;
-    beyond a device's, each is by itself."""
+    """Splits a row space by the working sets of its tables.
+
+    Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a
+    device's memory is alone.
+    """
     on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
     for name in space.tables:
@@ -99,7 +102,7 @@ def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mappi
 
 
 def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
-    """Measures the storage of a compiled model's rows, as fast as the slowest rank reaches it. Collective."""
+    """Measures the storage of a compiled model's rows, at the speed of the slowest rank. Collective."""
     directory, streams = context.options.spill_to, streams_of(context.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
@@ -113,7 +116,7 @@ def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
 
 
 def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None:
-    """Raises `ValueError` on every rank where a host lacks memory for rows at rest. Collective."""
+    """Raises `ValueError` on every rank if a host lacks memory for rows that are kept in host memory. Collective."""
     own = sum(plan[name].shape[0] * Records(tier.columns).nbytes for name, tier in found.items())
     everyone = context.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
     for host, _, available in everyone:
@@ -126,7 +129,7 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
 
 
 def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Finds the tables beyond memory, by name, with their columns on a rank."""
+    """Returns the tables beyond memory, by name, with their columns on a rank."""
     whole = _asked(context, plan)
     columns = {name: _columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
@@ -158,7 +161,7 @@ def _asked(context: Context, plan: Plan) -> dict[str, float]:
 
 
 def _check(context: Context, name: str, plan: Plan) -> None:
-    """Raises `ValueError` where a table cannot have a working set."""
+    """Raises `ValueError` if a table cannot have a working set."""
     parameter, holders = context.state.parameter(name), context.stepping.holders
     held = holders.of(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
@@ -204,8 +207,10 @@ def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
 
 
 def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Finds the module of a table on the meta device whose rows can be computed when first read; None: the table has
-    values, or its module has its own `reset_parameters`."""
+    """Returns the module of a table on the meta device whose rows can be computed when first read.
+
+    Returns None if the table has values, or its module has its own `reset_parameters`.
+    """
     parameter = context.state.parameter(name)
     if parameter.device.type != "meta":
         return None
@@ -217,8 +222,10 @@ def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag
 
 
 def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables beyond memory, one for those of a row space; returns each table's, and its first
-    row there. Collective: fails on all ranks or on none."""
+    """Makes the working sets of tables beyond memory, one for all tables of a row space.
+
+    Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
+    """
     joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others follow it
     among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
@@ -259,13 +266,13 @@ def _initial(context: Context, name: str, decision: Decision) -> FirstValues:
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> TieredTable:
-    """Moves a table into its file, or leaves its rows to be computed, and puts a working set in its place. Collective.
+    """Moves a table into its file, or leaves its rows to be computed, and replaces it with a working set. Collective.
 
     Args:
-        shape: of the whole table.
-        mesh: the ranks of its parts, if its parameter is this rank's part already.
-        memory: its working set.
-        first: its first row in that.
+        shape: the shape of the whole table.
+        mesh: the ranks of the parts, if the parameter is already this rank's part.
+        memory: the table's working set.
+        first: the table's first row in the working set.
     """
     parameter, communicator = context.state.parameter(name), context.communicator
     ((optimizer, _),) = context.stepping.holders.of(parameter)
@@ -299,7 +306,7 @@ def place_tiered(
 
 
 def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
-    """Puts a table's first values at rest. Collective: fails on all ranks or on none."""
+    """Stores a table's first values in its file or in host memory. Collective: fails on all ranks or on none."""
     told = None
     try:
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():
@@ -311,6 +318,6 @@ def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: 
 
 
 def _agree(context: Context, told: str | None) -> None:
-    """Raises on every rank the error of any rank."""
+    """Raises the error of any rank on every rank."""
     for rank, each in context.communicator.reports(told).items():
         raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

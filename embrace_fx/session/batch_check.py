@@ -22,9 +22,9 @@ from embrace_fx.vocabulary.plan import Plan
 def batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Makes the check of a batch's ids of whole tables; the announcement itself checks ids of sharded tables.
+    """Returns the function that checks a batch's ids of whole tables. Announcements check ids of sharded tables.
 
-    An id outside its table is a failure. Every few steps the check counts the rows read of watched tables.
+    An id outside of its table is a failure. Every few steps the check also counts the rows that watched tables read.
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]

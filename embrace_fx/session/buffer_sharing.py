@@ -27,7 +27,7 @@ class BufferSharing:
     """Makes one model's buffers equal on all ranks.
 
     Attributes:
-        due: the next forward shares them.
+        due: whether the next forward shares the buffers.
     """
 
     def __init__(self, context: Context, counters: StepCounters) -> None:
@@ -43,16 +43,15 @@ class BufferSharing:
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Makes the two functions that share a program's buffers.
+        """Returns the two functions that share a program's buffers, or None if there are none to share.
 
         Args:
-            assigned: buffers that the forward replaces by other tensors.
-            reduce: its gradients are reduced, so that the next forward shares buffers again.
+            assigned: buffers that the forward replaces with other tensors.
+            reduce: whether gradients are reduced, so that the next forward shares buffers again.
 
         Returns:
-            A function that hashes the names of the buffers that this rank would share, which ranks compare in the
-            announcement; and one that shares them behind it, before the forward reads a buffer. Collective. None:
-            there are none to share.
+            A function that hashes the names of the buffers that this rank would share, for ranks to compare in the
+            announcement; and a collective function that shares the buffers after it, before the forward reads one.
         """
         if self._context.communicator.world_size == 1 or not self.shared():
             return lambda: 0, None
@@ -90,7 +89,7 @@ class BufferSharing:
         return announced, share
 
     def _unwritten(self) -> Iterable[Tensor]:
-        """Lists the buffers that no forward writes."""
+        """Returns the buffers that no forward writes."""
         return self._state.buffers_but(self._written | self._state.ignored)
 
     @property
@@ -99,12 +98,12 @@ class BufferSharing:
         return self.due and bool(self.shared())
 
     def shared(self) -> list[str]:
-        """Names the buffers that ranks share: all but those that each rank has for itself."""
+        """Returns the names of the buffers that ranks share: all except those that each rank keeps for itself."""
         ignored, shares = self._state.ignored, self._context.options.shares_buffers
         return [name for name in self._state.buffer_names() if shares and name not in ignored]
 
 
 @functools.lru_cache(maxsize=64)
 def _number_of(names: frozenset[str]) -> int:
-    """Hashes names into a number, the same on all ranks; cached, because steps repeat the same names."""
+    """Hashes names to a number that is equal on all ranks. Cached, because steps repeat the same names."""
     return checksum_of_text("\n".join(sorted(names)))

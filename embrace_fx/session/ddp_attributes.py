@@ -62,7 +62,7 @@ _MACHINERY = (
 
 
 def _logged(session: Session) -> dict[str, Any]:
-    """Returns those of DDP's logged facts that a compiled model has too."""
+    """Returns those of DDP's logged facts that a compiled model also has."""
     parameters = list(session.model.parameters())
     return {
         "world_size": session.communicator.world_size,
@@ -79,7 +79,7 @@ def _logged(session: Session) -> dict[str, Any]:
 
 
 def read(session: Session, name: str, error: AttributeError) -> Any:
-    """Reads an attribute that neither the compiled model nor, as `error` says, the user's has."""
+    """Reads an attribute that, as `error` says, neither the compiled model nor the user's model has."""
     if name in _READ:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):
@@ -91,7 +91,7 @@ def read(session: Session, name: str, error: AttributeError) -> Any:
 
 
 def assign(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute of `SET`, on every rank alike; raises AttributeError where it cannot be changed."""
+    """Sets an attribute of `SET`, equally on every rank. Raises AttributeError if it cannot be changed."""
     if name == "module":
         raise AttributeError(
             f"The .module of a compiled model cannot be replaced, here by a {type(value).__name__}. Load its weights "

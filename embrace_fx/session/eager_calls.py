@@ -28,10 +28,10 @@ from embrace_fx.vocabulary.plan import BY_ROWS
 
 
 class EagerCalls:
-    """Runs one model's calls eagerly, where no graph holds its forward, or a graph would give it nothing.
+    """Runs one model's calls eagerly, if no graph holds its forward or a graph would bring nothing.
 
     Attributes:
-        reason: why calls run eagerly, in one line; "": calls are captured.
+        reason: the reason, in one line, why calls run eagerly; "" if calls are captured.
     """
 
     def __init__(self, context: Context, programs: Programs) -> None:
@@ -113,7 +113,7 @@ class EagerCalls:
     def evaluate(self, call: Arguments) -> Any:
         """Runs a forward without gradients eagerly, after applying every update.
 
-        Collective where ranks share buffers. Else it needs no other rank: one may evaluate while the others wait.
+        Collective if ranks share buffers. Otherwise one rank may evaluate while the others wait.
         """
         self._programs.flow.leave()
         self._programs.synchronize()
@@ -123,7 +123,7 @@ class EagerCalls:
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
-        """Returns the entry that takes the place of a capture; makes it at the first call."""
+        """Returns the entry that replaces a capture, and makes it at the first call."""
         kind = self._programs.cache["eager", tuple(trained), train]
         if not kind.found:
             name = self._context.state.names[0]
@@ -132,7 +132,7 @@ class EagerCalls:
         return kind.found[0]
 
     def _rows_of(self, entry: Entry) -> list[Tensor]:
-        """Lists for each table the rows of a recent gradient; before the first one, all that it may have."""
+        """Returns, for each table, the rows of a recent gradient, or before the first one all rows it may have."""
         tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in entry.analysed.tables}
         return [
             self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
@@ -151,9 +151,10 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Lists the parameters whose gradients are exchanged: those without one so far, then others, the last first.
+        """Returns the parameters whose gradients are exchanged: first those without one so far, then the others, last
+        ones first.
 
-        Buckets are filled from the end of this order, and launched as they are full.
+        Buckets are filled from the end of this order, and launched once they are full.
         """
         state = self._context.state
         if self._sorted is None or self._sorted[0] is not state.names:
@@ -175,7 +176,7 @@ class EagerCalls:
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
-        """Finds the tables whose gradients stay sparse."""
+        """Returns the tables whose gradients stay sparse."""
         plan, alone = self._programs.plan, self._context.communicator.world_size == 1
         assert plan is not None
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)

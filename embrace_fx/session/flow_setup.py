@@ -45,7 +45,7 @@ def start_flow(
     """Makes the flow that follows a schedule, for the graph of the first training batch as it runs. Collective.
 
     Args:
-        as_gradients: the graph has only gradients, launched in autograd's order.
+        as_gradients: whether the graph has only gradients, launched in autograd's order.
     """
     launched, pieces = launches(schedule, plan), dict(cuts(plan, context.state.parameter).pieces)
     communicator, state = context.communicator, context.state
@@ -80,8 +80,10 @@ def start_flow(
 
 
 def _exchanges(context: Context, plan: Plan, *, on_streams: bool) -> dict[int, BucketExchange]:
-    """Makes the functions that start the exchanges of buckets that are not AllReduced; on streams, that run them to
-    the end where they are launched. Collective."""
+    """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
+
+    On streams, the functions run the exchanges to their end immediately.
+    """
     found = {k: each for k, bucket in enumerate(plan.buckets) if (each := _exchange(context, plan, bucket)) is not None}
     if not found:
         return {}
@@ -94,7 +96,7 @@ def _exchanges(context: Context, plan: Plan, *, on_streams: bool) -> dict[int, B
 
 
 def _exchange(context: Context, plan: Plan, bucket: tuple[str, ...]) -> Exchange | None:
-    """Makes the exchange of a bucket; None: it is AllReduced."""
+    """Makes the sparse exchange of a bucket, or returns None if the bucket is AllReduced."""
     first = context.state.parameter(bucket[0])
     if bucket[0] in plan.exchanged:
         decision = plan[bucket[0]]

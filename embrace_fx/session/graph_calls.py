@@ -82,7 +82,7 @@ class GraphCalls:
         return entry.captured.results(results, call.args, call.kwargs)
 
     def _entry(self, kind: Entries, call: Arguments) -> Entry:
-        """Finds, or makes, a capture that is valid for a batch."""
+        """Finds or makes a capture that is valid for a batch."""
         if (found := kind.accepting(call.leaves)) is None:
             with not_collecting():
                 return self._capture(kind, call)
@@ -90,7 +90,7 @@ class GraphCalls:
         return found
 
     def _runs(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
-        """Finds the entry and the program that a batch runs on; compiles the program at first."""
+        """Returns the entry and the program for a batch. Compiles the program at its first use."""
         accumulates = call.train and not self._context.state.synchronised
         compiles = accumulates not in entry.programs
         program = self._programs.build(entry, accumulates=accumulates)
@@ -108,11 +108,11 @@ class GraphCalls:
     def _of_coming(
         self, kind: Entries, leaves: Sequence[Any], coming: Sequence[Any] | None, *, is_next: bool
     ) -> NextBatch | None:
-        """Reads a future batch with the program that will run it; None: one of the two is not known yet.
+        """Reads a future batch with the program that will run it, or returns None if either is not known yet.
 
         Args:
-            kind, leaves: of this call, whose arguments have the structure of the coming ones.
-            is_next: it is the next one, whose rows leave ahead where its program overlaps steps.
+            kind, leaves: those of this call, whose arguments have the same structure as the future ones.
+            is_next: whether it is the next batch, whose rows are sent in advance if its program overlaps steps.
         """
         if coming is None or signature(coming) != signature(leaves):
             return None
@@ -165,7 +165,7 @@ class GraphCalls:
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures a batch; sizes that have varied among the calls of its kind are symbolic."""
+        """Captures a batch. Sizes that have varied among the calls of its kind become symbolic."""
         changed = kind.found[-1].captured.changed(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
@@ -189,7 +189,7 @@ class GraphCalls:
         return replace(captured, conditions=captured.conditions.unchanged())
 
     def _with_inputs(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures with the values that have changed as inputs, except those that decide the graph itself."""
+        """Captures with the changed values as inputs, except those that decide the graph itself."""
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(kind))
         while True:
@@ -209,9 +209,9 @@ class GraphCalls:
 
 
 def varying_sizes(kind: Entries) -> frozenset[tuple[int, int]]:
-    """Finds the sizes of the last call that may vary, (index of argument, dimension): those that did.
+    """Returns (index of argument, dimension) of the sizes that have varied so far, and may vary again.
 
-    Where any size has varied, batch sizes may vary too: a loader whose lengths vary ends with a short batch. A batch
+    If any size has varied, batch sizes may vary too, because such a loader usually ends with a short batch. A batch
     size that equals a varying size stays constant, because torch would take the two for one symbol.
     """
     current = kind.shapes[-1]

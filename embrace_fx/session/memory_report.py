@@ -21,7 +21,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Reports this rank's memory: parameters and state, the predicted bytes that a step holds, a line over time."""
+    """Reports this rank's memory: parameters and state, the predicted bytes that a step holds, and a line over time."""
     again = sum("again" in node.meta for node in held.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
@@ -57,7 +57,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
     """Prints the prediction for a table beyond memory, the least memory for it, and the memory that hides its reads.
 
     Args:
-        step_ms: time of a step without its waits for these rows; None: unknown.
+        step_ms: the time of a step without its waits for these rows, or None if unknown.
     """
     if not memory.draws.ids:
         return ""

@@ -16,11 +16,11 @@ from embrace_fx.setup.context import Context
 
 
 def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Makes the copies that the options ask for; returns them with the slowest rank's rate. Collective if any are made.
+    """Makes the copies that the options request. Returns them with the slowest rank's rate. Collective if any are made.
 
     Args:
-        compute: how fast nodes are estimated to run. Only proportions of estimates are right, so that the copies'
-            rate is converted to the estimates' milliseconds.
+        compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is
+            converted to the estimates' milliseconds.
     """
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))

@@ -22,7 +22,7 @@ class Arguments:
 
     Attributes:
         leaves: the flattened arguments, of the structure `spec`.
-        train: a backward may follow.
+        train: whether a backward may follow.
     """
 
     args: tuple[Any, ...]
@@ -37,8 +37,9 @@ class Entry:
     """A capture with its programs.
 
     Attributes:
-        programs: by whether gradients are accumulated (`no_sync`); each built when first needed under the plan in use.
-        reused: number of calls that have used it after the one it was captured for.
+        programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed under the plan in
+            use.
+        reused: count of calls that have used the capture after the call for which it was made.
     """
 
     captured: Captured
@@ -53,7 +54,7 @@ class Entries:
     """The captures of calls that differ only in shapes and constants.
 
     Attributes:
-        shapes: of each captured batch, index of a tensor -> its shape.
+        shapes: for each captured batch, index of a tensor -> its shape.
         values: names of values that have changed and are inputs of graphs.
         deciding: names of values that have changed and cannot be inputs.
     """
@@ -64,7 +65,7 @@ class Entries:
     deciding: frozenset[str] = frozenset()
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
-        """Returns an entry that is valid for a batch; None: there is none yet."""
+        """Returns an entry that is valid for a batch, or None if there is none yet."""
         for each in self.found:
             if each.captured.accepts(leaves):
                 return each
@@ -97,14 +98,14 @@ class ProgramCache(dict[Any, Entries]):
 
 @dataclass
 class StepCounters:
-    """What a model's calls count and share.
+    """Counters and requests that a model's calls share.
 
     Attributes:
         calls: number of training calls.
-        replan_for: why this rank asks for another plan; "": it does not.
+        replan_for: the reason why this rank asks for another plan, or "".
         rows_seen: watched table -> rows read in the next step.
-        authority: the rank whose buffers the others take.
-        uneven: ranks may have taken different numbers of optimizer steps (`join`).
+        authority: the rank whose buffers the other ranks take.
+        uneven: whether ranks may have taken different numbers of optimizer steps (`join`).
         ahead: number of batches that the loader is read ahead.
     """
 
@@ -116,7 +117,7 @@ class StepCounters:
     ahead: int = 0
 
     def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
-        """Adds to a step's announcement the values that are sent once, and clears them."""
+        """Adds to a step's announcement the values that are sent once, and clears these."""
         seen, self.rows_seen = self.rows_seen, {}
         steps = 0 if self.uneven else optimizer_steps
         own.asks_to_plan, own.steps, own.rows_seen = bool(self.replan_for), steps, seen
@@ -127,7 +128,7 @@ def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec
     """Makes the key of a call: structure, dtypes, autocast and `modes`, the training modes of all modules.
 
     Args:
-        spec: the only one of this structure, as `flatten_arguments` returns it.
+        spec: the unique object for this structure, as returned by `flatten_arguments`.
     """
     autocast: tuple[Any, ...] = ()
     for device in ("cpu", "cuda"):
@@ -137,7 +138,7 @@ def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a capture's validity asks of arguments besides their sizes and constants."""
+    """Returns the properties of arguments, besides sizes and constants, on which a capture's validity depends."""
     found: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

@@ -55,15 +55,15 @@ class Programs:
 
     Args:
         on_other_batch: called when another batch comes than the expected one.
-        on_placed: called when tables have been placed as a plan says, with whether it is the first.
+        on_placed: called after tables were placed by a plan; its argument is whether the plan is the first.
 
     Attributes:
         cache: the entries of the calls so far.
-        pipeline: the plan in use, and what steps run on under it; None before the first training call.
+        pipeline: the plan in use with its programs and flow, or None before the first training call.
         counters: the state that calls share.
         buffers: shares the model's buffers.
-        links: the links that have been probed; None before.
-        records: whether the steps of each program are recorded as soon as it is built.
+        links: the probed links, or None before.
+        records: whether to record each program's steps as soon as the program is built.
     """
 
     def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
@@ -83,7 +83,7 @@ class Programs:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None before the first training call."""
+        """The plan in use, or None before the first training call."""
         return None if self.pipeline is None else self.pipeline.plan
 
     @property
@@ -99,7 +99,7 @@ class Programs:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
-        """Returns an entry's program under the plan; builds it at first.
+        """Returns an entry's program under the plan, and builds it at its first use.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -118,7 +118,7 @@ class Programs:
         return entry.programs[accumulates]
 
     def start_recording(self) -> None:
-        """Starts the recording that was asked for, once there is a recorder."""
+        """Starts a requested recording, once there is a recorder."""
         recorder = None if self.pipeline is None else self.pipeline.recorder
         if self.records and recorder is not None and recorder.recording is None:
             recorder.start()
@@ -126,7 +126,7 @@ class Programs:
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     def decide(self, entry: Entry, leaves: Sequence[Any]) -> None:
-        """Makes the plan, places parameters as it says, and builds the first program. Collective.
+        """Makes the plan, places parameters by it, and builds the first program. Collective.
 
         Raises on every rank: PeerFailure for a bad batch, ValueError for options that do not fit the model.
         """
@@ -148,12 +148,14 @@ class Programs:
             log("%s", summary(plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Puts a plan in use, without programs: all at once, or on an error nothing."""
+        """Adopts a plan, which has no programs yet. After an error, nothing has changed."""
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
     def ask_to_replan(self, reason: str) -> bool:
-        """Asks all ranks, with the next announcement, for another plan; once in a hundred calls for the same reason."""
+        """Asks all ranks, with the next announcement, for another plan, at most once in a hundred calls for the same
+        reason.
+        """
         calls, last = self.counters.calls, self._replanned.get(reason)
         if self._context.options.given_plan is not None or (last is not None and calls - last < ONCE_IN):
             return False
@@ -162,7 +164,7 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Follows the rows of training calls; asks for another plan where they drift."""
+        """Follows the row counts of training calls, and asks for another plan if they drift."""
         monitor = self._in_use().monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
@@ -173,8 +175,9 @@ class Programs:
         """Plans again, for a batch. Collective. If it raises, it does so on every rank, and nothing has changed.
 
         Args:
-            reason: why; "": the reason of the rank that asked in its announcement. The plan then stays for now where a
-                rank's work is unfinished, or has run out of batches (`join`): a plan is made for every rank's batch.
+            reason: the reason for a new plan; "" means the reason of the rank that asked in its announcement. The plan
+                then stays for now if a rank's work is unfinished or a rank has run out of batches (`join`), because a
+                plan is made for all ranks' batches.
         """
         context, pipeline, forced = self._context, self._in_use(), bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
@@ -208,11 +211,11 @@ class Programs:
         self._replace(analysed, new, self._in_use().findings, reason)
 
     def check_fit(self, found: PlanViolation, activity: int, *, meets: bool = False) -> None:
-        """Makes all ranks change the plan, if it does not meet the needs that this rank's batch has (`found`).
+        """Makes all ranks change the plan if it does not meet the needs (`found`) of this rank's batch.
 
         Args:
             activity: the activity of the call.
-            meets: all ranks come here, whether or not it meets the needs of their batches.
+            meets: whether all ranks call this, no matter whether the plan meets the needs of their batches.
         """
         self._violation = found
         if found or meets:
@@ -221,8 +224,8 @@ class Programs:
     def fit(self) -> str:
         """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
 
-        Returns why forwards run eagerly from here on, on every rank; "": graphs hold them. Raises PeerFailure on every
-        rank where the plan may not change now on some rank.
+        Returns, on every rank, the reason why forwards run eagerly from now on, or "" if graphs hold them. Raises
+        PeerFailure on every rank if the plan may not change now on some rank.
         """
         own, self._violation = self._violation, PlanViolation()
         state, communicator = self._context.state, self._context.communicator
@@ -245,7 +248,7 @@ class Programs:
         return ""
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Makes a plan with these tables whole, before an optimizer's step that needs them so. Collective."""
+        """Makes a plan with these tables whole, before the step of an optimizer that needs them whole. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -259,7 +262,7 @@ class Programs:
 
     @outside_of_modes()
     def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
-        """Puts another plan in use, between two steps. Collective."""
+        """Replaces the plan in use with another one, between two steps. Collective."""
         old, context = self._in_use().plan, self._context
         new = replace(new, spaces=spaces_by_place(new, context.state.tables))
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
@@ -292,7 +295,7 @@ class Programs:
     # -- pending updates -----------------------------------------------------------------------------------------------
 
     def updates(self) -> tuple[Updates, Updates]:
-        """Makes the two kinds of pending updates between calls: of dense parameters, and of tables."""
+        """Makes the two kinds of updates that may be pending between calls: of dense parameters, and of tables."""
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
@@ -329,7 +332,7 @@ class Programs:
         self._context.state.flush_tables()
 
     def parameters_may_change(self) -> None:
-        """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
+        """Applies pending updates, and discards prefetched rows, because the caller may write parameters."""
         self._context.state.pending.close()
         self._tables_may_change()
 

@@ -52,7 +52,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
-    """Returns why a model is not captured, in one line; "": it is. Collective.
+    """Returns the reason, in one line, why a model is not captured, or "" if it is. Collective.
 
     Args:
         leaves: the arguments of the first training call, flattened.
@@ -89,7 +89,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
 
 
 def _asks_for_a_graph(context: Context) -> bool:
-    """Returns whether an option asks for what only a graph gives, or lookups as written would differ from DDP's."""
+    """Returns whether an option needs a graph, or eager lookups would differ from DDP's."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"
@@ -103,7 +103,7 @@ def _asks_for_a_graph(context: Context) -> bool:
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Finds the parameters that lookups may read: those of lookup layers, unless shared, and of the user's modules."""
+    """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
     layers = [
@@ -116,7 +116,7 @@ def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _heads(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Finds the weights of output layers: linear ones with a row for each row of a lookup layer, tied to it or not."""
+    """Returns the weights of output layers, which are linear layers with a row for each row of a lookup layer."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = {id(layer.weight): f"{name}.weight" for name, layer in layers if layer.out_features in rows}
@@ -124,15 +124,15 @@ def _heads(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Returns whether a batch has ids and labels: two tensors or more whose largest numbers fit a head's rows."""
+    """Returns whether a batch has ids and labels: two or more tensors whose largest numbers fit a head's rows."""
     largest = [int(each.max()) for each in ids]
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
 
 
 def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
-    """Returns the rows of a table that a batch can read: those of the tensors whose numbers fit its rows best.
+    """Returns the rows of a table that a batch can read: the numbers of the tensors that fit the table's rows best.
 
-    Small numbers may be ids of a sorted or a large table, or counts; they are taken where there are no others.
+    Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
     """
     fitting, likely = [], []
     for each in ids:
@@ -145,7 +145,7 @@ def _rows(ids: Sequence[Tensor], table: nn.Parameter) -> Tensor:
 
 
 def _saved_by_head_ms(plan: Plan, head: nn.Parameter, positions: int) -> float:
-    """Predicts the milliseconds that a sharded head saves a step; 0: none. Every position counts as scored."""
+    """Predicts the milliseconds that a sharded head saves per step, 0 for none. Every position counts as scored."""
     links, ranks, row_bytes = plan.links, plan.world_size, head.shape[1] * head.element_size()
     whole_ms = cost.all_reduce(head.nbytes, ranks).time_ms(links, "all_reduce")
     rows, states = cost.all_to_all(2 * positions * row_bytes, ranks), 2 * positions * row_bytes * (ranks - 1)
@@ -154,7 +154,9 @@ def _saved_by_head_ms(plan: Plan, head: nn.Parameter, positions: int) -> float:
 
 
 def _saved_ms(plan: Plan) -> float:
-    """Predicts the milliseconds that a step waits less for shards than for the cheapest exchange of whole tables."""
+    """Predicts by how much a step waits less for shards than for the cheapest exchange of whole tables, in
+    milliseconds.
+    """
     whole = {
         name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded
     }

@@ -91,7 +91,7 @@ class Session:
     def _send_first_state(self) -> None:
         """Sends rank 0's parameters and buffers to every rank, as DDP's constructor does. Collective.
 
-        Embeddings, which may be large, are sent later, when the plan says which rank needs which part.
+        Embeddings, which may be large, are sent later, once the plan says which rank needs which part.
         """
         layers = [module for module in self.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         later = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -101,7 +101,7 @@ class Session:
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
     def _stepping(self) -> Stepping:
-        """Makes the listener to the model's optimizers: those given, and any that steps the model."""
+        """Makes the listener to the model's optimizers: the given ones, and any other that steps the model."""
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
         def make_whole(names: Sequence[str], reason: str) -> None:
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The sharded tables."""
+        """The model's sharded tables by name."""
         plan = self.programs.plan
         return () if plan is None or self.communicator.world_size == 1 else plan.sharded
 
@@ -134,13 +134,13 @@ class Session:
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:
-        """Applies updates; the main thread, where no gradient is being worked on, also waits for gradients."""
+        """Applies updates. The main thread also waits for gradients, unless a backward is running."""
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
             self.programs.flow.wait()
 
     def in_fork(self) -> None:
-        """Cuts a forked child off from the other ranks."""
+        """Disconnects a forked child from the other ranks."""
         self.communicator.leave_fork()
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
@@ -197,9 +197,9 @@ class Session:
                         self._follow_names()
 
     def _call(self, call: Arguments) -> Any:
-        """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank.
+        """Runs the model on a batch. Raises PlanDoesNotFit, on every rank, if the plan must change first.
 
-        Until a call trains a parameter, the model runs as it is: a discriminator may be frozen at its first calls.
+        Until a call trains a parameter, the plain model runs, because a discriminator may be frozen at its first calls.
         """
         self.communicator.check_open()
         self._look_at_model(call.train)
@@ -220,9 +220,9 @@ class Session:
         return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
     def _look_at_model(self, train: bool) -> None:
-        """Refuses a model whose parameters have changed; drops the captures of one whose modules have.
+        """Refuses a model with changed parameters. Drops the captures of a model with changed modules.
 
-        Raises PlanDoesNotFit on every rank where parameters have been renamed, as pruning does.
+        Raises PlanDoesNotFit on every rank if parameters were renamed, as pruning does.
         """
         programs = self.programs
         if (changed := self._watch.refusal()) is not None:
@@ -244,12 +244,12 @@ class Session:
             programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
     def _look_again(self) -> None:
-        """Takes the model's present modules and parameters for those of the compiled model."""
+        """Looks up the model's present modules and parameters again."""
         self.state.refresh(self.model)
         self._watch.note()
 
     def _follow_names(self) -> None:
-        """Takes over the names that modules give their parameters by now, as the plan does."""
+        """Takes over the present names of parameters, in session and plan."""
         self._look_again()
         self.programs.cache.clear()
         self._eager.forget()
@@ -257,7 +257,7 @@ class Session:
             self._note_places(first=False)
 
     def _end_lookahead(self) -> None:
-        """Applies every update, and expects no next batch."""
+        """Applies every update, and stops expecting a next batch."""
         self.programs.flow.expect_no_batch()
         self.programs.synchronize()
 
@@ -288,7 +288,7 @@ class Session:
             self._note_places(first=False)
 
     def _note_places(self, first: bool) -> None:
-        """Records the places of parameters after the plan has placed them; at first loads a waiting checkpoint."""
+        """Notes the places of parameters after the plan has placed them. The first time, loads a waiting checkpoint."""
         self._placed.note(self)
         if self._eager.reason:  # autograd accumulates all gradients in `.grad`
             self._outside.stop()
@@ -325,7 +325,7 @@ class Session:
         checkpoint.save(*self._saved(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Loads a checkpoint: now, or in the first call, after tables have been placed. Collective."""
+        """Loads a checkpoint immediately, or in the first call after tables have been placed. Collective."""
         if self.programs.pipeline is None:
             self._to_load = folder
             return
@@ -334,7 +334,7 @@ class Session:
         self.parameters_were_loaded()
 
     def parameters_may_change(self) -> None:
-        """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
+        """Applies pending updates, and discards prefetched rows, because the caller may write parameters."""
         self.programs.parameters_may_change()
 
     def close(self) -> None:
@@ -347,7 +347,7 @@ class Session:
         self._placed.kept = None
 
     def release(self) -> None:
-        """Leaves the model to another `compile`, with whole tables and every update applied. Collective."""
+        """Releases the model for another `compile`, with whole tables and every update applied. Collective."""
         self.programs.synchronize()
         self.programs.leave_model()
         gather_buffers(self.model)
@@ -358,7 +358,7 @@ class Session:
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
-    """Logs param groups without parameters: names have no prefix, so `name in {"module.emb.weight"}` finds none."""
+    """Logs param groups without parameters, which a test such as `name in {"module.emb.weight"}` leaves empty."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
             "param group(s) %s of %s hold no parameter; names in a compiled model do not begin with 'module.'",

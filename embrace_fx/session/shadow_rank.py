@@ -43,13 +43,14 @@ _ADDS_UP = (
 
 
 class ShadowRank(JoinHook):
-    """Joins the calls of other ranks, after this one has run out of batches: the hook that torch's `Join` calls.
+    """Takes part in the calls of other ranks after this rank has run out of batches, as the hook that torch's `Join`
+    calls.
 
     Args:
         fit: changes the plan to fit all ranks' batches. Collective.
 
     Attributes:
-        divides_by_all: gradients are divided by the number of all ranks, not of those that still have batches.
+        divides_by_all: whether gradients are divided by the count of all ranks, not of those that still have batches.
     """
 
     def __init__(self, context: Context, programs: Programs, fit: Callable[[], None]) -> None:
@@ -61,10 +62,10 @@ class ShadowRank(JoinHook):
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
-        """Gathers all ranks' activities, `JOINED` for one without batches, at the head of each call. Collective.
+        """Gathers all ranks' activities at the head of each call. A rank without batches is `JOINED`. Collective.
 
         Raises:
-            RuntimeError: a rank has joined before the first batch, or amid an accumulation; on every rank.
+            RuntimeError: a rank has joined before the first batch or during an accumulation; raised on every rank.
         """
         programs, counters = self._programs, self._programs.counters
         everyone = self._context.announcements.meet(activity)
@@ -82,7 +83,9 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks if an active rank has one, else on none: others may hold older ones."""
+        """Gives tables a gradient on all ranks if an active rank has one, else on none, because others may hold older
+        ones.
+        """
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -98,7 +101,7 @@ class ShadowRank(JoinHook):
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def main_hook(self) -> None:
-        """Runs the collectives of one call of the others, without a batch, which torch calls shadowing. Collective."""
+        """Runs the collectives of one call of the others without a batch, which torch calls shadowing. Collective."""
         activity = self.meet(JOINED)
         unreduced = self._context.state.unreduced
         self._left |= unreduced  # as under DDP, these wait until the rank has a batch again
@@ -110,7 +113,7 @@ class ShadowRank(JoinHook):
                 self._fit()
 
     def _run(self, activity: int) -> None:
-        """Runs the program without batch for the others' activity."""
+        """Runs the program for ranks without a batch, for the others' activity."""
         state, programs = self._context.state, self._programs
         kind = programs.cache["no batch", activity != EVALUATING]
         if not kind.found:
@@ -129,7 +132,7 @@ class ShadowRank(JoinHook):
                 step.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends `join` when all ranks have run out of batches; the last of them have the newest state. Collective."""
+        """Ends `join` when all ranks have run out of batches. The last ranks have the newest state. Collective."""
         context = self._context
         self._programs.counters.authority, self._programs.counters.uneven = 0, False
         context.state.gradient_scale = 1.0

@@ -43,7 +43,7 @@ class Placed:
         self.handles: list[RemovableHandle] = []
 
     def note(self, session: Session) -> None:
-        """Records where a session has placed its tables."""
+        """Notes where a session has placed its tables."""
         self.layouts = session.state.layouts
         if self.layouts and self.copies and session.communicator.rank == 0:
             log(_MADE_BEFORE, ", ".join(self.layouts))
@@ -60,8 +60,8 @@ class StateHook:
     """A hook of a model's state dicts.
 
     Args:
-        act: called as torch calls the hook, with the hook in front.
-        session: its session; None on a copy of the model.
+        act: called with the hook, followed by the arguments with which torch calls the hook.
+        session: the model's session, or None on a copy of the model.
         placed: the layouts of tables, kept without a session.
     """
 
@@ -84,18 +84,18 @@ class StateHook:
 
     @property
     def trainer(self) -> Session | None:
-        """The open session that trains the model, and can make its tables whole; None: there is none."""
+        """The open session that trains the model and can make its tables whole, or None."""
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
     def taken(self) -> str | None:
-        """The reason why the model cannot be compiled again; None: it can."""
+        """The reason why the model cannot be compiled again, or None if it can."""
         if self.layouts and self.trainer is None:
             return f"an earlier compile() left only this rank's shards of {', '.join(self.layouts)}"
         return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Makes a context that names a rank that dies in a collective inside."""
+        """Returns a context that names a rank that dies in a collective inside it."""
         return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
@@ -137,7 +137,7 @@ def _after_loading(hook: StateHook, *_: Any) -> None:
 
 
 def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` where a state dict has no name of a model, so that nothing of it would be loaded."""
+    """Raises `RuntimeError` if a state dict has no name of the model, so that nothing would be loaded."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = dict.fromkeys(prefix + name for name, _ in named)
     given = [name for name in state_dict if name.startswith(prefix)]
@@ -150,7 +150,7 @@ def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
 
 
 def add_state_hooks(session: Session) -> Placed:
-    """Registers the hooks that put shards into state dicts and inform the session of what is loaded."""
+    """Registers the hooks that put shards into state dicts, and that tell the session about loaded values."""
     placed, model = Placed(), session.model
     placed.kept = session
     placed.handles = [
@@ -163,7 +163,7 @@ def add_state_hooks(session: Session) -> Placed:
 
 
 def take_over(model: nn.Module) -> None:
-    """Releases the model from the session that has compiled it before, if there is one. Collective."""
+    """Releases the model from the session of an earlier `compile`, if there is one. Collective."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:
         if isinstance(hook, StateHook) and (session := hook.session) is not None:

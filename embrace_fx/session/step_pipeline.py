@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 
 
 class StepPipeline:
-    """What one model's steps run on under one plan. Another plan gets another one.
+    """The programs, flow and schedule of one model under one plan. Another plan gets its own pipeline.
 
     Args:
-        findings: on rank 0, those that the plan was made from.
+        findings: on rank 0, the findings from which the plan was made.
         on_other_batch: called when another batch comes than the expected one.
 
     Attributes:
         monitor: on rank 0, the watch over the rows that batches read, if strategies depend on them.
-        flow: the communication between steps; within them before the first training program, and at the end.
+        flow: the communication between steps. Before the first training program and at the end, it stays within steps.
         schedule: the schedule of the steps; None before the first training program, and if nothing is scheduled.
-        decided: the same, as the cost model predicted it.
-        recorder: measures the steps; None like the schedule.
+        decided: the schedule as the cost model has predicted it.
+        recorder: measures the steps; None if `schedule` is None.
         memory: the prediction for tables beyond memory, by row exchange.
-        built: a training program is built.
+        built: whether a training program is built.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class StepPipeline:
         self._graph: TrainingGraph | None = None  # of the first training program
 
     def monitor_rows(self) -> None:
-        """Watches the rows that batches read from here on, where strategies depend on them."""
+        """Watches the rows that batches read from now on, if strategies depend on them."""
         watches = self.findings is not None and self.plan.watched and not self.plan.memory
         self.monitor = SparsityMonitor(self.plan, self.findings) if watches and self.findings else None
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool) -> None:
-        """Makes a program of an entry. The first training program's is collective.
+        """Makes a program of an entry. Collective for the first training program.
 
         Args:
             accumulates: whether dense gradients are not reduced.
@@ -162,7 +162,7 @@ class StepPipeline:
         return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
-        """Predicts the memory that a step of the last training program holds; None before the first."""
+        """Predicts the memory that a step of the last training program holds, or returns None before the first."""
         return None if self._shown is None else step_memory(self._shown.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
@@ -177,7 +177,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Reports once that a step holds the least possible bytes where the budget's fraction asks for less."""
+        """Logs once that a step holds the least possible bytes because the budget's fraction asks for less."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
@@ -188,7 +188,7 @@ class StepPipeline:
         self._logged_least = True
 
     def _exchanged(self) -> dict[str, ExchangedParameter]:
-        """Finds the parameters whose rows or gradients a step exchanges; on a single process, none."""
+        """Returns the parameters whose rows or gradients a step exchanges, which are none on a single process."""
         if self._context.communicator.world_size == 1:
             return {}
         bucketed, sharded = {name for bucket in self.plan.buckets for name in bucket}, set(self.plan.sharded)
@@ -202,8 +202,10 @@ class StepPipeline:
         return found
 
     def _overlap(self, compiled: Compiled, entry: Entry) -> Compiled:
-        """Overlaps communication with the next step, as the schedule says; not with a forward on the eager route, which
-        could read any parameter anywhere."""
+        """Overlaps communication with the next step, as the schedule says.
+
+        A forward on the eager route is not overlapped, because it could read any parameter anywhere.
+        """
         if not self._launches:
             return compiled
         if entry.captured.route == EAGER:
@@ -214,21 +216,23 @@ class StepPipeline:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        """The pieces of the plan's communication."""
+        """Returns the pieces of the plan's communication."""
         return cuts(self.plan, self._context.state.parameter)
 
     @cached_property
     def _launches(self) -> bool:
-        """Whether a launcher sends the steps' exchanges; a user's communication hook sends its own in a step."""
+        """Returns whether a launcher sends the steps' exchanges. A user's communication hook sends its own within a
+        step.
+        """
         devices = {parameter.device for parameter in self._context.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
 
     def _start(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
-        """Decides the schedule, and makes the flow that follows it, at the first training program. Collective then.
+        """Decides the schedule and makes its flow, at the first training program. Collective then.
 
         Args:
-            as_gradients: the graph has only gradients, launched in autograd's order.
+            as_gradients: whether the graph has only gradients, launched in autograd's order.
         """
         context, plan = self._context, self.plan
         several = plan.world_size > 1
@@ -267,7 +271,7 @@ class StepPipeline:
     def _after_announcement(self) -> None:
         """Follows the order computed from all ranks' profiles, from the next window on, once there is a profile.
 
-        Called in each step where every rank is known to continue.
+        Called in each step once every rank is known to continue.
         """
         if self._profiler is None or self._graph is None:
             return
@@ -285,7 +289,7 @@ class StepPipeline:
         flow.close()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward's units of all training programs; returns the graph of the one built last."""
+        """Reorders the backward's units of all training programs. Returns the graph of the one built last."""
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
             of_steps.order(self._ordering)
@@ -295,14 +299,14 @@ class StepPipeline:
         return self._shown.graph
 
     def _launched(self, joint: Compiled, flow: Flow) -> int:
-        """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""
+        """Hashes a program's launches to a number that ranks can compare, 0 on a single rank."""
         if self._context.communicator.world_size == 1:
             return 0
         launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
         return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
 
     def _program(self, joint: Compiled, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Makes an entry's program; `joint` is its graph before communication overlaps the next step."""
+        """Makes an entry's program. `joint` is its graph before communication overlaps the next step."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
@@ -334,7 +338,7 @@ class StepPipeline:
         )
 
     def _assigned(self, entry: Entry) -> frozenset[str]:
-        """Names the buffers that the forward assigns, besides those that its graph writes."""
+        """Returns the names of the buffers that the forward assigns, besides those that its graph writes."""
         replay, state = entry.captured.replay, self._context.state
         if entry.captured.route == EAGER:  # the forward may write any buffer
             return frozenset(state.buffer_names())

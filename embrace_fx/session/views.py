@@ -28,7 +28,7 @@ class Views:
     """Shows a user one model's plan, graphs, schedule and timeline.
 
     Args:
-        runs_eagerly: returns the reason why calls run eagerly; "": they are captured.
+        runs_eagerly: returns the reason why calls run eagerly, or "" if they are captured.
     """
 
     def __init__(self, context: Context, programs: Programs, runs_eagerly: Callable[[], str]) -> None:
@@ -54,7 +54,7 @@ class Views:
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs of the last training program."""
+        """Returns the graphs of the last training program."""
         return self._in_use.graphs.instead(self._runs_eagerly())
 
     def report(self) -> Report:
@@ -134,7 +134,7 @@ class Views:
 
 
 class Report(str):
-    """A report; a notebook keeps its lines."""
+    """A report as text, which a notebook shows with its line breaks."""
 
     __slots__ = ()
 

@@ -22,7 +22,9 @@ _WHOLE = "assembled under whole()"
 
 @contextlib.contextmanager
 def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
-    """Makes sharded tables, their state and gradients whole on every rank, and shards them at the end. Collective."""
+    """Makes sharded tables, their state and gradients whole on every rank within a context, then shards them.
+    Collective.
+    """
     programs.parameters_may_change()
     plan = programs.plan
     if plan is None or not plan.sharded or context.communicator.world_size == 1:
@@ -38,7 +40,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
 
 
 def _check(context: Context, names: Sequence[str]) -> None:
-    """Raises where a rank cannot make its tables whole now, or a host or device has too little memory. Collective."""
+    """Raises if a rank cannot make its tables whole now, or if memory would not suffice. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
         own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"

@@ -25,11 +25,13 @@ from embrace_fx.setup.options import Options
 
 
 class SetUpError(ValueError, RuntimeError):
-    """`compile` cannot train with these arguments: a ValueError and, as of DDP's constructor, a RuntimeError."""
+    """`compile` cannot train with these arguments: a ValueError and, like the errors of DDP's constructor, a
+    RuntimeError.
+    """
 
 
 class RunsEagerly(Exception):
-    """All ranks take the eager route, because no graph holds some rank's forward; the text says why, in one line."""
+    """All ranks take the eager route because no graph holds some rank's forward, for the reason in the text."""
 
 
 def agree_on_set_up(
@@ -42,12 +44,12 @@ def agree_on_set_up(
     *,
     is_called: bool = False,
 ) -> None:
-    """Checks the arguments of all ranks together; a rank that failed alone would leave the others waiting.
+    """Checks the arguments of all ranks together, because a rank that failed alone would leave the others waiting.
 
     Args:
         mesh: the device mesh given in place of a process group.
         hook: the communication hook's name.
-        is_called: at the first call. All parameters may then be frozen, like a discriminator's in its generator's step.
+        is_called: whether this is the first call, when all parameters may be frozen, like a discriminator's in a GAN.
 
     Raises:
         SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank, which names the first
@@ -90,7 +92,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Describes a rank's model, optimizers and options as text by aspect; parameters to ignore are left out."""
+    """Describes a rank's model, optimizers and options as text, by aspect. Ignored parameters are left out."""
     ignored = names_to_ignore(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -111,7 +113,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 
 
 def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
-    """Yields why a model cannot be trained: a wrapper, an optimizer, a parameter."""
+    """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
     if by_torch or getattr(type(model), "_wraps_a_model", False):
@@ -191,14 +193,14 @@ def agree_on_first_call(
     failure: Exception | None,
     route: str | None = "graph",
 ) -> str:
-    """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture. Collective.
+    """Checks, before there is a plan, that all ranks make the same call and none has failed to capture. Collective.
 
     Args:
-        failure: why this rank could not capture its batch, or None.
-        route: the route that was asked for.
+        failure: the error with which this rank could not capture its batch, or None.
+        route: the requested route.
 
     Returns:
-        Why all ranks run the forward eagerly; "": all have captured it.
+        The reason why all ranks run the forward eagerly, or "" if all have captured it.
 
     Raises:
         CaptureError: a rank could not capture; on every rank. A rank whose forward raises by itself raises that error.
@@ -215,14 +217,14 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Returns the reason why a forward that could not be captured runs eagerly; "": it does not."""
+    """Returns the reason why a forward that could not be captured runs eagerly, or "" if it does not."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
 
 
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
-    """Announces a failure in place of a step, so that the other ranks do not wait for this one.
+    """Announces a failure instead of a step, so that the other ranks do not wait for this one.
 
     Raises:
         CaptureError: the failure itself, if it is one (or the forward's own error); other ranks raise PeerFailure.
@@ -240,7 +242,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the user's exception that made a capture fail, so that loops can catch it; None: there is none."""
+    """Returns the user's exception that made a capture fail, so that loops can catch it, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

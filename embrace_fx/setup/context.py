@@ -16,7 +16,7 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Context:
-    """What a plan is made for and applied to."""
+    """The model, options, ranks and tables for which a plan is made and applied."""
 
     model: nn.Module
     stepping: Stepping  # knows the optimizers
@@ -31,7 +31,7 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model, parameters on the meta device apart."""
+        """The device of the model, not counting parameters on the meta device."""
         devices = (parameter.device for parameter in self.model.parameters())
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 

@@ -41,7 +41,7 @@ def _shown_by_default() -> bool:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context that logs a stage while it takes long, from a thread: an outer stage's logs inner ones too.
+    """Opens a context that logs a stage from a thread while it takes long, and inner stages with it.
 
     Args:
         what: the stage, such as "probing links".

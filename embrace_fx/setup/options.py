@@ -45,24 +45,24 @@ class Options:
 
     @property
     def shards_by_request(self) -> bool:
-        """Returns whether a strategy, or the plan that is given, shards a table."""
+        """Returns whether a strategy or the given plan shards a table."""
         asked = [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
         sharded = self.given_plan is not None and bool(self.given_plan.sharded)
         return sharded or any(each in SHARDED or isinstance(each, Grid) for each in asked)
 
     @cached_property
     def given_plan(self) -> Plan | None:
-        """The plan to use again, read from its file where a path is given."""
+        """The plan to use again, read from its file if a path was given."""
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """Prints the options that must agree between ranks: without folders, and a plan by its digest, not its path."""
+        """Returns, as text, the options that must agree between ranks: without folders, and with a digest of a plan."""
         plan = self.given_plan
         own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
-        """Raises `ValueError` if an option has a wrong value; `where`: the call to name in the error."""
+        """Raises `ValueError` if an option has a wrong value. `where` is the call that the error names."""
         allowed = {
             "schedule": (AUTO, *SCHEDULES),
             "row_updates": ("exact", "sweep", "replay", "lazy"),
@@ -123,6 +123,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Puts an optimizer, or several, into a tuple, unchecked: all ranks check them together later."""
+    """Puts an optimizer, or several, into a tuple, without checks, which all ranks make together later."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

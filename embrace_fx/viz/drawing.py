@@ -111,7 +111,7 @@ def _lane(node: fx.Node) -> Lane:
 
 
 def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns modules in the DOT language."""
+    """Returns graph modules as text in the DOT language of Graphviz."""
     lines = [
         f"  label={quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',

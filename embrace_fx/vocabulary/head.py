@@ -43,22 +43,22 @@ def _step(name: str, by: str = "") -> Step:
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
-    """Returns the dtype of the last cast; None: there is none."""
+    """Returns the dtype of the last cast, or None if there is none."""
     return next((dtype for _, _, dtype in reversed(read(steps)) if dtype is not None), None)
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a softmax behind `steps` adds up, where the product is of `dtype`: no half type."""
+    """Returns the dtype in which a softmax after `steps` sums up: never a half type. `dtype` is that of the product."""
     last = last_dtype(steps) or dtype
     return last if last.itemsize >= 4 else torch.float32
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How an output layer over a sharded table exchanges the positions of a batch.
+    """The way an output layer over a sharded table exchanges the positions of a batch.
 
     Attributes:
-        chunks: the number of chunks in which positions travel.
+        chunks: the count of chunks in which positions are sent.
         scored: the share of positions that have a label, from 0 to 1, in the first batch.
         sent_bytes: predicted bytes that one rank sends per step.
     """
@@ -74,11 +74,11 @@ class PromisedLogits:
 
     Attributes:
         table: the parameter whose rows the logits are products with.
-        bias: the parameter that is added, "" for none.
-        steps: the ops behind the product, as `written`.
-        narrow: the dtype of the product; None: that of the table.
-        chunks: the chunks of scored positions that a loss outside of the model is computed in.
-        keeps_logits: whether such a loss keeps the logits of all chunks for its backward, or computes them again.
+        bias: the added parameter, or "" for none.
+        steps: the ops after the product, as text made by `written`.
+        narrow: the dtype of the product, or None for the table's.
+        chunks: the count of chunks of scored positions in which a loss outside of the model is computed.
+        keeps_logits: whether such a loss keeps the logits of all chunks for its backward instead of recomputing them.
     """
 
     table: str

@@ -36,7 +36,7 @@ def _(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
 
 @op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
 def _(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
-    """Launch: how many labels (S,) each rank scores: (N,) on the host. In the example [1, 0]."""
+    """Launch: how many labels (S,) each rank scores: (N,) on the host. [1, 0] in the example."""
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 

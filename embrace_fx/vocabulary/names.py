@@ -56,7 +56,7 @@ class Name(str):
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, asked: object, matches: Any) -> None:
-        """Raises where a name with DDP's prefix would match, and more than the prefix was asked for."""
+        """Raises if a name with DDP's prefix would match, and the caller asked for more than the prefix."""
         if isinstance(asked, str) and len(asked) > len(PREFIX) and asked.startswith(PREFIX):
             rest = asked[len(PREFIX) :]
             if matches(rest):
@@ -70,7 +70,7 @@ _CUT = slice(len(PREFIX), None)
 
 
 def named(found: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields (name, value) with each `Name`; as found, where a prefix makes them another module's names."""
+    """Yields (name, value) with each name as a `Name`, or unchanged if a prefix makes the names another module's."""
     return found if prefix else ((Name(name), value) for name, value in found)
 
 
@@ -82,7 +82,9 @@ class StateDict(OrderedDict[str, Any]):
 
     @classmethod
     def of(cls, state: Any) -> Any:
-        """Returns a state dict with these values; what a model's own `state_dict` makes otherwise, as it is."""
+        """Returns a state dict with these values, or the model's own `state_dict` result unchanged if it has another
+        class.
+        """
         if type(state) is not OrderedDict:
             return state
         found = cls(state)

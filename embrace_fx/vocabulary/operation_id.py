@@ -130,7 +130,7 @@ def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
 
 @cache
 def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
-    """Makes the id of an exchange of an output layer over a sharded table."""
+    """Returns the id of an exchange of an output layer over a sharded table."""
     return OperationId("positions", table, part, chunk, "embedding")
 
 

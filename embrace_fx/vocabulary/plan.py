@@ -199,7 +199,7 @@ class Plan:
 
     @property
     def heads(self) -> dict[str, HeadPlan]:
-        """Sharded table that an output layer reads -> that layer's exchanges. Its rows travel within a step."""
+        """Maps each sharded table that an output layer reads to that layer's exchanges, which stay within a step."""
         return {d.parameter: d.head or HeadPlan() for d in self.decisions if d.strategy == "vocabulary"}
 
     @property
@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def looks_ahead(self) -> bool:
-        """Returns whether rows of the next batch travel during a step."""
+        """Returns whether rows of the next batch are sent during a step."""
         return self.world_size > 1 and self.schedule_name in LOOKS_AHEAD and bool(self.overlapped)
 
     @property

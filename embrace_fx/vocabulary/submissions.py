@@ -32,7 +32,7 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """Returns the submitted launch that a node waits for; None: it waits for none."""
+    """Returns the submitted launch that a node waits for, or None if it waits for none."""
     if op_name(node) in AWAITS:
         return launch_of(node)
     source = node.all_input_nodes[0] if op_name(node) == _WAIT else None
@@ -48,10 +48,11 @@ def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """Makes the id of the compute that ends where this node begins or awaits a copy, or an exchange of an output layer.
+    """Returns the id of the compute that ends where this node begins or awaits a copy, or an exchange of an output
+    layer.
 
     Raises:
-        ValueError: it does neither.
+        ValueError: the node does neither.
     """
     if (found := begun_or_awaited(node)) is None:
         raise ValueError(f"{node.name} begins no copy and no exchange of an output layer, and awaits none.")
